@@ -1,0 +1,144 @@
+"""DeviceInfo: what one device and the links between the devices can do. No model.
+
+A collective on a tensor of *b* bytes (the whole, unsharded tensor) costs ``latency + b / bandwidth``: the
+linear model of Hockney (Parallel Computing 20(3), 1994), fitted to the live backend rather than derived from
+a ring, because backends differ: gloo's reduce-scatter costs as much as an all-reduce.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from osdp import codec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One collective in one group of ranks.
+
+    Attributes:
+        collective: One of :data:`COLLECTIVES`.
+        group: ``"world"``, ``"intra"`` (one node) or ``"inter"`` (one device of each node).
+        size: Ranks in the group.
+        latency: Seconds a collective of no bytes takes.
+        bandwidth: Bytes of the whole tensor per second.
+        residual: Largest relative error of the fit over the measured sizes; 0 if it was not measured.
+    """
+
+    collective: str
+    group: str
+    size: int
+    latency: float
+    bandwidth: float
+    residual: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one collective on a tensor of ``nbytes`` bytes."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """A homogeneous set of devices.
+
+    Attributes:
+        memory_limit: Bytes that live tensors may take on each device.
+        kind: Name of the device kind, as the profile is keyed: ``"cpu"`` or a GPU's name.
+        nodes: Number of machines.
+        devices_per_node: Devices on each machine.
+        links: Measured or given collectives. ``all_gather`` and ``reduce_scatter`` are the whole cost of
+            FSDP2's unshard and gradient reduction of one unit, copies included; ``all_reduce`` is the
+            collective alone.
+        blocking: Whether FSDP2's collectives hold up compute (gloo) or run beside it (nccl).
+        overlap: Part of an asynchronous all-reduce that backward hides, from 0 to 1.
+        unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
+        copy_bandwidth: Bytes per second of a copy inside the device.
+        flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
+        memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
+        measured: Whether the numbers were measured on the live process group.
+    """
+
+    memory_limit: int
+    kind: str = "cpu"
+    nodes: int = 1
+    devices_per_node: int = 1
+    links: tuple[Link, ...] = ()
+    blocking: bool = True
+    overlap: float = 0.0
+    unit_overhead: float = 0.0
+    copy_bandwidth: float = 1e10
+    flops: float = 0.0
+    memory_bandwidth: float = 0.0
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be positive, got {getattr(self, name)}"
+            for name in ("memory_limit", "nodes", "devices_per_node")
+            if getattr(self, name) < 1
+        ]
+        faults += [
+            f"link {link.collective} in {link.group}: latency {link.latency} must not be negative and "
+            f"bandwidth {link.bandwidth} must be positive"
+            for link in self.links
+            if link.latency < 0 or link.bandwidth <= 0
+        ]
+        faults += [
+            f"unknown collective {link.collective!r}; there are {', '.join(COLLECTIVES)}"
+            for link in self.links
+            if link.collective not in COLLECTIVES
+        ]
+        if not 0 <= self.overlap <= 1:
+            faults.append(f"overlap must lie in 0..1, got {self.overlap}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any field does."""
+        return codec.fingerprint(self)
+
+    def link(self, collective: str, group: str = "world") -> Link:
+        """The link of ``collective`` in ``group``; free where there is nobody to talk to.
+
+        Raises:
+            ValueError: There are several devices but the link is unknown.
+        """
+        for link in self.links:
+            if (link.collective, link.group) == (collective, group):
+                return link
+        if self.world_size == 1:
+            return Link(collective, group, 1, 0.0, float(2**60))
+        raise ValueError(
+            f"DeviceInfo knows no {collective} in {group} for its {self.world_size} devices; measure it with "
+            f"DeviceInfo.detect() under torchrun, or give links="
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path`` as JSON."""
+        codec.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "DeviceInfo":
+        """The device description saved at ``path``."""
+        return codec.load(cls, path)
+
+    @classmethod
+    def detect(
+        cls, memory_limit: str | int | None = None, *, mesh: "DeviceMesh | None" = None, **options: Any
+    ) -> "DeviceInfo":
+        """Measure the live process group; see :func:`osdp.profiler.collectives.detect`."""
+        # Measuring needs torch; values stay importable without it.
+        from osdp.profiler.collectives import detect
+
+        return detect(memory_limit, mesh=mesh, **options)

@@ -1,0 +1,63 @@
+"""Exceptions that carry the facts a caller needs to act on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.units import format_bytes
+
+
+class PlanMismatchError(ValueError):
+    """A plan was made for another model, world size or training set-up.
+
+    Attributes:
+        differences: Every difference found, one sentence each.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        lines = "\n".join(f"  - {difference}" for difference in self.differences)
+        super().__init__(f"the plan does not fit what it is applied to:\n{lines}")
+
+
+@dataclass(frozen=True, slots=True)
+class LargeOperator:
+    """An operator named in an :class:`InfeasibleError`, with its whole parameter bytes."""
+
+    name: str
+    nbytes: int
+
+
+class InfeasibleError(ValueError):
+    """No plan in the decision space fits the memory limit.
+
+    Attributes:
+        limit: The memory limit, bytes per device.
+        best_peak: The lowest predicted peak of any plan, bytes per device.
+        largest: The largest operators, largest first.
+        suggestions: What would help, one sentence each.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        best_peak: int,
+        largest: Sequence[LargeOperator],
+        suggestions: Sequence[str],
+    ) -> None:
+        self.limit = limit
+        self.best_peak = best_peak
+        self.largest = tuple(largest)
+        self.suggestions = tuple(suggestions)
+        names = ", ".join(f"{op.name} ({format_bytes(op.nbytes)})" for op in self.largest)
+        helps = "".join(f"\n  - {suggestion}" for suggestion in self.suggestions)
+        super().__init__(
+            f"nothing fits the memory limit of {format_bytes(limit)}: the best achievable peak is "
+            f"{format_bytes(best_peak)}, {format_bytes(self.shortfall)} too much.\n"
+            f"largest operators: {names}\nwhat would help:{helps}"
+        )
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes by which the best plan exceeds the limit."""
+        return self.best_peak - self.limit

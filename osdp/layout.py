@@ -1,0 +1,84 @@
+"""Arithmetic that estimator and runtime must agree on: shard sizes, padding, and which modules make a unit."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
+
+
+def padded_numel(shape: Sequence[int], num_shards: int) -> int:
+    """Elements of a tensor whose dim 0 is padded so that ``num_shards`` equal shards result.
+
+    FSDP2 shards dim 0 and pads each parameter by itself (``torch.distributed.fsdp``, ``FSDPParam``).
+
+    >>> padded_numel((7, 15), 4)
+    120
+    """
+    return num_shards * shard_numel(shape, num_shards)
+
+
+def shard_numel(shape: Sequence[int], num_shards: int) -> int:
+    """Elements of one padded shard of a tensor sharded on dim 0; the whole tensor if it has no dim.
+
+    >>> shard_numel((7, 15), 4)
+    30
+    """
+    rest = 1
+    for size in shape[1:]:
+        rest *= size
+    return -(-shape[0] // num_shards) * rest if shape else 1
+
+
+def can_shard(operator: Operator) -> bool:
+    """Whether FSDP2 can shard it: it rejects 0-dim parameters."""
+    return all(parameter.shape for parameter in operator.parameters)
+
+
+def sharded_bytes(parameters: Iterable[Parameter], num_shards: int, dtype: str | None = None) -> int:
+    """Bytes of one rank's shards, in ``dtype`` or each parameter's own."""
+    return sum(
+        shard_numel(parameter.shape, num_shards) * DTYPE_BYTES[dtype or parameter.dtype]
+        for parameter in parameters
+    )
+
+
+def unit_modules(
+    operators: Sequence[Operator], all_operators: Iterable[Operator], callable_modules: Collection[str]
+) -> tuple[str, ...]:
+    """The fewest modules that hold the parameters of ``operators`` and of no operator beside them.
+
+    Climbs from each operator's modules to the highest ancestor that ran its own forward and under which every
+    operator belongs to the unit.
+
+    Args:
+        operators: The unit's operators, in trace order.
+        all_operators: All operators of the model.
+        callable_modules: FQNs of modules whose forward runs.
+
+    Returns:
+        FQNs, in trace order, none inside another.
+    """
+    inside = {module for operator in operators for module in operator.modules}
+    outside = [module for op in all_operators for module in op.modules if module not in inside]
+    found: list[str] = []
+    for operator in operators:
+        for module in operator.modules:
+            best = module
+            parts = module.split(".") if module else []
+            for length in range(len(parts) - 1, 0, -1):
+                ancestor = ".".join(parts[:length])
+                if any(is_inside(other, ancestor) for other in outside):
+                    break
+                if ancestor in callable_modules:
+                    best = ancestor
+            found.append(best)
+    unique = list(dict.fromkeys(found))
+    return tuple(m for m in unique if not any(m != other and is_inside(m, other) for other in unique))
+
+
+def is_inside(fqn: str, ancestor: str) -> bool:
+    """Whether ``fqn`` is ``ancestor`` or lies under it.
+
+    >>> is_inside("h.1.attn", "h.1"), is_inside("h.10", "h.1"), is_inside("h.1", "")
+    (True, False, True)
+    """
+    return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")

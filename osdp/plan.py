@@ -1,0 +1,178 @@
+"""Plan: what was decided, what it is predicted to cost, and why. The only word both sides share."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+
+from osdp import codec
+
+PLAN_VERSION = 1
+
+
+class Mode(StrEnum):
+    """How the parameters of an operator live on the data-parallel ranks; names as in PyTorch.
+
+    The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
+    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, whole from forward to backward.
+    """
+
+    NO_SHARD = "NO_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank stores only a shard."""
+        return self is not Mode.NO_SHARD
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for one operator.
+
+    Attributes:
+        operator: Its name.
+        modules: FQNs of the modules that use it.
+        parameters: FQNs of its parameters, the first name of each.
+        nbytes: Its whole parameter bytes.
+        mode: How it is sharded.
+        reason: Why, with what the next-best choice would have cost.
+    """
+
+    operator: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    nbytes: int
+    mode: Mode
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Operators that share their collectives; contiguous in the trace, except for the root unit.
+
+    Attributes:
+        mode: Mode of all of them.
+        operators: Their names, in trace order.
+        modules: FQNs of the modules to wrap together: none contains another, and together they hold the
+            parameters of the operators and of no other unit that is not wrapped before.
+        root: Whether it is the root's unit: gathered before everything else and kept to the end.
+    """
+
+    mode: Mode
+    operators: tuple[str, ...]
+    modules: tuple[str, ...]
+    root: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the judge expects of a step; seconds and bytes on the worst rank.
+
+    Attributes:
+        step_seconds: One optimizer step with all its microbatches.
+        compute_seconds: Forward and backward.
+        communication_seconds: Collectives that hold up compute, and what sticks out of the others.
+        optimizer_seconds: The optimizer step.
+        peak_bytes: Highest live tensor bytes.
+        peak_moment: When that is.
+        state_bytes: Parameters, gradients and optimizer states that live through the step.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    optimizer_seconds: float
+    peak_bytes: int
+    peak_moment: str
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training plan.
+
+    Attributes:
+        model: Fingerprint of the ModelDesc.
+        device: Fingerprint of the DeviceInfo.
+        training: Fingerprint of the Training.
+        world_size: Data-parallel ranks.
+        memory_limit: Bytes per device it was made for.
+        local_batch: Samples per device and microbatch.
+        microbatches: Microbatches per step.
+        reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
+        optimizer: Name of the ``torch.optim`` class.
+        param_dtype: Dtype parameters are computed in, or ``None``.
+        reduce_dtype: Dtype gradients are reduced in, or ``None``.
+        decisions: One per operator, in trace order.
+        units: All units; every operator is in exactly one.
+        predicted: What the judge expects.
+        measured_profile: Whether the prediction rests on measured segments.
+        optimal: Whether it is proven best in the decision space.
+        notes: Facts about the plan as a whole.
+        version: Of this format.
+    """
+
+    model: str
+    device: str
+    training: str
+    world_size: int
+    memory_limit: int
+    local_batch: int
+    microbatches: int
+    reduce_each_microbatch: bool
+    optimizer: str
+    param_dtype: str | None
+    reduce_dtype: str | None
+    decisions: tuple[Decision, ...]
+    units: tuple[Unit, ...]
+    predicted: Prediction
+    measured_profile: bool
+    optimal: bool
+    notes: tuple[str, ...] = ()
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise ValueError(f"plan format {self.version} is not the supported {PLAN_VERSION}; plan again")
+        decided = [decision.operator for decision in self.decisions]
+        placed = [name for unit in self.units for name in unit.operators]
+        if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
+            odd = sorted(set(decided) ^ set(placed)) or sorted({n for n in placed if placed.count(n) > 1})
+            raise ValueError(f"every operator must be decided once and be in one unit; not so: {odd}")
+
+    @cached_property
+    def modes(self) -> dict[str, Mode]:
+        """Mode of each operator."""
+        return {decision.operator: decision.mode for decision in self.decisions}
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted training throughput over all ranks."""
+        samples = self.world_size * self.local_batch * self.microbatches
+        return samples / self.predicted.step_seconds
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it uses more than one mode."""
+        return len({decision.mode for decision in self.decisions}) > 1
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path`` as JSON."""
+        codec.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """The plan saved at ``path``.
+
+        Raises:
+            ValueError: It is not a plan, or of an unsupported version.
+        """
+        return codec.load(cls, path)
+
+    def __str__(self) -> str:
+        # The table is a report; values themselves stay free of formatting.
+        from osdp.report.table import plan_table
+
+        return plan_table(self)

@@ -1,0 +1,66 @@
+"""Text for bytes, seconds and counts; the only place where a unit is written or read.
+
+Inside the library bytes are ``int`` and seconds ``float``. ``GiB`` is ``2**30``, ``GB`` is ``10**9``.
+"""
+
+import re
+
+_BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES = {name.lower(): factor for name, factor in (_BINARY | _DECIMAL).items()}
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes meant by ``text``.
+
+    Args:
+        text: A count of bytes, or a number with one of the units B, KiB, MiB, GiB, TiB (powers of
+            1024) or KB, MB, GB, TB (powers of 1000), in any case.
+
+    Returns:
+        A positive number of bytes.
+
+    Raises:
+        TypeError: ``text`` is neither text nor a number.
+        ValueError: The number or the unit cannot be read, or the size is not positive.
+
+    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
+    (8589934592, 1500000, 512)
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise TypeError(f"a size is text such as '8GiB' or a number of bytes, not {type(text).__name__}")
+    match = _NUMBER.fullmatch(str(text))
+    unit = (match[2] or "B").lower() if match else ""
+    if match is None or unit not in _SIZES:
+        known = ", ".join([*_BINARY, *_DECIMAL])
+        raise ValueError(f"cannot read the size {text!r}; write a positive number and one of {known}")
+    size = int(float(match[1]) * _SIZES[unit])
+    if size <= 0:
+        raise ValueError(f"a size must be positive, got {text!r}")
+    return size
+
+
+def format_bytes(size: int | float) -> str:
+    """``size`` bytes as text in the largest fitting binary unit.
+
+    >>> format_bytes(1536), format_bytes(-3 * 2**30)
+    ('1.50 KiB', '-3.00 GiB')
+    """
+    for name, factor in reversed(_BINARY.items()):
+        if abs(size) >= factor and factor > 1:
+            return f"{size / factor:.2f} {name}"
+    return f"{int(size)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` as text.
+
+    >>> format_seconds(0.01234), format_seconds(75.0), format_seconds(2e-6)
+    ('12.3 ms', '75.0 s', '2.0 us')
+    """
+    if abs(seconds) >= 1:
+        return f"{seconds:.3g} s" if abs(seconds) < 10 else f"{seconds:.1f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.1f} us"
