@@ -1,0 +1,1 @@
+"""Tests of osdp; they mirror its layout."""
