@@ -1,0 +1,1 @@
+"""Reports on values: tables, plots and pages. Reads values only."""

@@ -1,0 +1,1 @@
+"""Search for the best plan: pure, numbers in, numbers out."""

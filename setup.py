@@ -1,0 +1,26 @@
+"""Packaging of osdp; tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HF = ["transformers>=5"]
+CLI = ["typer>=0.12", "rich>=13", "tqdm>=4.66", "pyyaml>=6"]
+REPORT = ["matplotlib>=3.8", "plotly>=5.20"]
+DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "scipy>=1.12"]
+
+setup(
+    name="osdp",
+    version="0.1.0",
+    description="Per-operator sharding for PyTorch data parallelism: the fastest plan that fits the memory",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["osdp", "osdp.*"]),
+    package_data={"osdp": ["py.typed"]},
+    install_requires=["torch>=2.11", "numpy", "networkx>=3", "fairscale>=0.4.13"],
+    extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF]},
+    entry_points={"console_scripts": ["osdp=osdp.cli:main"]},
+)
