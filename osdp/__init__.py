@@ -1,0 +1,61 @@
+"""osdp: for each operator of a model, the sharding that trains fastest within the memory limit.
+
+Describe the model, profile it, price every choice, search for the best plan, run the plan::
+
+    model = OSDP(model, model_desc, device_info)
+
+Names are looked up when they are first used: importing the package does no work and does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from osdp.api import make_plan
+    from osdp.device_info import DeviceInfo, Link
+    from osdp.errors import InfeasibleError, PlanMismatchError
+    from osdp.model_desc import ModelDesc
+    from osdp.plan import Mode, Plan
+    from osdp.profile import Profile
+    from osdp.training import Training
+    from osdp.wrapper import OSDP, OptimalShardedDataParallel
+
+__all__ = [
+    "OSDP",
+    "DeviceInfo",
+    "InfeasibleError",
+    "Link",
+    "Mode",
+    "ModelDesc",
+    "OptimalShardedDataParallel",
+    "Plan",
+    "PlanMismatchError",
+    "Profile",
+    "Training",
+    "make_plan",
+]
+
+_HOME = {
+    "OSDP": "osdp.wrapper",
+    "OptimalShardedDataParallel": "osdp.wrapper",
+    "make_plan": "osdp.api",
+    "DeviceInfo": "osdp.device_info",
+    "Link": "osdp.device_info",
+    "InfeasibleError": "osdp.errors",
+    "PlanMismatchError": "osdp.errors",
+    "ModelDesc": "osdp.model_desc",
+    "Mode": "osdp.plan",
+    "Plan": "osdp.plan",
+    "Profile": "osdp.profile",
+    "Training": "osdp.training",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'osdp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

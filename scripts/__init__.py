@@ -1,0 +1,1 @@
+"""What a person starts: the demo, the tests and the training program."""

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Plans and trains a byte-level GPT-2 on real text with OSDP, beside FSDP2, DDP and a single process.
+# Flags are those of scripts/train_gpt2.py; NPROC sets the number of processes.
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$ROOT/scripts/launch.sh"
+launch --strategies OSDP FSDP2 DDP --check "$@"

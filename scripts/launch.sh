@@ -1,0 +1,17 @@
+# Sourced after environment.sh: `launch ARGUMENTS` starts the training program on NPROC processes per machine.
+# Several machines: run the same command on each with NNODES and MASTER_ADDR (and MASTER_PORT) set.
+
+num_processes() {
+    python -c 'import torch; print(torch.cuda.device_count() or 2)'
+}
+
+launch() {
+    local where=(--standalone)
+    if [ "${NNODES:-1}" -gt 1 ]; then
+        [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES needs MASTER_ADDR, the name of the first machine"
+        where=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
+    fi
+    # One thread per process unless told otherwise: processes share the cores.
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
+        torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m scripts.train_gpt2 "$@"
+}
