@@ -1,35 +1,140 @@
-"""Training: what a step is made of besides the model, and what an optimizer keeps and needs."""
+"""Training: what a step is made of besides the model, and what an optimizer keeps and needs.
 
+What a ``torch.optim`` class keeps and allocates is measured, not derived: :data:`OPTIMIZERS` is what
+``python -m benchmarks.optimizer_memory`` counted on torch 2.13 (live storages of CPU tensors and of DTensors,
+which agree), and the tests count it again on the torch that is installed.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from osdp import codec
 from osdp.model_desc import DTYPE_BYTES
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
+
+#: Device kinds for which torch's default is the for-loop (``torch.utils._foreach_utils``).
+_FOR_LOOP_KINDS = ("cpu", "mps")
+
+#: Options that add one state tensor of the parameter's size, and those that add temporaries.
+_STATE_OPTIONS = ("momentum", "amsgrad", "centered")
+_COPY_OPTIONS = ("nesterov", "weight_decay")
+
+
+@dataclass(frozen=True, slots=True)
+class Temporaries:
+    """Most extra bytes alive at once during a step; a fused step needs none.
+
+    Attributes:
+        for_loop: Moments of the for-loop, each ``(current, previous)``: copies alive of the tensor at hand
+            and of the one before it, whose temporaries Python drops only when it rebinds their names.
+        foreach: Copies alive of all tensors.
+    """
+
+    for_loop: tuple[tuple[int, int], ...]
+    foreach: int
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """Memory of one ``torch.optim`` class, in units of the local parameter bytes.
+    """Memory of one ``torch.optim`` class.
 
     Attributes:
-        states: State tensors of a parameter's size.
-        foreach_temporaries: Most extra bytes alive during a ``foreach`` step, over all parameters.
-        single_temporaries: Most extra bytes alive during a for-loop step, over the largest parameter.
-        has_foreach: Whether the class has a foreach implementation.
-        has_fused: Whether the class has a fused implementation, which needs no temporaries.
+        states: State tensors of a parameter's size, without options.
+        scalar_bytes: Bytes of 0-dim state tensors (``step`` and the like) per parameter tensor.
+        temporaries: Plain, and with each set of options that changes them.
+        options: Options it takes that change its memory.
+        fused: Whether its fused step accepts DTensor parameters.
     """
 
-    states: float
-    foreach_temporaries: float
-    single_temporaries: float
-    has_foreach: bool = True
-    has_fused: bool = False
+    states: int
+    scalar_bytes: int
+    temporaries: dict[frozenset[str], Temporaries]
+    options: tuple[str, ...] = ("weight_decay",)
+    fused: bool = False
 
 
-#: Measured with :mod:`benchmarks.optimizer_memory` on torch 2.13; ``tests/test_training.py`` measures them again.
-OPTIMIZERS = {
-    "SGD": OptimizerCost(states=0, foreach_temporaries=0, single_temporaries=0, has_fused=True),
-    "Adam": OptimizerCost(states=2, foreach_temporaries=1, single_temporaries=1, has_fused=True),
-    "AdamW": OptimizerCost(states=2, foreach_temporaries=1, single_temporaries=1, has_fused=True),
+def _variants(plain: Temporaries, **options: Temporaries) -> dict[frozenset[str], Temporaries]:
+    """Temporaries by set of options; ``a_and_b`` stands for both."""
+    named = {frozenset(name.split("_and_")): value for name, value in options.items()}
+    return {frozenset(): plain} | named
+
+
+_NONE = Temporaries(((0, 0),), 0)
+_ADAM = Temporaries(((2, 1),), 1)
+
+OPTIMIZERS: dict[str, OptimizerCost] = {
+    "SGD": OptimizerCost(
+        states=0,
+        scalar_bytes=0,
+        temporaries=_variants(
+            _NONE,
+            weight_decay=Temporaries(((1, 0),), 1),
+            nesterov=Temporaries(((1, 0),), 0),
+            nesterov_and_weight_decay=Temporaries(((2, 0),), 1),
+        ),
+        options=("momentum", "nesterov", "weight_decay"),
+    ),
+    "Adam": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(_ADAM, weight_decay=Temporaries(((3, 1),), 1)),
+        options=("amsgrad", "weight_decay"),
+        fused=True,
+    ),
+    # Its weight decay scales the parameter in place: no copy.
+    "AdamW": OptimizerCost(
+        states=2, scalar_bytes=4, temporaries=_variants(_ADAM), options=("amsgrad",), fused=True
+    ),
+    "Adagrad": OptimizerCost(
+        states=1,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 1),), 2), weight_decay=Temporaries(((2, 1),), 2)),
+    ),
+    "Adadelta": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((2, 1), (1, 2)), 2), weight_decay=Temporaries(((3, 1),), 3)),
+    ),
+    "Adamax": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 0),), 1), weight_decay=Temporaries(((2, 0),), 1)),
+    ),
+    "ASGD": OptimizerCost(
+        states=1,
+        scalar_bytes=12,
+        temporaries=_variants(Temporaries(((0, 0),), 1), weight_decay=Temporaries(((1, 0),), 1)),
+    ),
+    "NAdam": OptimizerCost(
+        states=2,
+        scalar_bytes=8,
+        temporaries=_variants(_ADAM, weight_decay=Temporaries(((3, 1),), 2)),
+    ),
+    "RAdam": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((5, 0),), 1), weight_decay=Temporaries(((6, 0),), 1)),
+    ),
+    "RMSprop": OptimizerCost(
+        states=1,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 1),), 1), weight_decay=Temporaries(((2, 1),), 2)),
+        options=("momentum", "centered", "weight_decay"),
+    ),
+}
+
+#: Why the other ``torch.optim`` classes cannot be planned for.
+UNSUPPORTED = {
+    "Adafactor": "its state depends on the shapes, and its step does not accept sharded DTensors",
+    "LBFGS": "it evaluates the loss several times a step and keeps one flat history",
+    "Muon": "it orthogonalises whole matrices, which no rank holds",
+    "Rprop": "its step does not accept sharded DTensors",
+    "SparseAdam": "it takes sparse gradients only",
 }
 
 
@@ -40,7 +145,11 @@ class Training:
     Attributes:
         optimizer: Name of a ``torch.optim`` class.
         momentum: Whether SGD or RMSprop keeps momentum.
+        nesterov: Whether SGD's momentum is Nesterov's.
         amsgrad: Whether Adam or AdamW keeps a maximum.
+        centered: Whether RMSprop keeps the mean gradient.
+        weight_decay: Whether a weight decay is added to the gradients, which copies them; a decoupled one
+            (AdamW's) is not.
         foreach: As the optimizer's argument; ``None`` is torch's default for the device.
         fused: As the optimizer's argument; ``None`` is torch's default for the device.
         param_dtype: Dtype parameters are gathered and computed in; ``None`` keeps their own.
@@ -51,7 +160,10 @@ class Training:
 
     optimizer: str = "AdamW"
     momentum: bool = False
+    nesterov: bool = False
     amsgrad: bool = False
+    centered: bool = False
+    weight_decay: bool = False
     foreach: bool | None = None
     fused: bool | None = None
     param_dtype: str | None = None
@@ -60,13 +172,7 @@ class Training:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.optimizer not in OPTIMIZERS:
-            faults.append(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-        elif self.foreach and not OPTIMIZERS[self.optimizer].has_foreach:
-            faults.append(f"{self.optimizer} has no foreach implementation")
-        elif self.fused and not OPTIMIZERS[self.optimizer].has_fused:
-            faults.append(f"{self.optimizer} has no fused implementation")
+        faults = self._optimizer_faults()
         if self.foreach and self.fused:
             faults.append("foreach and fused exclude each other")
         for name in ("param_dtype", "reduce_dtype"):
@@ -79,7 +185,155 @@ class Training:
         if faults:
             raise ValueError("; ".join(faults))
 
+    def _optimizer_faults(self) -> list[str]:
+        if self.optimizer not in OPTIMIZERS:
+            reason = UNSUPPORTED.get(self.optimizer)
+            known = ", ".join(OPTIMIZERS)
+            what = f"cannot be planned for: {reason}" if reason else "is unknown"
+            return [f"optimizer {self.optimizer!r} {what}; there are {known}"]
+        cost = OPTIMIZERS[self.optimizer]
+        faults = [
+            f"{self.optimizer} has no option {name} that changes its memory"
+            for name in (*_STATE_OPTIONS, *_COPY_OPTIONS)
+            if getattr(self, name) and name not in cost.options
+        ]
+        if self.nesterov and not self.momentum:
+            faults.append("nesterov needs momentum")
+        if self.fused and not cost.fused:
+            fused = ", ".join(name for name, other in OPTIMIZERS.items() if other.fused)
+            faults.append(f"{self.optimizer} has no fused step for DTensor parameters; {fused} have one")
+        return faults
+
+    @classmethod
+    def from_optimizer(cls, optimizer: "Optimizer", **options: Any) -> "Training":
+        """What a live optimizer keeps and needs.
+
+        Args:
+            optimizer: An instance of a ``torch.optim`` class or of a subclass of one.
+            **options: The other fields, such as ``local_batch``.
+
+        Raises:
+            TypeError: It is no ``torch.optim`` optimizer.
+            ValueError: Its class or an option of it cannot be planned for.
+        """
+        name = _torch_optim_name(optimizer)
+        if name is None:
+            raise TypeError(f"{type(optimizer).__name__} is not derived from a torch.optim class")
+        groups = optimizer.param_groups
+        odd = [key for key in ("capturable", "differentiable", "maximize") if _any(groups, key)]
+        if odd:
+            raise ValueError(f"{name}({', '.join(f'{key}=True' for key in odd)}) cannot be planned for")
+        takes = OPTIMIZERS[name].options if name in OPTIMIZERS else ()
+        read = {key: _any(groups, key) for key in (*_STATE_OPTIONS, *_COPY_OPTIONS) if key in takes}
+        if "weight_decay" in read and _any(groups, "decoupled_weight_decay"):
+            read["weight_decay"] = False
+        flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
+        return cls(**{"optimizer": name, **read, **flags, **options})
+
     @property
     def fingerprint(self) -> str:
         """Changes when any field does."""
         return codec.fingerprint(self)
+
+    @property
+    def num_states(self) -> int:
+        """State tensors of a parameter's size that the optimizer keeps for each parameter."""
+        extra = [name for name in _STATE_OPTIONS if getattr(self, name)]
+        return OPTIMIZERS[self.optimizer].states + len(extra)
+
+    @property
+    def temporaries(self) -> Temporaries:
+        """What a step allocates, with these options."""
+        options = frozenset(name for name in _COPY_OPTIONS if getattr(self, name))
+        return OPTIMIZERS[self.optimizer].temporaries[options]
+
+    def state_bytes(self, local_param_bytes: int, num_tensors: int) -> int:
+        """Bytes of optimizer state on one rank.
+
+        Args:
+            local_param_bytes: Bytes of the rank's trainable parameters, as it stores them.
+            num_tensors: Trainable parameter tensors.
+        """
+        return self.num_states * local_param_bytes + OPTIMIZERS[self.optimizer].scalar_bytes * num_tensors
+
+    def step_temporary_bytes(self, local_bytes_per_tensor: Sequence[int], device_kind: str) -> int:
+        """Most bytes a step has alive above parameters, gradients and state.
+
+        Args:
+            local_bytes_per_tensor: Bytes of each trainable parameter as the rank stores it, in the order
+                the optimizer has them.
+            device_kind: As in :class:`osdp.device_info.DeviceInfo`.
+        """
+        implementation = self.implementation(device_kind)
+        if implementation == FUSED or not local_bytes_per_tensor:
+            return 0
+        if implementation == FOREACH:
+            return self.temporaries.foreach * sum(local_bytes_per_tensor)
+        return max(
+            current * here + previous * before
+            for before, here in zip([0, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False)
+            for current, previous in self.temporaries.for_loop
+        )
+
+    def implementation(self, device_kind: str) -> str:
+        """Which implementation torch runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
+
+        Without flags torch takes foreach on accelerators, DTensor parameters included, and the for-loop on
+        CPU (``torch.optim.optimizer._default_to_fused_or_foreach``).
+        """
+        if self.fused:
+            return FUSED
+        if self.foreach is not None:
+            return FOREACH if self.foreach else FOR_LOOP
+        by_default = self.fused is None and device_kind not in _FOR_LOOP_KINDS
+        return FOREACH if by_default else FOR_LOOP
+
+    def mismatch(self, optimizer: "Optimizer") -> list[str]:
+        """How a live optimizer keeps or needs other memory than this; empty if it does not.
+
+        More state or less of it is a difference, temporaries only if there are more of them.
+        """
+        try:
+            live = Training.from_optimizer(optimizer)
+        except (TypeError, ValueError) as error:
+            return [str(error)]
+        differences = []
+        ours, theirs = self.state_bytes(1, 1), live.state_bytes(1, 1)
+        if ours != theirs:
+            differences.append(
+                f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
+                f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
+            )
+        for kind, sizes in _local_sizes(optimizer).items():
+            needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
+            if needs > planned:
+                differences.append(
+                    f"a step of {live._described()} ({live.implementation(kind)}) needs {needs} bytes of "
+                    f"temporaries; the planned {self._described()} ({self.implementation(kind)}) {planned}"
+                )
+        return differences
+
+    def _described(self) -> str:
+        options = [name for name in (*_STATE_OPTIONS, *_COPY_OPTIONS) if getattr(self, name)]
+        return self.optimizer + (f" with {' and '.join(options)}" if options else "")
+
+
+def _torch_optim_name(optimizer: "Optimizer") -> str | None:
+    """Name of the nearest ``torch.optim`` class among the optimizer's bases, told without importing torch."""
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith("torch.optim.") and base.__name__ != "Optimizer":
+            return base.__name__
+    return None
+
+
+def _local_sizes(optimizer: "Optimizer") -> dict[str, list[int]]:
+    """Bytes of each trainable parameter as this rank stores it, by device type."""
+    sizes: dict[str, list[int]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        sizes.setdefault(local.device.type, []).append(local.numel() * local.element_size())
+    return sizes
+
+
+def _any(groups: Sequence[dict[str, Any]], option: str) -> bool:
+    return any(bool(group.get(option)) for group in groups)
