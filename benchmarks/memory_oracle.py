@@ -1,10 +1,11 @@
 """The true peak of live tensor bytes over whole training steps: what memory predictions are scored against.
 
-On CPU the truth is the running sum of the profiler's memory events, which see every block of the CPU allocator,
-workspace inside kernels included. Blocks that were allocated before the recording are unknown to it, so it records
-from before the model is built until after everything is dropped, and is believed only if the sum then returns to
-where it started. (Under real gloo it does not: frees in the communication threads are lost. Under the ``fake``
-group it does.) On CUDA the truth is the caching allocator's own count, ``torch.cuda.max_memory_allocated``.
+On CPU the truth is the running sum of the profiler's memory events, which see every block of the CPU
+allocator, workspace inside kernels included. Blocks that were allocated before the recording are unknown to
+it, so it records from before the model is built until after everything is dropped, and is believed only if
+the sum then returns to where it started. (Under real gloo it does not: frees in the communication threads
+are lost. Under the ``fake`` group it does.) On CUDA the truth is the caching allocator's own count,
+``torch.cuda.max_memory_allocated``.
 """
 
 import gc
@@ -94,9 +95,9 @@ def measure_peak(
     """Build a model, run ``warmup`` whole steps and measure the next one.
 
     Args:
-        build_step: Builds the model, its optimizer and its batch, and returns a function that runs one whole step
-            (``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``). Everything it keeps must
-            be reachable from that function alone.
+        build_step: Builds the model, its optimizer and its batch, and returns a function that runs one
+            whole step (``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``).
+            Everything it keeps must be reachable from that function alone.
         warmup: Steps before the measured one; optimizer states and lazily made buffers are then in place.
         device: ``"cpu"`` or ``"cuda"``.
         tolerance: Bytes by which the running sum may miss its start (scalars that torch caches for good).
@@ -111,7 +112,8 @@ def measure_peak(
         return _measure_cuda(build_step, warmup)
     gc.collect()
     with warnings.catch_warnings():
-        # A model may replace blocks that are older than the recording (cached scalars); the balance decides.
+        # A model may replace blocks that are older than the recording (cached scalars); the balance
+        # decides.
         warnings.filterwarnings("ignore", message=".*profiler.*")
         recording = _record(build_step, warmup)
     return _timeline(recording, warmup, tolerance)
@@ -184,7 +186,7 @@ def _labels(spans: list[Any], times: list[int]) -> Iterator[str]:
             following = next(coming, None)
         stack = [span for span in stack if span.start_ns() + span.duration_ns() >= time]
         yield "/".join(span.name() for span in stack if span.name() != _STEP)
-    
+
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
@@ -209,9 +211,12 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], microbatches: int = 1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], torch.Tensor],
+    microbatches: int = 1,
 ) -> Step:
-    """One whole training step with annotated phases: ``forward``, ``backward`` and torch's own optimizer one."""
+    """One whole training step; ``forward`` and ``backward`` are annotated, optimizers annotate themselves."""
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,151 @@
+"""Start one process per rank, each on a core of its own with one thread, and collect what they return.
+
+A worker is a module-level function ``worker(rank, world_size, **arguments)`` that returns plain JSON
+values; the process group is there when it runs. Ranks are process groups of their own and are ended by
+their id: on failure, on time-out and on Ctrl-C.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+class WorkerError(RuntimeError):
+    """A rank failed, or all of them took too long."""
+
+
+def launch(
+    worker: str,
+    world_size: int,
+    arguments: Mapping[str, Any],
+    *,
+    timeout: float,
+    backend: str = "gloo",
+    prefixes: Sequence[Sequence[str]] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``worker`` on ``world_size`` ranks.
+
+    Args:
+        worker: ``"module:function"``.
+        world_size: Number of ranks; on the CPU at most one per core gets a core of its own.
+        arguments: Keyword arguments of the function, plain JSON values.
+        timeout: Seconds after which everything is ended.
+        backend: Backend of the process group.
+        prefixes: A command in front of each rank's, such as ``ip netns exec host0``; none if empty.
+        environment: Variables to set besides those of ``torchrun``.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        WorkerError: A rank failed (with the end of its output), or the time was up.
+    """
+    with tempfile.TemporaryDirectory(prefix="osdp-bench-") as folder:
+        ranks = []
+        try:
+            for rank in range(world_size):
+                prefix = prefixes[rank] if prefixes else ()
+                order = {
+                    "worker": worker, "rank": rank, "world_size": world_size, "backend": backend,
+                    "folder": folder, "arguments": dict(arguments),
+                }  # fmt: skip
+                ranks.append(_start(order, prefix, environment or {}))
+            _wait(ranks, Path(folder), timeout)
+            return [json.loads(Path(folder, f"result{rank}.json").read_text()) for rank in range(world_size)]
+        finally:
+            for process in ranks:
+                _end(process)
+
+
+def _start(order: dict[str, Any], prefix: Sequence[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    rank = order["rank"]
+    path = Path(order["folder"], f"order{rank}.json")
+    path.write_text(json.dumps(order))
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["world_size"], "OMP_NUM_THREADS": 1,
+        "MKL_NUM_THREADS": 1, "KINETO_LOG_LEVEL": 99, "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    with Path(order["folder"], f"log{rank}.txt").open("wb") as log:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "benchmarks.launch", str(path)],
+            cwd=ROOT,
+            env={**os.environ, **{name: str(value) for name, value in variables.items()}, **extra},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+    """Return when all have ended well; raise as soon as one has not."""
+    deadline = time.monotonic() + timeout
+    while True:
+        running = [rank for rank, process in enumerate(ranks) if process.poll() is None]
+        if any(process.poll() for process in ranks):
+            # The first to end is often only the first to notice: give the one that failed time to say why.
+            time.sleep(1)
+            failed = {rank: process.poll() for rank, process in enumerate(ranks) if process.poll()}
+            reports = [
+                f"rank {rank} ended with status {failed[rank]}:\n{_tail(folder, rank)}" for rank in failed
+            ]
+            raise WorkerError("\n".join(reports))
+        if not running:
+            return
+        if time.monotonic() > deadline:
+            tails = "\n".join(f"rank {rank}: {_tail(folder, rank)}" for rank in running)
+            raise WorkerError(f"ranks {running} did not end within {timeout:g} s:\n{tails}")
+        time.sleep(0.05)
+
+
+def _tail(folder: Path, rank: int, lines: int = 15) -> str:
+    return "\n".join((folder / f"log{rank}.txt").read_text(errors="replace").splitlines()[-lines:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def pin(rank: int) -> bool:
+    """Bind this process to the ``rank``-th allowed core; whether there was one left for it alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    return rank < len(cores)
+
+
+def _serve(order: dict[str, Any]) -> None:
+    """What each rank runs."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = order["rank"], order["world_size"]
+    pin(rank)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(order["folder"], "store")), world_size)
+    dist.init_process_group(order["backend"], store=store, rank=rank, world_size=world_size)
+    try:
+        module, _, function = order["worker"].partition(":")
+        result = getattr(importlib.import_module(module), function)(rank, world_size, **order["arguments"])
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    Path(order["folder"], f"result{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _serve(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,83 @@
+"""Times that can be compared on a noisy machine: alternating rounds, paired ratios and their interval.
+
+Two runs of the same program differ by several percent here, so a ratio is the median over rounds of the
+ratio *within* a round, with a bootstrap interval (Efron, Annals of Statistics 7(1), 1979), and the same
+computation for one candidate against itself (A/A) shows what the machine adds.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of times, or a relative error.
+
+    Attributes:
+        median: Median of the paired ratios.
+        low: Lower end of its 95 % bootstrap interval.
+        high: Upper end.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Ratio:
+    """Median of ``numerators[i] / denominators[i]`` with its 95 % bootstrap interval.
+
+    Raises:
+        ValueError: The two differ in length, or are empty.
+
+    >>> paired_ratio([2.0, 4.0], [1.0, 2.0])
+    Ratio(median=2.0, low=2.0, high=2.0)
+    """
+    if len(numerators) != len(denominators) or not numerators:
+        raise ValueError(f"need as many numerators ({len(numerators)}) as denominators ({len(denominators)})")
+    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    tail = round(0.025 * RESAMPLES)
+    return Ratio(statistics.median(ratios), medians[tail], medians[-1 - tail])
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    repeats: int = 1,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Time candidates in turn: A B C, A B C, ...
+
+    Args:
+        candidates: What to time, by name.
+        rounds: Timed turns of each.
+        warmup: Untimed turns of each before.
+        repeats: Calls in one turn; the time of a turn is their mean.
+        synchronize: Called before both readings of the clock (a barrier, a device synchronisation).
+
+    Returns:
+        Seconds per call, one per round, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(warmup + rounds):
+        for name, call in candidates.items():
+            synchronize()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            synchronize()
+            if turn >= warmup:
+                seconds[name].append((time.perf_counter() - begin) / repeats)
+    return seconds
