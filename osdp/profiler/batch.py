@@ -1,0 +1,109 @@
+"""A sample batch, however the user wrote it down."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model_desc import TensorSpec
+from osdp.profiler.tensors import map_tensors, tensor_spec, tensors_in
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """The arguments of one forward.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError("the sample batch holds no tensor; pass what the model's forward takes")
+
+    @classmethod
+    def of(cls, sample_inputs: Any) -> "SampleBatch":
+        """The batch that ``sample_inputs`` describes.
+
+        Args:
+            sample_inputs: A tensor, a tuple or list of positional arguments, or a mapping (a tokenizer's
+                output included) of keyword arguments.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: There is no tensor in it.
+        """
+        if isinstance(sample_inputs, SampleBatch):
+            return sample_inputs
+        if isinstance(sample_inputs, torch.Tensor):
+            return cls((sample_inputs,))
+        if isinstance(sample_inputs, (tuple, list)):
+            return cls(tuple(sample_inputs))
+        if isinstance(sample_inputs, Mapping):
+            return cls((), {str(name): value for name, value in sample_inputs.items()})
+        raise TypeError(
+            f"sample inputs are a tensor, a tuple (positional) or a mapping (keywords), "
+            f"not {type(sample_inputs).__name__}"
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, positional ones first."""
+        return tensors_in((self.args, dict(self.kwargs)))
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Shape and dtype of all tensors."""
+        return tuple(tensor_spec(tensor) for tensor in self.tensors)
+
+    @property
+    def local_batch(self) -> int:
+        """Samples: the size of dim 0 of the first tensor that has one."""
+        return next((int(tensor.shape[0]) for tensor in self.tensors if tensor.dim()), 1)
+
+    def map(self, function: Callable[[torch.Tensor], Any]) -> "SampleBatch":
+        """The batch with ``function`` applied to each tensor."""
+        return SampleBatch(map_tensors(function, self.args), map_tensors(function, dict(self.kwargs)))
+
+    def resized(self, local_batch: int) -> "SampleBatch":
+        """The batch with ``local_batch`` samples, repeating its own in order.
+
+        Tensors whose dim 0 is not the batch are left as they are.
+
+        Raises:
+            ValueError: ``local_batch`` is not positive.
+        """
+        if local_batch < 1:
+            raise ValueError(f"a batch has at least 1 sample, got {local_batch}")
+        samples = self.local_batch
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.shape[0] != samples:
+                return tensor
+            return tensor.index_select(0, torch.arange(local_batch, device=tensor.device) % samples)
+
+        return self.map(resize)
+
+    def to(self, device: torch.device | str, float_dtype: torch.dtype | None = None) -> "SampleBatch":
+        """The batch on ``device``, floating-point tensors cast to ``float_dtype``.
+
+        A tensor on ``meta`` has no values: it becomes zeros.
+        """
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = float_dtype if float_dtype and tensor.is_floating_point() else tensor.dtype
+            if tensor.is_meta:
+                return torch.zeros(tensor.shape, dtype=dtype, device=device)
+            return tensor.detach().to(device, dtype)
+
+        return self.map(move)
+
+    def run(self, model: nn.Module) -> Any:
+        """``model``'s outputs on this batch."""
+        return model(*self.args, **self.kwargs)

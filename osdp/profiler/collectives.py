@@ -1,0 +1,244 @@
+"""Latency and bandwidth of FSDP2's collectives on the live process group, fitted to what steps really take.
+
+``seconds = latency + bytes / bandwidth`` (Hockney, Parallel Computing 20(3), 1994) is fitted for each
+collective and group by least squares on the *relative* error, so that small messages count as much as large
+ones. The fit's largest relative error is kept in :class:`osdp.device_info.Link`.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp import codec
+from osdp.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.profiler.machine import available_memory, device_kind, measure_copy, measure_flops
+from osdp.profiler.overlap import measure_overlap
+from osdp.profiler.probe import Probe, UnitTimes
+from osdp.units import parse_bytes
+
+#: Bytes of the measured units.
+SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
+
+#: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
+_FEWEST_SIZES = 3
+
+
+def detect(
+    memory_limit: str | int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    device: str | torch.device | None = None,
+    devices_per_node: int | None = None,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 12,
+    seconds: float = 4.0,
+) -> DeviceInfo:
+    """Measure the devices of the live process group and the links between them.
+
+    All ranks must call it together, and all get the same answer. Without a mesh and without a process group
+    it describes this one device.
+
+    Args:
+        memory_limit: Bytes per device, or text such as ``"8GiB"``. By default an accelerator's whole memory;
+            on CPU the machine's free memory divided among its ranks.
+        mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
+        device: Where to measure; by default the mesh's device type, else that of the group's backend.
+        devices_per_node: Ranks of each machine, if the mesh does not say it and there are several machines.
+        sizes: Bytes of the units to measure, ascending.
+        repeats: Most samples of each size.
+        seconds: About how long each group is measured; slow networks are measured with fewer sizes.
+
+    Raises:
+        ValueError: An argument cannot be read or does not fit the mesh.
+    """
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    alone = mesh is None and not dist.is_initialized()
+    where = _device(device, mesh)
+    nodes, per_node = _shape(mesh, devices_per_node)
+    if limit is None:
+        limit = available_memory(where, per_node)
+    if alone or nodes * per_node == 1:
+        return _single(limit, where)
+    groups = _groups(mesh, where.type, nodes, per_node)
+    if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
+    links: list[Link] = []
+    overheads = {}
+    for name, group in groups.items():
+        samples = _samples(group, where, sizes, repeats, seconds)
+        links += _links(name, group.size(), samples)
+        overheads[name] = min(times.hooks for times in samples.values())
+    world = groups["world"].get_group()
+    overlap = measure_overlap(world, where, nbytes=_affordable(links[-1]))
+    speeds = [float(limit), measure_flops(where), measure_copy(where)]
+    least = torch.tensor(speeds, dtype=torch.float64, device=where)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world)
+    info = DeviceInfo(
+        memory_limit=int(least[0]),
+        kind=device_kind(where),
+        nodes=nodes,
+        devices_per_node=per_node,
+        links=tuple(links),
+        blocking=where.type == "cpu",
+        overlap=overlap,
+        unit_overhead=overheads["world"],
+        copy_bandwidth=float(least[2]),
+        flops=float(least[1]),
+        memory_bandwidth=2 * float(least[2]),
+        measured=True,
+    )
+    return _same_everywhere(info, world, where)
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
+
+    Minimises the sum of ``((latency + size / bandwidth) / seconds - 1) ** 2`` over latencies that are not
+    negative and bandwidths that are positive: the line through the origin, or a constant, where the best line
+    would leave them.
+
+    >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
+    >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
+    (1.0, 1000.0, 0.0)
+    """
+    # Rows (1/t, b/t) against 1: normal equations of a 2 x 2 system.
+    ones = [1 / t for t in seconds]
+    slopes = [b / t for b, t in zip(sizes, seconds, strict=True)]
+    aa, ab, bb = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in _pairs(ones, slopes))
+    a, b = sum(ones), sum(slopes)
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
+    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
+    if latency < 0:
+        latency, per_byte = 0.0, b / bb
+    elif per_byte <= 0:
+        # Time that does not grow with size is latency alone; a bandwidth must still be given.
+        latency, per_byte = a / aa, 1 / 2.0**60
+    fitted = [latency + size * per_byte for size in sizes]
+    residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
+    return latency, 1 / per_byte, residual
+
+
+def _pairs(x: list[float], y: list[float]) -> tuple[tuple[list[float], list[float]], ...]:
+    return (x, x), (x, y), (y, y)
+
+
+def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    if device is None:
+        if mesh is not None:
+            device = mesh.device_type
+        elif dist.is_initialized():
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        else:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
+    """Nodes and devices per node."""
+    if mesh is not None and mesh.ndim == 2:
+        nodes, per_node = mesh.size(0), mesh.size(1)
+        if devices_per_node not in (None, per_node):
+            raise ValueError(f"devices_per_node is {devices_per_node}, but axis 1 of the mesh has {per_node}")
+        return nodes, per_node
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"a mesh has one axis or two (nodes, devices per node); this one has {mesh.ndim}")
+    size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
+    per_node = devices_per_node or size
+    if size % per_node:
+        raise ValueError(f"{size} ranks cannot be split into nodes of {per_node} devices")
+    return size // per_node, per_node
+
+
+def _groups(mesh: DeviceMesh | None, kind: str, nodes: int, per_node: int) -> dict[str, DeviceMesh]:
+    """One-dimensional meshes by the name of their links' group."""
+    ranks = torch.arange(nodes * per_node) if mesh is None else mesh.mesh.flatten()
+    world = mesh if mesh is not None and mesh.ndim == 1 else DeviceMesh(kind, ranks)
+    if nodes == 1 or per_node == 1:
+        return {"world": world}
+    names = ("inter", "intra")
+    grid = DeviceMesh(kind, ranks.view(nodes, per_node), mesh_dim_names=names)
+    return {"world": world, "intra": grid["intra"], "inter": grid["inter"]}
+
+
+def _samples(
+    mesh: DeviceMesh, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+) -> dict[int, UnitTimes]:
+    """Times of one unit by its bytes, each the median of the slowest rank's; ends after about ``seconds``."""
+    group = mesh.get_group()
+    found: dict[int, UnitTimes] = {}
+    left = seconds
+    for i, size in enumerate(sizes):
+        probe = Probe(size, mesh, device)
+        probe.step()
+        once = _slowest(probe.step(), group, device)
+        step = _step_seconds(once)
+        count = max(2, min(repeats, int(left / (len(sizes) - i) / step)))
+        found[probe.nbytes] = _slowest(_median([probe.step() for _ in range(count)]), group, device)
+        left -= (count + 2) * step
+        larger = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
+        if i + 1 >= _FEWEST_SIZES and 3 * larger * step > left:
+            break
+    return found
+
+
+def _step_seconds(times: UnitTimes) -> float:
+    """About what one step of a probe takes: it has four units."""
+    return 4 * (times.unshard + 2 * times.hooks + times.reduce + times.all_reduce)
+
+
+def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
+    return UnitTimes(*(median(getattr(sample, name) for sample in samples) for name in UnitTimes.__slots__))
+
+
+def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:
+    mine = [getattr(times, name) for name in UnitTimes.__slots__]
+    agreed = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    return UnitTimes(*agreed.tolist())
+
+
+def _links(group: str, size: int, samples: dict[int, UnitTimes]) -> list[Link]:
+    """The three links of a group, in the order of ``COLLECTIVES``."""
+    names = dict(zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True))
+    links = []
+    for collective, name in names.items():
+        # A time that noise swallowed whole cannot be fitted relative to itself.
+        seconds = [max(getattr(times, name), 1e-9) for times in samples.values()]
+        latency, bandwidth, residual = fit(list(samples), seconds)
+        links.append(Link(collective, group, size, latency, bandwidth, residual))
+    return links
+
+
+def _affordable(all_reduce: Link) -> int:
+    """Bytes of an all-reduce that takes some milliseconds, or up to a tenth of a second on slow networks."""
+    nbytes = 2**22
+    while nbytes > 2**16 and all_reduce.seconds(nbytes) > 0.1:
+        nbytes //= 2
+    return nbytes
+
+
+def _single(limit: int, device: torch.device) -> DeviceInfo:
+    copy = measure_copy(device)
+    return DeviceInfo(
+        memory_limit=limit,
+        kind=device_kind(device),
+        copy_bandwidth=copy,
+        flops=measure_flops(device),
+        memory_bandwidth=2 * copy,
+        blocking=device.type == "cpu",
+        measured=True,
+    )
+
+
+def _same_everywhere(info: DeviceInfo, group: dist.ProcessGroup, device: torch.device) -> DeviceInfo:
+    """Rank 0's description on every rank, so that all of them plan alike."""
+    box = [codec.to_json(info)]
+    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    return codec.from_json(DeviceInfo, box[0])

@@ -1,0 +1,55 @@
+"""The scalar a training step differentiates, from whatever a model returns."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from osdp.profiler.tensors import tensors_in
+
+LossFn = Callable[[Any], Any]
+
+
+def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
+    """The loss of one batch.
+
+    Args:
+        outputs: What the model returned.
+        loss_fn: Returns a scalar, or a pair (sum, count) whose quotient is the loss. Without it the loss is
+            ``outputs.loss`` or ``outputs["loss"]``, else the sum of all elements of the floating-point
+            tensors in the first element of the outputs, which costs next to nothing.
+
+    Raises:
+        ValueError: There is no scalar to differentiate.
+    """
+    loss = _own_loss(outputs) if loss_fn is None else loss_fn(outputs)
+    if loss_fn is None and loss is None:
+        loss = _sum_of_first(outputs)
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss = loss[0] / loss[1]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must be one number, got {shape}; pass loss_fn=, a function of the outputs")
+    return loss
+
+
+def _own_loss(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    loss = getattr(outputs, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else None
+
+
+def _sum_of_first(outputs: Any) -> torch.Tensor:
+    first = outputs
+    if isinstance(outputs, Mapping):
+        first = next(iter(outputs.values()), None)
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        first = outputs[0]
+    floats = [tensor for tensor in tensors_in(first) if tensor.is_floating_point()]
+    if not floats:
+        raise ValueError("the model returns no floating-point tensor first; pass loss_fn=, a function of the outputs")
+    total = floats[0].sum()
+    for tensor in floats[1:]:
+        total = total + tensor.sum()
+    return total

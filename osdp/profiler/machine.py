@@ -1,0 +1,66 @@
+"""What one device can hold and do: memory limit, arithmetic and memory speed, each measured in a blink."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from osdp.profiler.probe import synchronize
+
+_MEMINFO = Path("/proc/meminfo")
+#: Bytes of the tensors copied to measure memory speed: larger than caches.
+_COPY_BYTES = 2**26
+_MATMUL_SIDE = {"cpu": 768}
+_MATMUL_SIDE_ACCELERATOR = 4096
+
+
+def device_kind(device: torch.device) -> str:
+    """Name under which profiles of ``device`` are kept: ``"cpu"`` or the accelerator's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
+    """Bytes a process may take on ``device``.
+
+    An accelerator's whole memory; on CPU what the machine has free, divided among its ranks.
+
+    Raises:
+        ValueError: It cannot be told on this system.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and meminfo.exists():
+        for line in meminfo.read_text(encoding="utf8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // devices_per_node
+    raise ValueError(f"the memory of a {device.type} device cannot be told here; give memory_limit='8GiB'")
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of a matrix product."""
+    side = _MATMUL_SIDE.get(device.type, _MATMUL_SIDE_ACCELERATOR)
+    a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device)
+
+
+def measure_copy(device: torch.device) -> float:
+    """Bytes per second of a copy inside the device; it reads and writes each of them once."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    run()
+    samples = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return median(samples)

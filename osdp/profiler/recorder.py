@@ -1,0 +1,115 @@
+"""Records one fake run: what every stretch computes, moves, saves and keeps alive, and what it touches."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from osdp.model_desc import TensorSpec
+from osdp.profiler.ledger import Ledger, Moment
+from osdp.profiler.operations import moved_bytes, operation_flops, operation_token
+from osdp.profiler.tensors import storage_key, tensor_spec, tensors_in
+from osdp.profiler.walker import Stretch
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one pass of a stretch has done so far.
+
+    Attributes:
+        operations: Number of operations.
+        flops: Floating-point operations.
+        moved_bytes: Bytes of operands and results.
+        saved_bytes: Bytes it newly saved for backward.
+        parameters: Names of the parameters it touched, in order.
+        digest: Hash of its operations.
+    """
+
+    operations: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+    parameters: dict[str, None] = field(default_factory=dict)
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, other: "Tally") -> None:
+        """Count what ``other`` has done as well."""
+        self.operations += other.operations
+        self.flops += other.flops
+        self.moved_bytes += other.moved_bytes
+        self.saved_bytes += other.saved_bytes
+        self.parameters |= other.parameters
+        self.digest.update(other.digest.digest())
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operation of a run and books it under the stretch that runs."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], resident: Sequence[torch.Tensor]) -> None:
+        """Start with nothing recorded.
+
+        Args:
+            parameters: The model's parameters by name; tied ones once.
+            resident: Buffers and the batch.
+        """
+        super().__init__()
+        self.ledger = Ledger([*parameters.values(), *resident])
+        self.tallies: dict[Moment, Tally] = {}
+        self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
+        self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
+        self._saved: set[int] = set()
+        self._last = 0
+
+    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+        """A stretch begins; see :class:`osdp.profiler.walker.Observer`."""
+        if index:
+            self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(handed_on))
+        self._last = index
+        self.ledger.now = Moment(False, index)
+
+    def leave_forward(self, loss: torch.Tensor) -> None:
+        """Forward is over."""
+        self.outputs[self._last] = (tensor_spec(loss),)
+        self.ledger.now = Moment(True, self._last)
+
+    def enter_backward(self, index: int) -> None:
+        """The backward of a stretch begins."""
+        self.ledger.now = Moment(True, index)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """A context in which tensors saved for backward are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, _unsave)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and book it."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        tally = self.tallies.setdefault(self.ledger.now, Tally())
+        tally.operations += 1
+        tally.flops += operation_flops(func, args, kwargs, output)
+        tally.moved_bytes += moved_bytes(args, kwargs, output, mutates=func._schema.is_mutable)
+        tally.digest.update(operation_token(func, args, kwargs).encode())
+        for tensor in tensors_in((args, kwargs)):
+            name = self._names.get(storage_key(tensor))
+            if name is not None:
+                tally.parameters[name] = None
+        self.ledger.book(tensors_in(output))
+        return output
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        number = self.ledger.number(tensor)
+        if number is not None and number not in self._saved:
+            self._saved.add(number)
+            tally = self.tallies.setdefault(self.ledger.now, Tally())
+            tally.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _unsave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,55 @@
+"""Copies of a model without its weights."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+MakeParameter = Callable[[nn.Parameter], torch.Tensor]
+
+
+def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
+    """A copy of ``model`` whose parameters are what ``make`` returns for them; ``model`` stays as it is.
+
+    Ties stay ties. Buffers are copied to the CPU, or become zeros if they are on ``meta``. A root in
+    evaluation mode is put in training mode, since it is a training step that is looked at; otherwise every
+    submodule keeps its mode.
+
+    Args:
+        model: Any module, on any device.
+        make: Returns a tensor of the parameter's shape, strides and dtype.
+
+    Raises:
+        ValueError: A parameter has no shape yet (lazy modules).
+    """
+    memo: dict[int, object] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet; run one batch through the model first")
+        memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _host_copy(buffer)
+    for module in model.modules():
+        # Weights that a hook derives from parameters are no leaves, and only leaves can be deep-copied.
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = _host_copy(value)
+    twin = copy.deepcopy(model, memo)
+    return twin if twin.training else twin.train()
+
+
+def on_meta(parameter: nn.Parameter) -> torch.Tensor:
+    """A tensor like ``parameter`` without memory."""
+    return torch.empty_like(parameter, device="meta", requires_grad=False)
+
+
+def on_fake_cpu(parameter: nn.Parameter) -> torch.Tensor:
+    """A tensor like ``parameter`` on the CPU; without memory inside a ``FakeTensorMode``."""
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return tensor.detach().to("cpu", copy=True)

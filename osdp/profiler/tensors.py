@@ -1,0 +1,47 @@
+"""Tensors inside nested containers, and what identifies their memory.
+
+The only place that uses torch's pytree and storage handles, which are not public everywhere.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from osdp.model_desc import TensorSpec
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in ``tree`` (tuples, lists, mappings, registered outputs), in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to each tensor in it."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of ``tree``, and a function that builds the same structure of other leaves."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return leaves, lambda others: pytree.tree_unflatten(others, spec)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``dtype`` without its ``torch.``.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """Shape and dtype of ``tensor``."""
+    return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while they live."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,248 @@
+"""From a module to its ModelDesc: two runs on fake tensors, no weights, no device.
+
+The model is run forward and backward at the sample's batch size and at twice that; whatever depends on the
+batch is the line through the two.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from osdp.model_desc import Affine, ModelDesc, Operator, Segment, TensorSpec, Work
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.blocks import find_blocks
+from osdp.profiler.ledger import Moment, Usage
+from osdp.profiler.loss import LossFn
+from osdp.profiler.operators import Use, find_operators, find_parameters
+from osdp.profiler.recorder import Recorder, Tally
+from osdp.profiler.skeleton import on_fake_cpu, skeleton
+from osdp.profiler.walker import Stretch, walk
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True, slots=True)
+class _PassTrace:
+    """One pass of a segment at one batch size."""
+
+    tally: Tally
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentTrace:
+    """One segment at one batch size."""
+
+    stretch: Stretch
+    forward: _PassTrace
+    backward: _PassTrace
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """One fake run: its segments, and the modules that ran."""
+
+    segments: list[_SegmentTrace]
+    modules: tuple[str, ...]
+
+
+def describe(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    atoms: Sequence[str] = (),
+) -> ModelDesc:
+    """The ordered execution trace of one forward of ``model``, and the operators in it.
+
+    The model may be on any device, ``meta`` included; it is neither run nor changed.
+
+    Args:
+        model: An unmodified module.
+        sample_inputs: One local batch: a tensor, a tuple or list (positional), or a mapping (keywords). Only
+            shapes and dtypes are read. Dim 0 of the first tensor is the batch.
+        loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own ``loss``,
+            else the sum of their first element (see :func:`osdp.profiler.loss.scalar_loss`).
+        atoms: FQNs of modules each of which is to be exactly one operator.
+
+    Returns:
+        The description. If the model rejects another batch size, all of it is for the sample's.
+
+    Raises:
+        TypeError: The sample inputs are none of the above.
+        ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
+    """
+    batch = SampleBatch.of(sample_inputs)
+    # Models keep constants that are neither parameters nor buffers; those are real tensors.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = skeleton(model, on_fake_cpu)
+        trace = _fake_run(twin, batch, loss_fn)
+        double = _other_batch(twin, batch, loss_fn, trace)
+    uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
+    blocks = find_blocks(twin, _digests(trace))
+    operators = find_operators(find_parameters(twin), uses, blocks, atoms)
+    return ModelDesc(
+        name=type(model).__name__,
+        sample=batch.specs,
+        local_batch=batch.local_batch,
+        batch_is_free=double is not None,
+        segments=_segments(trace, double, batch.local_batch, uses, operators),
+        operators=operators,
+        modules=trace.modules,
+    )
+
+
+def _other_batch(
+    twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace
+) -> _Trace | None:
+    """The trace at twice the batch, or ``None`` if the model does not take it or runs otherwise."""
+    try:
+        double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn)
+    except ValueError:
+        return None
+    same = [s.stretch.key for s in double.segments] == [s.stretch.key for s in trace.segments]
+    return double if same else None
+
+
+def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
+    """Run ``twin`` once inside the current ``FakeTensorMode``."""
+    fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    named = dict(twin.named_parameters())
+    recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
+    try:
+        with torch.enable_grad(), recorder.saving(), recorder:
+            stretches = walk(twin, fake, recorder, loss_fn=loss_fn)
+    except _DATA_DEPENDENT as error:
+        raise ValueError(
+            f"the model's forward depends on values of tensors ({error}), and a description is made without "
+            f"values; move .item(), boolean indexing and branches on tensors out of the forward"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise ValueError(f"{error} has no fake implementation; register one (torch.library)") from error
+    except Exception as error:
+        shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in batch.specs)
+        raise ValueError(
+            f"the model rejects the sample batch ({shapes}): {type(error).__name__}: {error}"
+        ) from error
+    for parameter in named.values():
+        if parameter.grad is not None:
+            recorder.ledger.book_gradient(parameter.grad)
+            parameter.grad = None
+    return _trace(stretches, recorder)
+
+
+def _trace(stretches: Sequence[Stretch], recorder: Recorder) -> _Trace:
+    """Fold stretches in which nothing ran into the segment before them."""
+    filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
+    if not filled:
+        raise ValueError("the model's forward runs no operation")
+    place = fold(filled, len(stretches))
+    usages = recorder.ledger.usage(lambda moment: Moment(moment.backward, place[moment.stretch]))
+    tallies: dict[Moment, Tally] = {}
+    for moment, tally in recorder.tallies.items():
+        tallies.setdefault(Moment(moment.backward, place[moment.stretch]), Tally()).add(tally)
+
+    def pass_trace(moment: Moment) -> _PassTrace:
+        return _PassTrace(tallies.get(moment, Tally()), usages.get(moment, Usage(0, 0)))
+
+    segments = [
+        _SegmentTrace(
+            stretches[index],
+            pass_trace(Moment(False, place)),
+            pass_trace(Moment(True, place)),
+            recorder.outputs.get(index, ()),
+        )
+        for place, index in enumerate(filled)
+    ]
+    modules = dict.fromkeys(stretch.module for stretch in stretches)
+    return _Trace(segments, tuple(modules))
+
+
+def fold(filled: Sequence[int], count: int) -> list[int]:
+    """For each of ``count`` stretches, the position in ``filled`` of the last one not after it.
+
+    >>> fold([1, 3], 5)
+    [0, 0, 0, 1, 1]
+    """
+    places, place = [], -1
+    wanted = set(filled)
+    for index in range(count):
+        place += index in wanted
+        places.append(max(place, 0))
+    return places
+
+
+def _parameters(segment: _SegmentTrace) -> tuple[str, ...]:
+    return tuple(segment.forward.tally.parameters)
+
+
+def _digests(trace: _Trace) -> dict[str, str]:
+    """For each module that ran, a hash of all operations under it."""
+    hashes: dict[str, Any] = {name: hashlib.sha256() for name in trace.modules}
+    for segment in trace.segments:
+        for frame in segment.stretch.stack:
+            hashes[frame].update(segment.forward.tally.digest.digest())
+    return {name: value.hexdigest() for name, value in hashes.items()}
+
+
+def _segments(
+    trace: _Trace,
+    double: _Trace | None,
+    local_batch: int,
+    uses: Sequence[Use],
+    operators: Sequence[Operator],
+) -> tuple[Segment, ...]:
+    held = {parameter.name: op.name for op in operators for parameter in op.parameters}
+    others = double.segments if double else trace.segments
+    return tuple(
+        Segment(
+            module=one.stretch.module,
+            call=one.stretch.call,
+            part=one.stretch.part,
+            operators=tuple(dict.fromkeys(held[name] for name in use.parameters)),
+            signature=_signature(one),
+            outputs=one.outputs,
+            forward=_work(one.forward, two.forward, local_batch),
+            backward=_work(one.backward, two.backward, local_batch),
+            saved_bytes=_affine(one, two, local_batch, lambda s: s.forward.tally.saved_bytes),
+        )
+        for one, two, use in zip(trace.segments, others, uses, strict=True)
+    )
+
+
+def _work(one: _PassTrace, two: _PassTrace, local_batch: int) -> Work:
+    return Work(
+        flops=_affine(one, two, local_batch, lambda p: p.tally.flops),
+        moved_bytes=_affine(one, two, local_batch, lambda p: p.tally.moved_bytes),
+        live_bytes=_affine(one, two, local_batch, lambda p: p.usage.live_bytes),
+        peak_bytes=_affine(one, two, local_batch, lambda p: p.usage.peak_bytes),
+    )
+
+
+def _affine(one: Any, two: Any, local_batch: int, quantity: Callable[[Any], int]) -> Affine:
+    """The line through ``one`` at ``local_batch`` and ``two`` at twice that."""
+    rise = quantity(two) - quantity(one)
+    return Affine(constant=float(quantity(one) - rise), per_sample=rise / local_batch)
+
+
+def _signature(segment: _SegmentTrace) -> str:
+    """A hash of what runs in both passes and of what it leaves in memory.
+
+    Memory depends on the neighbours too: on which of them still needs a tensor.
+    """
+    facts = [
+        (one.tally.digest.hexdigest(), one.tally.saved_bytes, one.usage.live_bytes, one.usage.peak_bytes)
+        for one in (segment.forward, segment.backward)
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
