@@ -3,4 +3,5 @@
 # Flags are those of scripts/train_gpt2.py; NPROC sets the number of processes.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/launch.sh"
-launch --strategies OSDP FSDP2 DDP --check "$@"
+launch --strategies OSDP FSDP2 DDP --reference "$@" --json "$ROOT/runs/demo.json"
+python -m scripts.check_demo "$ROOT/runs/demo.json"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -39,9 +40,11 @@ def build(size: Size, seed: int) -> GPT2LMHeadModel:
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    # What transformers falls back to for this class, with a warning.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def fsdp2(mesh: DeviceMesh) -> Wrap:
@@ -50,7 +53,8 @@ def fsdp2(mesh: DeviceMesh) -> Wrap:
     def wrap(model: GPT2LMHeadModel) -> nn.Module:
         for block in model.transformer.h:
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        return model
 
     return wrap
 
@@ -59,11 +63,21 @@ def ddp(device: torch.device) -> Wrap:
     """DDP without a second copy of the gradients."""
 
     def wrap(model: GPT2LMHeadModel) -> nn.Module:
-        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model.to(device=device), gradient_as_bucket_view=True)
+        if dist.get_backend() == "fake":
+            # DDP wants a result, which a group that moves no data does not give.
+            wrapped.register_comm_hook(None, _keep_bucket)
+        return wrapped
 
     return wrap
 
 
 def single(device: torch.device) -> Wrap:
     """The model as it is, for the reference that runs the whole global batch in one process."""
-    return lambda model: model.to(device)
+    return lambda model: model.to(device=device)
+
+
+def _keep_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part)
     model = wrap(build(settings.size, settings.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     losses, seconds = [], []
-    for step in tqdm(range(settings.steps), desc=name, disable=part.rank > 0, leave=False):
+    for step in tqdm(range(settings.steps), desc=name, disable=part.rank > 0 or None, leave=False):
         inputs = _share(corpus.train, settings, part, settings.seed, step)
         _warm_up(optimizer, settings, step)
         start = time.perf_counter()
@@ -84,13 +85,14 @@ def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part)
     return Run(_mean(losses, part), _mean(held_out, part, whole=True)[0], median(timed), peak)
 
 
-def peak_on_cpu(wrap: Wrap, settings: Settings, corpus: Corpus, world_size: int) -> int:
+def peak_on_cpu(make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, world_size: int) -> int:
     """Peak of live tensor bytes on rank 0, the worst one, in a step under a group that moves no data.
 
     The events of a real gloo group do not add up, so this needs a pass of its own, after all process groups
     are gone.
     """
     part = Part(0, world_size, torch.device("cpu"))
+    wrap: Wrap
 
     def build_step() -> Step:
         model = wrap(build(settings.size, settings.seed))
@@ -99,12 +101,14 @@ def peak_on_cpu(wrap: Wrap, settings: Settings, corpus: Corpus, world_size: int)
         return lambda: _step(model, optimizer, inputs)
 
     with fake_group(world_size):
+        # A mesh stays in torch's own cache, so it is made before anything is counted.
+        wrap = make_wrap()
         return measure_peak(build_step).peak
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad(set_to_none=True)
-    loss = model(input_ids=inputs, labels=inputs).loss
+    loss: torch.Tensor = model(input_ids=inputs, labels=inputs).loss
     loss.backward()
     _clip(model)
     optimizer.step()
@@ -126,7 +130,7 @@ def _warm_up(optimizer: torch.optim.Optimizer, settings: Settings, step: int) ->
         group["lr"] = settings.learning_rate * share
 
 
-def _share(text: NDArray, settings: Settings, part: Part, seed: int, step: int) -> torch.Tensor:
+def _share(text: NDArray[np.uint8], settings: Settings, part: Part, seed: int, step: int) -> torch.Tensor:
     """This process's rows of the global batch."""
     whole = batch(text, settings.samples, settings.size.seq, seed=seed, step=step)
     return whole.chunk(part.world_size)[part.rank].to(part.device)

@@ -1,0 +1,90 @@
+"""Describe, profile and plan the model of a run; the only script that knows osdp."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from osdp.profiler.segments import profile_segments
+from transformers import GPT2LMHeadModel
+
+from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
+from osdp.profile import Profile
+from scripts.gpt2_model import Wrap, build
+from scripts.training_run import Settings
+
+#: A limit that nothing exceeds, for plans whose peak is asked for.
+_NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a comparison knows before anything is trained.
+
+    Attributes:
+        model_desc: The model.
+        device_info: The devices, with the limit that was asked for.
+        training: The optimizer and the local batch.
+        plan: The plan for them.
+        sharded: What everything sharded would cost, as FSDP2 does it.
+        replicated: What everything replicated would cost, as DDP does it.
+    """
+
+    model_desc: ModelDesc
+    device_info: DeviceInfo
+    training: Training
+    plan: Plan
+    sharded: Plan
+    replicated: Plan
+
+    def osdp(self) -> Wrap:
+        """Wraps a model by the plan."""
+        return lambda model: OSDP(
+            model, self.model_desc, self.device_info, training=self.training, plan=self.plan
+        )
+
+
+def make_planning(
+    settings: Settings, world_size: int, limit: int | None, fraction: float, plan: Path | None
+) -> Planning:
+    """Describe and profile the model, and plan for it.
+
+    Args:
+        settings: The run.
+        world_size: Number of processes.
+        limit: Bytes per device; ``None`` to use ``fraction``.
+        fraction: Where the limit lies between the predicted peaks of everything sharded (0) and everything
+            replicated (1).
+        plan: A saved plan to use instead of planning.
+    """
+    training = Training(optimizer="AdamW", local_batch=settings.samples // world_size)
+    tokens = torch.zeros(training.local_batch, settings.size.seq, dtype=torch.int64)
+    sample = {"input_ids": tokens, "labels": tokens}
+    model = build(settings.size, settings.seed)
+    model_desc = ModelDesc.from_module(model, sample)
+    devices = DeviceInfo.detect(_NO_LIMIT)
+    profile = _profile_on_first(model, model_desc, sample, training)
+    ends = {
+        mode: make_plan(model, model_desc, devices, training=training, profile=profile, strategy=mode)
+        for mode in ("FULL_SHARD", "NO_SHARD")
+    }
+    low, high = (ends[mode].predicted.peak_bytes for mode in ("FULL_SHARD", "NO_SHARD"))
+    devices = replace(devices, memory_limit=limit or round(low + fraction * (high - low)))
+    chosen = (
+        Plan.load(plan) if plan else make_plan(model, model_desc, devices, training=training, profile=profile)
+    )
+    return Planning(model_desc, devices, training, chosen, ends["FULL_SHARD"], ends["NO_SHARD"])
+
+
+def _profile_on_first(
+    model: GPT2LMHeadModel, model_desc: ModelDesc, sample: dict[str, torch.Tensor], training: Training
+) -> Profile:
+    """The profile that the first process measures; the others wait, so that it has the cores to itself."""
+    measured: list[Profile | None] = [None]
+    if dist.get_rank() == 0:
+        measured = [profile_segments(model, model_desc, sample, training=training)]
+    dist.broadcast_object_list(measured)
+    profile = measured[0]
+    if profile is None:
+        raise RuntimeError("the first process sent no profile")
+    return profile

@@ -1,0 +1,160 @@
+"""Train a byte-level GPT-2 on real text under OSDP, FSDP2 or DDP, and compare them in one run.
+
+Started by torchrun, which demo.sh, gpt2_osdp.sh and gpt2_fsdp.sh do::
+
+    torchrun --standalone --nproc-per-node 2 -m scripts.train_gpt2 --strategies OSDP FSDP2 DDP
+"""
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from osdp.units import parse_bytes
+from scripts import gpt2_model, gpt2_report
+from scripts.gpt2_model import Size, Wrap
+from scripts.text_data import Corpus
+from scripts.training_run import Part, Run, Settings, peak_on_cpu, train
+
+if TYPE_CHECKING:
+    from scripts.gpt2_planning import Planning
+
+STRATEGIES = ("OSDP", "FSDP2", "DDP")
+NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 40, "seed": 0}
+
+
+def main() -> None:
+    """Plan where OSDP is asked for, train with every strategy, report what came out."""
+    options = parse()
+    part = start()
+    corpus = Corpus.read(options.data, options.max_bytes)
+    settings = settings_of(options, part.world_size)
+    planning = plan_for(options, settings, part)
+    runs = {
+        name: train(name, wrap_of(name, planning, part), settings, corpus, part)
+        for name in options.strategies
+    }
+    reference = single_process(settings, corpus, part) if options.reference else None
+    peaks = measured_peaks(runs, planning, settings, corpus, part)
+    if part.rank == 0:
+        limit = planning.plan.memory_limit if planning else options.memory_limit
+        results = gpt2_report.Results(settings, corpus, planning, runs, reference, peaks, limit)
+        print(gpt2_report.text(results))
+        if options.json:
+            gpt2_report.save(results, options.json)
+    finish()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["OSDP"])
+    parser.add_argument("--reference", action="store_true", help="train in a single process as well")
+    parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's own library")
+    parser.add_argument("--max-bytes", type=parse_bytes, default="8MiB", help="of text to read (%(default)s)")
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (%(default)s)")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--memory-limit", type=parse_bytes, help="per device, for example 8GiB")
+    limit.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.5,
+        help="limit as a way from the predicted peak of all sharded to that of all replicated (%(default)s)",
+    )
+    parser.add_argument("--plan", type=Path, help="use this plan instead of planning")
+    parser.add_argument("--save-plan", type=Path, help="write the plan here")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    return parser.parse_args()
+
+
+def start() -> Part:
+    """Join the process group that torchrun set up: nccl where every process has a GPU, else gloo."""
+    if "RANK" not in os.environ:
+        raise SystemExit("start this with torchrun: " + (__doc__ or "").strip().split("\n")[-1].strip())
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpus = torch.cuda.device_count() >= local_size
+    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    return Part(dist.get_rank(), dist.get_world_size(), device)
+
+
+def finish() -> None:
+    """Leave the process group, if it is still there."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
+    """The settings that the flags describe; ``--batch`` counts samples per process."""
+    size = Size(options.layers, options.hidden, options.heads, options.seq)
+    return Settings(size, options.batch * world_size, options.steps, options.lr, options.seed)
+
+
+def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Planning | None":
+    """The planning, printed and saved; ``None`` if nothing asks for it."""
+    if "OSDP" not in options.strategies:
+        return None
+    # Here, so that a baseline is started and timed without the planner.
+    from scripts.gpt2_planning import make_planning
+
+    planning = make_planning(
+        settings, part.world_size, options.memory_limit, options.memory_fraction, options.plan
+    )
+    if part.rank == 0:
+        print(planning.plan, flush=True)
+        if options.save_plan:
+            planning.plan.save(options.save_plan)
+    return planning
+
+
+def wrap_of(name: str, planning: "Planning | None", part: Part) -> Wrap:
+    """How to spread a model under the strategy called ``name``."""
+    if name == "OSDP" and planning is not None:
+        return planning.osdp()
+    if name == "DDP":
+        return gpt2_model.ddp(part.device)
+    return gpt2_model.fsdp2(init_device_mesh(part.device.type, (part.world_size,)))
+
+
+def single_process(settings: Settings, corpus: Corpus, part: Part) -> Run | None:
+    """The same training on the whole global batch in the first process, while the others wait."""
+    run = None
+    if part.rank == 0:
+        if part.device.type == "cpu":
+            # The cores of the waiting processes are free.
+            torch.set_num_threads(torch.get_num_threads() * part.world_size)
+        run = train(
+            "single process", gpt2_model.single(part.device), settings, corpus, Part(0, 1, part.device)
+        )
+    dist.barrier()
+    return run
+
+
+def measured_peaks(
+    runs: dict[str, Run], planning: "Planning | None", settings: Settings, corpus: Corpus, part: Part
+) -> dict[str, int]:
+    """Peak bytes of each strategy on the worst process; ends the process group on CPU."""
+    if part.device.type == "cuda":
+        peaks = torch.tensor([run.peak_bytes for run in runs.values()], device=part.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return dict(zip(runs, peaks.tolist(), strict=True))
+    dist.destroy_process_group()
+    if part.rank > 0:
+        return {}
+    return {
+        name: peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, part.world_size)
+        for name in runs
+    }
+
+
+if __name__ == "__main__":
+    main()
