@@ -1,6 +1,7 @@
 """What a run of train_gpt2 came to: as text, as JSON, and checked."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,10 +43,12 @@ class Results:
     limit: int | None
 
     def difference(self, run: Run) -> float | None:
-        """Largest difference of a step's loss from the reference's."""
+        """Largest difference of a step's loss from the reference's; not a number if a loss is not."""
         if self.reference is None:
             return None
-        return max(abs(a - b) for a, b in zip(run.losses, self.reference.losses, strict=True))
+        differences = [abs(a - b) for a, b in zip(run.losses, self.reference.losses, strict=True)]
+        # A bare max would step over what is not a number.
+        return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
     def faults(self) -> list[str]:
         """What is wrong with the run, one sentence each."""
