@@ -1,1 +1,1 @@
-"""Search for the best plan: pure, numbers in, numbers out."""
+"""Which plan is best: pure search over values. One decision space or one algorithm a file."""

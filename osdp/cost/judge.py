@@ -1,0 +1,81 @@
+"""The judge: peak memory and time of one step for a set of units.
+
+Memory follows FSDP2's buffers (``torch.distributed.fsdp._fully_shard``, 2.13), *P* being a unit's whole
+parameters:
+
+======================  ==================================================================================
+forward of a unit       P, and the all-gather's output (P again), held until the next unit's copy-out
+unshard in forward      the last unit's all-gather output and this one's
+unshard in backward     the all-gather's output and P; then the output is freed and the unit that ran before
+                        is gathered ahead: its P
+backward of a unit      P, its gradients as they come, the unit gathered ahead, the reduce-scatter input of
+                        the unit that ran backward before
+reduction               P is freed; all its gradients and the reduce-scatter's input
+replicated unit         a gradient bucket from its first gradient on, and the gradient being copied into it
+root unit               P from the first moment of forward to the last of backward
+======================  ==================================================================================
+
+Time is that of two resources, the device and the link: ``max_k (device until k + link after k)`` over all
+moments *k* of backward, where collectives that block are on both.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from osdp.cost.memory import Moment, step_peaks
+from osdp.cost.prices import Units
+from osdp.cost.situation import RootPrice, Situation
+from osdp.cost.time import TimeCut, step_time
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the judge says of a set of units; bytes and seconds.
+
+    Attributes:
+        seconds: The whole step.
+        peak: Highest live bytes.
+        moment: When that is.
+        moments: The highest moment of each kind, with its bytes.
+        cut: Where the link decides the time.
+        compute_seconds: Forward and backward of all microbatches.
+        optimizer_seconds: The optimizer step.
+        state: Bytes of parameters and optimizer states.
+    """
+
+    seconds: float
+    peak: float
+    moment: Moment
+    moments: tuple[tuple[float, Moment], ...]
+    cut: TimeCut
+    compute_seconds: float
+    optimizer_seconds: float
+    state: float
+
+
+def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
+    """Simulate one step.
+
+    Args:
+        situation: Activations, compute, prices and conditions.
+        units: Units that partition the chain, in trace order.
+        root: The operators outside the chain.
+
+    Returns:
+        Time, peak and the moments that decide them.
+    """
+    seconds, cut = step_time(situation, units, root)
+    moments = step_peaks(situation, units, root)
+    peak, moment = max(moments, key=lambda candidate: candidate[0])
+    optimizer = float(np.sum(units.step_seconds)) + root.step_seconds
+    return Outcome(
+        seconds=seconds + optimizer,
+        peak=peak,
+        moment=moment,
+        moments=tuple(moments),
+        cut=cut,
+        compute_seconds=situation.conditions.microbatches * situation.timeline.compute_seconds,
+        optimizer_seconds=optimizer,
+        state=float(np.sum(units.state)) + root.state,
+    )

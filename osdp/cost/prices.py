@@ -1,0 +1,277 @@
+"""Bytes and seconds of operators and of the units made of them, under each mode.
+
+Everything is additive over the operators of a unit except the latency of its collectives, so the price of any
+contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in ``torch.distributed.fsdp`` (2.13),
+the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.device_info import DeviceInfo
+from osdp.layout import shard_numel
+from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
+from osdp.plan import Mode
+from osdp.profile import OptimizerProfile
+from osdp.training import Training
+
+Floats = NDArray[np.float64]
+
+#: How a unit may live, as an index; ``ROOT`` is a SHARD_GRAD_OP operator that joins the root's unit.
+NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, ROOT = range(4)
+MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPrices:
+    """Prefix sums over a list of ``K`` operators, each of shape ``(K + 1,)``; bytes and seconds.
+
+    ``*_sharded`` and ``*_whole`` are one rank's share of a sharded and of a replicated operator.
+    """
+
+    state_sharded: Floats
+    state_whole: Floats
+    unsharded: Floats
+    gradient: Floats
+    reduce_input: Floats
+    gradient_sharded: Floats
+    bucket: Floats
+    gradient_whole: Floats
+    low_precision: Floats
+    local_sharded: Floats  # bytes an optimizer step updates
+    local_whole: Floats
+    num_trainable: Floats
+    copy_in: Floats
+    largest_gradient: Floats  # not a prefix sum: shape (K,)
+    last_gradient: Floats  # not a prefix sum: shape (K,)
+    world_size: int
+    temporary_sharded: Floats  # of the optimizer step; a prefix sum if additive, else shape (K,)
+    temporary_whole: Floats
+    temporaries_add: bool
+    optimizer: OptimizerProfile
+
+
+def price_operators(
+    operators: Sequence[Operator],
+    *,
+    world_size: int,
+    training: Training,
+    optimizer: OptimizerProfile,
+    device_kind: str,
+) -> OperatorPrices:
+    """Price each operator once."""
+    columns = {
+        name: _prefix([column(op, world_size, training) for op in operators])
+        for name, column in _COLUMNS.items()
+    }
+    locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
+    locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
+    add = training.implementation(device_kind) != "for-loop"
+    return OperatorPrices(
+        **columns,
+        state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
+        state_whole=_prefix(list(map(partial(_state, training, 1), operators, locals_whole))),
+        local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
+        local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
+        optimizer=optimizer,
+        copy_in=_prefix(
+            [_copy_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators]
+        ),
+        largest_gradient=np.array(
+            [max(_gradients(op, training), default=0) for op in operators], dtype=float
+        ),
+        last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
+        world_size=world_size,
+        temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
+        temporary_whole=_temporaries(locals_whole, training, device_kind, add),
+        temporaries_add=add,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """``U`` units as arrays of shape ``(U,)``: operators ``start`` to ``stop - 1`` of the chain in ``mode``.
+
+    Attributes:
+        start: First operator of each.
+        stop: One past the last operator.
+        mode: Index into :data:`MODES`.
+        state: Bytes of parameters and optimizer states, alive through the step.
+        unsharded: Bytes of the whole parameters while gathered; of low-precision copies if replicated. The
+            all-gather's output is as large.
+        gradient: Bytes of the unsharded gradients as autograd makes them.
+        reduce_input: Bytes of the reduce-scatter's input.
+        reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into it.
+        gradient_kept: Bytes of the gradients left after backward.
+        bucket: Bytes of the gradient bucket if replicated.
+        largest_gradient: Bytes of the largest single gradient if they are copied into a bucket.
+        gather_seconds: One unshard.
+        reduce_seconds: One gradient reduction.
+        step_seconds: Its optimizer step.
+    """
+
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    mode: NDArray[np.int64]
+    state: Floats
+    unsharded: Floats
+    gradient: Floats
+    reduce_input: Floats
+    reduce_peak: Floats
+    gradient_kept: Floats
+    bucket: Floats
+    largest_gradient: Floats
+    gather_seconds: Floats
+    reduce_seconds: Floats
+    step_seconds: Floats
+
+    @property
+    def sharded(self) -> NDArray[np.bool_]:
+        """Which units have collectives of their own: sharded ones outside the root's unit."""
+        return np.asarray((self.mode == SHARD_GRAD_OP) | (self.mode == FULL_SHARD))
+
+    @property
+    def in_root(self) -> NDArray[np.bool_]:
+        """Which belong to the root's unit."""
+        return np.asarray(self.mode == ROOT)
+
+
+def price_units(
+    prices: OperatorPrices,
+    start: Sequence[int] | NDArray[np.int64],
+    stop: Sequence[int] | NDArray[np.int64],
+    mode: Sequence[int] | NDArray[np.int64],
+    device: DeviceInfo,
+) -> Units:
+    """Price contiguous units."""
+    a, b, m = (np.asarray(values, dtype=np.int64) for values in (start, stop, mode))
+    sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
+
+    def span(prefix: Floats) -> Floats:
+        return prefix[b] - prefix[a]
+
+    gather, reduce, average = (device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    reduce_input, bucket, count = span(prices.reduce_input), span(prices.bucket), span(prices.num_trainable)
+    unsharded = span(prices.unsharded)
+    trains = count > 0
+    # The copy-in holds all gradients; afterwards only the last parameter's lingers beside the output.
+    last = np.array([prices.last_gradient[i:j][-1:].sum() for i, j in zip(a, b, strict=True)])
+    copying = np.maximum(
+        span(prices.gradient) + span(prices.copy_in), last + reduce_input / prices.world_size
+    )
+    # The latencies of the root's unit are paid once, by its RootPrice.
+    reduce_sharded = np.where(trains, own * reduce.latency + reduce_input / reduce.bandwidth, 0.0)
+    reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
+    return Units(
+        start=a,
+        stop=b,
+        mode=m,
+        state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
+        unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
+        gradient=span(prices.gradient),
+        reduce_input=np.where(sharded, reduce_input, 0.0),
+        reduce_peak=np.where(own, reduce_input + copying, 0.0),
+        gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),
+        bucket=np.where(sharded, 0.0, bucket),
+        largest_gradient=np.where(sharded | (count <= 1), 0.0, _range_max(prices.largest_gradient, a, b)),
+        gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
+        reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
+        step_seconds=prices.optimizer.per_tensor * count
+        + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
+    )
+
+
+def _trainable(operator: Operator) -> list[Parameter]:
+    return [parameter for parameter in operator.parameters if parameter.trainable]
+
+
+def _shard_bytes(parameter: Parameter, world_size: int) -> int:
+    return shard_numel(parameter.shape, world_size) * DTYPE_BYTES[parameter.dtype]
+
+
+def _gradient_bytes(parameter: Parameter, training: Training) -> int:
+    return parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
+
+
+def _gradients(operator: Operator, training: Training) -> list[int]:
+    return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
+
+
+def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
+    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a copy of all where the dtype changes."""
+    total = 0
+    for p in _trainable(operator):
+        computed = training.param_dtype or p.dtype
+        padded = world_size * shard_numel(p.shape, world_size) * DTYPE_BYTES[computed]
+        uneven = bool(p.shape) and p.shape[0] % world_size != 0
+        total += padded * (uneven + (training.reduce_dtype not in (None, computed)))
+    return total
+
+
+def _gathered(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        world_size * shard_numel(p.shape, world_size) * DTYPE_BYTES[training.param_dtype or p.dtype]
+        for p in operator.parameters
+    )
+
+
+def _reduce_input(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        world_size
+        * shard_numel(p.shape, world_size)
+        * DTYPE_BYTES[training.reduce_dtype or training.param_dtype or p.dtype]
+        for p in _trainable(operator)
+    )
+
+
+def _bucket(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        p.numel * DTYPE_BYTES[training.reduce_dtype or training.param_dtype or p.dtype]
+        for p in _trainable(operator)
+    )
+
+
+def _low_precision(operator: Operator, world_size: int, training: Training) -> int:
+    if training.param_dtype is None:
+        return 0
+    return sum(
+        p.numel * DTYPE_BYTES[training.param_dtype]
+        for p in operator.parameters
+        if p.dtype != training.param_dtype
+    )
+
+
+_COLUMNS = {
+    "unsharded": _gathered,
+    "gradient": lambda op, n, training: sum(_gradients(op, training)),
+    "reduce_input": _reduce_input,
+    "gradient_sharded": lambda op, n, training: sum(_shard_bytes(p, n) for p in _trainable(op)),
+    "bucket": _bucket,
+    "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),
+    "low_precision": _low_precision,
+    "num_trainable": lambda op, n, training: len(_trainable(op)),
+}
+
+
+def _state(training: Training, num_shards: int, operator: Operator, trainable_bytes: list[int]) -> int:
+    stored = sum(_shard_bytes(p, num_shards) for p in operator.parameters)
+    return stored + training.state_bytes(sum(trainable_bytes), len(trainable_bytes))
+
+
+def _temporaries(local_bytes: list[list[int]], training: Training, device_kind: str, add: bool) -> Floats:
+    values = [
+        float(training.step_temporary_bytes(sizes, device_kind)) if sizes else 0.0 for sizes in local_bytes
+    ]
+    return _prefix(values) if add else np.array(values)
+
+
+def _prefix(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+
+
+def _range_max(values: Floats, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Floats:
+    return np.array([values[a:b].max(initial=0.0) for a, b in zip(start, stop, strict=True)])

@@ -1,0 +1,180 @@
+"""Everything about a step that does not depend on the decisions, and the price of the root's operators."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.cost.prices import NO_SHARD, ROOT, OperatorPrices, Units, price_operators, price_units
+from osdp.cost.timeline import Timeline, build_timeline
+from osdp.device_info import DeviceInfo
+from osdp.model_desc import ModelDesc, Operator
+from osdp.profile import Profile
+from osdp.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Facts about devices and training that the judge needs.
+
+    Attributes:
+        blocking: Whether FSDP2's collectives hold up compute.
+        overlap: Part of an asynchronous all-reduce that backward hides.
+        unit_overhead: Seconds of hooks per sharded unit and pass.
+        copy_bandwidth: Bytes per second of a copy into a gradient bucket.
+        microbatches: Microbatches per step.
+        reduce_each: Whether gradients are reduced after each of them.
+    """
+
+    blocking: bool
+    overlap: float
+    unit_overhead: float
+    copy_bandwidth: float
+    microbatches: int
+    reduce_each: bool
+
+    @property
+    def reductions(self) -> int:
+        """Gradient reductions a step."""
+        return self.microbatches if self.reduce_each else 1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One model on one set of devices under one training.
+
+    Attributes:
+        timeline: Activations and compute.
+        prices: Prices of the chain's operators.
+        conditions: Facts about devices and training.
+        device: The devices.
+        training: The training.
+        profile: The profile.
+    """
+
+    timeline: Timeline
+    prices: OperatorPrices
+    conditions: Conditions
+    device: DeviceInfo
+    training: Training
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True)
+class RootPrice:
+    """The operators outside the chain: what they hold and cost; bytes and seconds.
+
+    Attributes:
+        state: Parameters and optimizer states.
+        has_unit: Whether there is a root unit, if only of chain operators that join it.
+        unsharded: The root unit's whole parameters.
+        low_precision: Low-precision copies of replicated ones.
+        gradient: Gradients of the root unit, and buckets of replicated ones.
+        reduce_input: The root unit's reduce-scatter input.
+        gradient_kept: Gradients left after backward.
+        gather_seconds: The root unit's all-gather.
+        reduce_seconds: Its reduce-scatter.
+        average_seconds: All-reduces of replicated ones.
+        step_seconds: Their optimizer step.
+        temporary: Optimizer temporaries.
+    """
+
+    has_unit: bool = False
+    state: float = 0.0
+    unsharded: float = 0.0
+    low_precision: float = 0.0
+    gradient: float = 0.0
+    reduce_input: float = 0.0
+    gradient_kept: float = 0.0
+    gather_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    average_seconds: float = 0.0
+    step_seconds: float = 0.0
+    temporary: float = 0.0
+
+
+def build_situation(
+    model_desc: ModelDesc,
+    profile: Profile,
+    device: DeviceInfo,
+    training: Training,
+    *,
+    reduce_each: bool = True,
+) -> Situation:
+    """Lay out and price everything once.
+
+    Raises:
+        ValueError: The profile was made for another model.
+    """
+    timeline = build_timeline(model_desc, profile)
+    return Situation(
+        timeline=timeline,
+        prices=_prices(timeline.chain, device, training, profile),
+        conditions=Conditions(
+            blocking=device.blocking,
+            overlap=device.overlap,
+            unit_overhead=device.unit_overhead,
+            copy_bandwidth=device.copy_bandwidth,
+            microbatches=training.microbatches,
+            reduce_each=reduce_each or training.microbatches == 1,
+        ),
+        device=device,
+        training=training,
+        profile=profile,
+    )
+
+
+def price_root(
+    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
+) -> RootPrice:
+    """Price the operators outside the chain: one root unit, one bucket per replicated operator.
+
+    Args:
+        situation: The situation.
+        sharded: Those in the root unit.
+        replicated: Those that are replicated.
+        has_unit: Whether there is a root unit, if only of chain operators that join it.
+    """
+    unit, unit_temporary = _price_group(situation, sharded, ROOT)
+    latency = {
+        name: situation.device.link(name).latency * has_unit for name in ("all_gather", "reduce_scatter")
+    }
+    whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
+
+    def replicated_sum(name: str) -> float:
+        return float(sum(getattr(units, name).sum() for units, _ in whole))
+
+    temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
+    return RootPrice(
+        has_unit=has_unit,
+        state=float(unit.state.sum()) + replicated_sum("state"),
+        unsharded=float(unit.unsharded.sum()),
+        low_precision=replicated_sum("unsharded"),
+        gradient=float(unit.gradient.sum()) + replicated_sum("bucket"),
+        reduce_input=float(unit.reduce_input.sum()),
+        gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
+        gather_seconds=float(unit.gather_seconds.sum()) + latency["all_gather"],
+        reduce_seconds=float(unit.reduce_seconds.sum()) + latency["reduce_scatter"],
+        average_seconds=replicated_sum("reduce_seconds"),
+        step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
+        temporary=float(sum(temporaries) if situation.prices.temporaries_add else max(temporaries)),
+    )
+
+
+def _price_group(situation: Situation, operators: Sequence[Operator], mode: int) -> tuple[Units, float]:
+    prices = _prices(operators, situation.device, situation.training, situation.profile)
+    count = min(len(operators), 1)
+    units = price_units(prices, [0] * count, [len(operators)] * count, [mode] * count, situation.device)
+    temporary = prices.temporary_whole if mode == NO_SHARD else prices.temporary_sharded
+    value = temporary[-1] if prices.temporaries_add else temporary.max(initial=0.0)
+    return units, float(value)
+
+
+def _prices(
+    operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
+) -> OperatorPrices:
+    return price_operators(
+        operators,
+        world_size=device.world_size,
+        training=training,
+        optimizer=profile.optimizer,
+        device_kind=device.kind,
+    )

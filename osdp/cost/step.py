@@ -1,0 +1,112 @@
+"""``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction comes from here."""
+
+from osdp.cost.judge import Outcome, judge
+from osdp.cost.memory import Moment
+from osdp.cost.prices import MODES, ROOT, Units, price_units
+from osdp.cost.situation import RootPrice, Situation, build_situation, price_root
+from osdp.device_info import DeviceInfo
+from osdp.errors import PlanMismatchError
+from osdp.model_desc import ModelDesc, Operator
+from osdp.plan import Plan, Prediction
+from osdp.profile import Profile
+from osdp.training import Training
+
+
+def evaluate(
+    plan: Plan, profile: Profile, device: DeviceInfo, training: Training, model_desc: ModelDesc
+) -> Prediction:
+    """Simulate one step of ``plan``.
+
+    Args:
+        plan: The plan; its units and modes count, not its own prediction.
+        profile: Segment times and bytes at the training's local batch.
+        device: The devices.
+        training: Optimizer, dtypes, batch.
+        model_desc: The model.
+
+    Returns:
+        Seconds and bytes on the worst rank.
+
+    Raises:
+        PlanMismatchError: The plan was made for another model or world size.
+        ValueError: The profile was made for another model.
+    """
+    situation = build_situation(
+        model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch
+    )
+    units, root = price_plan(situation, plan)
+    return prediction(situation, judge(situation, units, root))
+
+
+def prediction(situation: Situation, outcome: Outcome) -> Prediction:
+    """The judge's outcome as a value of a plan."""
+    communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
+    return Prediction(
+        step_seconds=outcome.seconds,
+        compute_seconds=outcome.compute_seconds,
+        communication_seconds=communication,
+        optimizer_seconds=outcome.optimizer_seconds,
+        peak_bytes=int(-(-outcome.peak // 1)),
+        peak_moment=describe_moment(situation, outcome.moment),
+        state_bytes=int(-(-outcome.state // 1)),
+    )
+
+
+def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
+    """The units of ``plan`` over the situation's chain, and its root.
+
+    Raises:
+        PlanMismatchError: The plan's operators are not the model's, or a unit is not contiguous.
+    """
+    timeline = situation.timeline
+    position = {operator.name: k for k, operator in enumerate(timeline.chain)}
+    outside = {operator.name: operator for operator in timeline.root}
+    faults = _differences(plan, {*position, *outside}, situation)
+    chained: list[tuple[int, int, int]] = []
+    sharded: list[Operator] = []
+    replicated: list[Operator] = []
+    for unit in plan.units:
+        places = sorted(position[name] for name in unit.operators if name in position)
+        beside = [outside[name] for name in unit.operators if name in outside]
+        if unit.root or beside:
+            (sharded if unit.mode.sharded else replicated).extend(beside)
+            chained.extend((k, k + 1, ROOT) for k in places)
+        elif places and places[-1] - places[0] + 1 != len(places):
+            faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
+        elif places:
+            chained.append((places[0], places[-1] + 1, MODES.index(unit.mode)))
+    if faults:
+        raise PlanMismatchError(faults)
+    chained.sort()
+    starts, stops, modes = zip(*chained, strict=True) if chained else ((), (), ())
+    units = price_units(situation.prices, starts, stops, modes, situation.device)
+    has_unit = bool(sharded) or any(mode == ROOT for mode in modes)
+    return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+
+
+def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]:
+    decided = set(plan.modes)
+    faults = [f"the plan decides {name!r}, which the model does not have" for name in sorted(decided - known)]
+    faults += [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
+    if plan.world_size != situation.device.world_size:
+        faults.append(f"made for {plan.world_size} ranks, there are {situation.device.world_size}")
+    return faults
+
+
+def describe_moment(situation: Situation, moment: Moment) -> str:
+    """``moment`` in words, for people."""
+    chain = situation.timeline.chain
+    if moment.kind == "step":
+        return "optimizer step"
+    if moment.kind == "final" or not chain:
+        return "end of backward"
+    operator = moment.where // 2 if moment.kind in ("forward", "backward") else moment.where
+    name = chain[min(operator, len(chain) - 1)].name
+    inside = moment.kind not in ("forward", "backward") or moment.where % 2 == 1
+    verb = {
+        "unshard": "unshard in forward",
+        "backward_unshard": "unshard in backward",
+        "reduce": "gradient reduction",
+    }
+    place = "of" if inside else "before" if operator < len(chain) else "after"
+    return f"{verb.get(moment.kind, moment.kind)} {place} {name}"

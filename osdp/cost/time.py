@@ -1,0 +1,149 @@
+"""Time of a step on two resources, the device and the link between devices.
+
+``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may start;
+collectives that block count on both. It is a maximum of functions that are linear in the units, which is what
+makes exact search possible: :func:`time_row` gives the one that decides.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.prices import FULL_SHARD, Units
+from osdp.cost.situation import Conditions, RootPrice, Situation
+from osdp.cost.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+
+class TimeCut(NamedTuple):
+    """Operators at which the link decides: before ``forward``'s compute, after ``backward``'s; -1: nowhere."""
+
+    forward: int = -1
+    backward: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """Seconds of units by resource; arrays of shape ``(U,)``.
+
+    Attributes:
+        forward: Of the device in forward.
+        backward: Of the device in a backward that reduces.
+        silent: Of the device in a backward that does not reduce.
+        link_forward: Of the link in forward, beside the device.
+        link: Of the link in a backward that reduces.
+        link_after: The part of ``link`` that starts when the unit's backward is over.
+    """
+
+    forward: Floats
+    backward: Floats
+    silent: Floats
+    link_forward: Floats
+    link: Floats
+    link_after: Floats
+
+
+def unit_seconds(units: Units, conditions: Conditions) -> UnitSeconds:
+    """Split the collectives of each unit between device and link."""
+    sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
+    replicated = ~sharded & ~units.in_root
+    regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
+    hooks = np.where(sharded, conditions.unit_overhead, 0.0)
+    # The root's gather precedes everything and its reduction follows everything: both stick out anywhere.
+    held_up = np.where(units.in_root, 1.0, float(conditions.blocking))
+    copied = np.where(units.largest_gradient > 0, units.bucket / conditions.copy_bandwidth, 0.0)
+    silent = hooks + held_up * regather + copied
+    return UnitSeconds(
+        forward=hooks + held_up * gather,
+        backward=silent + np.where(replicated, 1 - conditions.overlap, held_up) * reduce,
+        silent=silent,
+        link_forward=(1 - held_up) * gather,
+        link=regather + np.where(replicated, conditions.overlap, ~units.in_root) * reduce,
+        link_after=np.where(replicated, conditions.overlap, 1 - held_up) * reduce,
+    )
+
+
+def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
+    """Seconds of forward and backward of all microbatches, and where the link decides them."""
+    timeline, conditions = situation.timeline, situation.conditions
+    price = unit_seconds(units, conditions)
+    waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
+    forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
+    done = np.cumsum(price.backward[::-1])[::-1]
+    link_before = np.cumsum(price.link) - price.link
+    ends = compute_until(timeline)[units.start] + done + link_before + price.link_after
+    device_only = float(timeline.backward_seconds.sum() + price.backward.sum())
+    backward, worst = _larger(ends, device_only)
+    silent = float(timeline.backward_seconds.sum() + price.silent.sum())
+    m, reductions = conditions.microbatches, conditions.reductions
+    root_forward, root_backward = _root_seconds(root, conditions)
+    seconds = (
+        m * (forward + float(price.forward.sum()) + root_forward)
+        + reductions * (backward + root_backward)
+        + (m - reductions) * silent
+    )
+    starts = units.start
+    return seconds, TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1)
+
+
+def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) -> tuple[Floats, float]:
+    """A linear lower bound of the step's seconds, exact for plans that ``cut`` decides.
+
+    Args:
+        situation: The situation.
+        units: Candidate units, of which a plan takes some.
+        root: The operators outside the chain.
+        cut: As :func:`step_time` returned it.
+
+    Returns:
+        Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
+    """
+    timeline, conditions = situation.timeline, situation.conditions
+    price = unit_seconds(units, conditions)
+    if cut.forward < 0:
+        forward, forward_constant = price.forward, float(timeline.forward_seconds.sum())
+    else:
+        forward = price.forward + np.where(units.start <= cut.forward, price.link_forward, 0.0)
+        forward_constant = float(compute_after(timeline)[cut.forward])
+    if cut.backward < 0:
+        backward, backward_constant = price.backward, float(timeline.backward_seconds.sum())
+    else:
+        at = price.backward + np.where(units.start == cut.backward, price.link_after, 0.0)
+        # A unit that the cut runs through has at least its reduction still to come.
+        before = np.where(units.stop > cut.backward, price.link_after, price.link)
+        backward = np.where(units.start >= cut.backward, at, before)
+        backward_constant = float(compute_until(timeline)[cut.backward])
+    m, reductions = conditions.microbatches, conditions.reductions
+    root_forward, root_backward = _root_seconds(root, conditions)
+    row = m * forward + reductions * backward + (m - reductions) * price.silent + units.step_seconds
+    constant = (
+        m * (forward_constant + root_forward)
+        + reductions * (backward_constant + root_backward)
+        + (m - reductions) * float(timeline.backward_seconds.sum())
+        + root.step_seconds
+    )
+    return row, constant
+
+
+def compute_after(timeline: Timeline) -> Floats:
+    """Forward compute from the start of each operator on, shape ``(K,)``."""
+    return np.cumsum(timeline.forward_seconds[::-1])[::-1][1::2]
+
+
+def compute_until(timeline: Timeline) -> Floats:
+    """Backward compute until the end of each operator's backward, shape ``(K,)``."""
+    return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
+
+
+def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:
+    hooks = conditions.unit_overhead if root.has_unit else 0.0
+    return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
+
+
+def _larger(values: Floats, floor: float) -> tuple[float, int]:
+    """The largest of ``values`` and ``floor``, and its index, -1 for the floor."""
+    best = int(np.argmax(values)) if len(values) else -1
+    return (float(values[best]), best) if best >= 0 and values[best] > floor else (floor, -1)

@@ -1,0 +1,122 @@
+"""The activation memory and compute time of a step, before any decision about parameters.
+
+The chain is the operators in trace order that can be resharded between uses. Parameter memory changes only
+where an operator starts or ends, so the trace is cut into *regions*: region ``2k + 1`` is operator ``k``'s
+window, region ``2k`` the gap before it, and within a region only the highest activation matters.
+
+::
+
+    gap 0 | op 0 | gap 1 | op 1 | ... | op K-1 | gap K          regions 0 .. 2K
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.model_desc import ModelDesc, Operator
+from osdp.profile import Profile
+
+Floats = NDArray[np.float64]
+
+#: Below any real memory: an empty region is never the peak.
+EMPTY = -1e30
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Activation bytes and compute seconds by region; ``K`` chain operators, ``2K + 1`` regions.
+
+    Attributes:
+        chain: The operators that can be resharded between uses, in trace order.
+        root: All others (spanning or not executed): they can only live in the root unit or be replicated.
+        forward_peak: Highest activation bytes of each region in forward, shape ``(2K + 1,)``.
+        backward_peak: The same in backward.
+        forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
+        backward_start: Activation bytes when it starts its backward.
+        backward_end: Activation bytes when it ends its backward.
+        final: Activation bytes left after backward.
+        forward_seconds: Compute of each region in forward.
+        backward_seconds: Compute of each region in backward.
+        resident: Bytes of buffers and the sample batch.
+    """
+
+    chain: tuple[Operator, ...]
+    root: tuple[Operator, ...]
+    forward_peak: Floats
+    backward_peak: Floats
+    forward_start: Floats
+    backward_start: Floats
+    backward_end: Floats
+    final: float
+    forward_seconds: Floats
+    backward_seconds: Floats
+    resident: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward of one microbatch."""
+        return float(self.forward_seconds.sum() + self.backward_seconds.sum())
+
+
+def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
+    """The chain and the root operators of a model.
+
+    An operator belongs to the chain if it was executed, is not spanning, and its window does not overlap the
+    one before.
+    """
+    chain: list[Operator] = []
+    root: list[Operator] = []
+    for operator in sorted(model_desc.operators, key=lambda op: (not op.executed, op.first, op.last)):
+        overlaps = bool(chain) and operator.first <= chain[-1].last
+        owned_by_root = "" in operator.modules
+        fits = operator.executed and not operator.spanning and not overlaps and not owned_by_root
+        (chain if fits else root).append(operator)
+    return tuple(chain), tuple(root)
+
+
+def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
+    """Lay the profile's segments out along the trace.
+
+    Raises:
+        ValueError: The profile lacks a segment of the trace: it was made from another ModelDesc.
+    """
+    missing = {s.signature for s in model_desc.segments} - set(profile.by_signature)
+    if missing:
+        raise ValueError(
+            f"the profile lacks {len(missing)} of {len(model_desc.distinct_segments)} distinct segments: it was "
+            "made from another model or batch; profile again"
+        )
+    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    forward, backward = [s.forward for s in found], [s.backward for s in found]
+    # Live activation bytes before each segment's forward; after the last, backward walks down again.
+    ups = np.concatenate([[0.0], np.cumsum([p.live_bytes for p in forward])])
+    downs = ups[-1] + np.concatenate([np.cumsum([p.live_bytes for p in backward][::-1])[::-1], [0.0]])
+    up_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in forward]
+    down_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in backward]
+    chain, root = split_operators(model_desc)
+    firsts = np.array([op.first for op in chain], dtype=int)
+    lasts = np.array([op.last for op in chain], dtype=int)
+    bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
+    return Timeline(
+        chain=chain,
+        root=root,
+        forward_peak=_region_max(ups[:-1] + np.array(up_peaks), bounds),
+        backward_peak=_region_max(downs[1:] + np.array(down_peaks), bounds),
+        forward_start=ups[firsts],
+        backward_start=downs[lasts + 1],
+        backward_end=downs[firsts],
+        final=float(max(downs[0], 0.0)),
+        forward_seconds=_region_sum(np.array([p.seconds for p in forward]), bounds),
+        backward_seconds=_region_sum(np.array([p.seconds for p in backward]), bounds),
+        resident=float(profile.resident_bytes),
+    )
+
+
+def _region_max(values: Floats, bounds: list[int]) -> Floats:
+    return np.array([values[a:b].max() if b > a else EMPTY for a, b in pairwise(bounds)])
+
+
+def _region_sum(values: Floats, bounds: list[int]) -> Floats:
+    return np.array([float(values[a:b].sum()) for a, b in pairwise(bounds)])

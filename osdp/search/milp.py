@@ -1,0 +1,84 @@
+"""The chain as a mixed-integer linear program for HiGHS: an independent checker of :mod:`osdp.search.chain`.
+
+A path is a unit flow through the positions of the chain: one binary variable per candidate, one flow balance per
+operator boundary, one row per time and memory row, and a variable for the largest time. Needs scipy.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix, hstack, vstack
+
+from osdp.search.chain import ChainProblem, ChainSolution, Step
+
+Floats = NDArray[np.float64]
+
+
+def solve_milp(
+    problem: ChainProblem, upper: float = np.inf, weights: Floats | None = None
+) -> ChainSolution | None:
+    """As :func:`osdp.search.chain.solve_chain`, by HiGHS to a relative gap of 0."""
+    places, rows = _candidates(problem)
+    count = len(places)
+    times = problem.num_time_rows
+    scale = np.abs(rows).max(axis=0, initial=0.0) + np.abs(problem.constant) + 1e-30
+    flow = _flow(problem, places)
+    balance = np.zeros(flow.shape[0])
+    balance[0], balance[-1] = 1.0, -1.0
+    # Times: rows - T <= -constant; memory: rows <= cap - constant; each divided by its size.
+    largest = np.where(np.arange(len(scale)) < times, -scale[0] / scale, 0.0)[:, None]
+    room = np.where(np.isfinite(problem.caps), problem.caps, 0.0) - problem.constant
+    bounded = hstack([csr_matrix((rows / scale).T), csr_matrix(largest)])
+    closed = hstack([flow, csr_matrix((flow.shape[0], 1))])
+    matrix = vstack([closed, bounded])
+    low = np.concatenate([balance, np.full(len(scale), -np.inf)])
+    high = np.concatenate([balance, room / scale])
+    answer = milp(
+        np.concatenate([np.zeros(count), [1.0]]),
+        integrality=np.concatenate([np.ones(count), [0.0]]),
+        bounds=Bounds(np.zeros(count + 1), np.concatenate([np.ones(count), [np.inf]])),
+        constraints=LinearConstraint(matrix.tocsc(), low, high),
+        options={"mip_rel_gap": 0.0},
+    )
+    if answer.x is None:
+        return None
+    taken = np.flatnonzero(answer.x[:count] > 0.5)
+    value = float((rows[taken].sum(axis=0) + problem.constant)[:times].max())
+    if value >= upper:
+        return None
+    return ChainSolution(value, _steps(places, taken), np.zeros(len(problem.constant)))
+
+
+def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int, int]], Floats]:
+    """Every candidate as (boundary, next boundary, item, end item, index), and its rows."""
+    sizes = [problem.templates[template].size for template, _ in problem.kinds]
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    places, rows = [], []
+    for item, (kind, distinct) in enumerate(problem.kinds):
+        template = problem.templates[kind]
+        for index in range(len(template.start)):
+            begin, end = int(template.start[index]), int(template.stop[index])
+            places.append((int(bounds[item]) + begin, int(bounds[item]) + end, item, item + 1, index))
+        rows.append(template.rows[distinct])
+    for index, (begin, end) in enumerate(zip(problem.merged_start, problem.merged_stop, strict=True)):
+        places.append((int(bounds[begin]), int(bounds[end]), int(begin), int(end), index))
+    rows.append(problem.merged_rows)
+    return places, np.concatenate(rows)
+
+
+def _flow(problem: ChainProblem, places: list[tuple[int, int, int, int, int]]) -> csr_matrix:
+    boundaries = 1 + max((place[1] for place in places), default=0)
+    index = np.arange(len(places))
+    start = np.array([place[0] for place in places])
+    stop = np.array([place[1] for place in places])
+    ones = np.ones(len(places))
+    shape = (boundaries, len(places))
+    return csr_matrix((ones, (start, index)), shape) - csr_matrix((ones, (stop, index)), shape)
+
+
+def _steps(places: list[tuple[int, int, int, int, int]], taken: NDArray[np.int64]) -> tuple[Step, ...]:
+    """The chosen candidates by item, in trace order."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for _, _, item, end, index in sorted(places[candidate] for candidate in taken.tolist()):
+        steps.setdefault((item, end), []).append(index)
+    return tuple(Step(item, end, tuple(indices)) for (item, end), indices in steps.items())

@@ -1,0 +1,301 @@
+"""Sharding: modes and units of all operators that make a step fastest under a memory limit.
+
+Decision space: :mod:`osdp.search.space`, with every operator outside the chain replicated or in the root's unit.
+
+Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves on
+a few of them (:mod:`osdp.search.chain`), lets the judge price the answer, adds the moments that were violated and
+solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Every row is a lower bound of the judge for all plans;
+when the judge agrees with the rows, the answer is optimal under the judge.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.judge import Outcome, judge
+from osdp.cost.memory import Moment, memory_row
+from osdp.cost.prices import Units, price_units
+from osdp.cost.situation import RootPrice, Situation, price_root
+from osdp.cost.time import TimeCut, time_row
+from osdp.layout import can_shard
+from osdp.model_desc import Operator
+from osdp.plan import Mode
+from osdp.search.chain import TOLERANCE, ChainProblem, ChainSolution, Template, solve_chain
+from osdp.search.space import Space, build_space
+
+Floats = NDArray[np.float64]
+Solver = Callable[[ChainProblem, float, Floats | None], ChainSolution | None]
+
+#: Operators outside the chain that are decided one by one; the smaller ones beyond follow the mode of the last.
+_ROOT_CHOICES = 3
+_MOST_CUTS = 400
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Units of a plan, before they have names.
+
+    Attributes:
+        units: Of the chain, in trace order: first operator, one past the last, mode index.
+        root_sharded: Operators outside the chain that form the root's unit.
+        root_replicated: Operators outside the chain that are replicated.
+        outcome: What the judge says.
+        cuts: How many rows the search needed.
+    """
+
+    units: tuple[tuple[int, int, int], ...]
+    root_sharded: tuple[Operator, ...]
+    root_replicated: tuple[Operator, ...]
+    outcome: Outcome
+    cuts: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the search may use.
+
+    Attributes:
+        allowed: Modes.
+        whole_blocks: Whether units must be whole items.
+    """
+
+    allowed: tuple[Mode, ...] = tuple(Mode)
+    whole_blocks: bool = False
+
+
+def solve(
+    situation: Situation,
+    limit: float,
+    *,
+    rules: Rules = Rules(),
+    upper: float = np.inf,
+    solver: Solver = solve_chain,
+) -> Assignment | None:
+    """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
+
+    Args:
+        situation: The step to plan.
+        limit: Bytes per device.
+        rules: What may be used.
+        upper: Seconds to beat.
+        solver: Solves the chain under a few rows; the default is exact.
+
+    Returns:
+        The best assignment, proven, or ``None`` if nothing fits or beats ``upper``.
+    """
+    best: Assignment | None = None
+    for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
+        root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
+        search = _Search(situation, root, limit, rules, solver)
+        found = search.fastest(upper)
+        if found is not None and found[0].seconds < upper:
+            upper = found[0].seconds
+            best = Assignment(found[1], root_sharded, root_replicated, found[0], search.num_cuts)
+    return best
+
+
+def least_peak(situation: Situation, *, rules: Rules = Rules(), solver: Solver = solve_chain) -> float:
+    """The lowest peak of any assignment; bytes."""
+    best = np.inf
+    for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
+        root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
+        best = min(best, _Search(situation, root, np.inf, rules, solver).leanest(best))
+    return best
+
+
+def _root_choices(
+    operators: Sequence[Operator], rules: Rules
+) -> list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]]:
+    """Ways to split the operators outside the chain into root unit and replicated, and whether there is a unit."""
+    shards = any(mode.sharded for mode in rules.allowed)
+    free = sorted((op for op in operators if can_shard(op)), key=lambda op: -op.nbytes) if shards else []
+    forced = Mode.NO_SHARD not in rules.allowed
+    heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
+    groups = [*((op,) for op in heads), *([tail] if tail else [])]
+    choices = []
+    for count in range(len(groups), -1, -1):
+        for chosen in combinations(groups, count):
+            sharded = tuple(op for group in chosen for op in group)
+            if forced and len(sharded) < len(free):
+                continue
+            replicated = tuple(op for op in operators if op not in sharded)
+            choices += (
+                [(sharded, replicated, True)]
+                if sharded
+                else [((), replicated, shards), ((), replicated, False)]
+            )
+    return list(dict.fromkeys(choices))
+
+
+class _Search:
+    """Cutting planes for one choice of root."""
+
+    def __init__(
+        self, situation: Situation, root: RootPrice, limit: float, rules: Rules, solver: Solver
+    ) -> None:
+        chain = situation.timeline.chain
+        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
+        self._space = build_space(
+            chain, allowed=rules.allowed, root_unit=root.has_unit, whole_blocks=rules.whole_blocks
+        )
+        self._candidates = price_units(
+            situation.prices, self._space.start, self._space.stop, self._space.mode, situation.device
+        )
+        self._times: dict[TimeCut, tuple[Floats, float]] = {}
+        self._moments: dict[Moment, tuple[Floats, float]] = {}
+        self._weights: Floats | None = None
+
+    @property
+    def num_cuts(self) -> int:
+        """Rows in use."""
+        return len(self._times) + len(self._moments)
+
+    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """The fastest feasible units that beat ``upper`` seconds."""
+        self._cut_time(TimeCut())
+        for moment in (Moment("step"), Moment("final")):
+            self._cut_moment(moment)
+        best = None
+        for _ in range(_MOST_CUTS):
+            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper)
+            if found is None:
+                return best
+            value, chosen, units = found
+            outcome = judge(self._situation, units, self._root)
+            if outcome.peak <= self._limit and outcome.seconds < upper:
+                best, upper = (outcome, chosen), outcome.seconds
+            if outcome.peak <= self._limit and outcome.seconds <= value * (1 + 2 * TOLERANCE):
+                return best
+            progress = self._cut_time(outcome.cut)
+            for peak, moment in outcome.moments:
+                if peak > self._limit:
+                    progress |= self._cut_moment(moment)
+            if not progress:
+                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
+        raise RuntimeError(f"no proof after {_MOST_CUTS} rounds of cuts")
+
+    def leanest(self, upper: float) -> float:
+        """The lowest peak of any units, if it is below ``upper``; bytes."""
+        for moment in (Moment("step"), Moment("final")):
+            self._cut_moment(moment)
+        for _ in range(_MOST_CUTS):
+            found = self._relaxed(list(self._moments.values()), [], upper)
+            if found is None:
+                return upper
+            value, _, units = found
+            outcome = judge(self._situation, units, self._root)
+            upper = min(upper, outcome.peak)
+            if outcome.peak <= value * (1 + 2 * TOLERANCE):
+                return upper
+            progress = [self._cut_moment(moment) for peak, moment in outcome.moments if peak > value]
+            if not any(progress):
+                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment}")
+        raise RuntimeError(f"no proof after {_MOST_CUTS} rounds of cuts")
+
+    def _cut_time(self, cut: TimeCut) -> bool:
+        if cut in self._times:
+            return False
+        self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
+        self._weights = None
+        return True
+
+    def _cut_moment(self, moment: Moment) -> bool:
+        if moment in self._moments:
+            return False
+        self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
+        return True
+
+    def _relaxed(
+        self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]], upper: float
+    ) -> tuple[float, tuple[tuple[int, int, int], ...], Units] | None:
+        """The best units under the rows so far: value, units, and their prices."""
+        rows = [*objectives, *bounded]
+        problem = chain_problem(
+            self._space,
+            np.stack([row for row, _ in rows], axis=1),
+            np.array([constant for _, constant in rows]),
+            np.array([np.inf] * len(objectives) + [self._limit] * len(bounded)),
+            len(objectives),
+        )
+        solution = self._solver(problem, upper, self._weights)
+        if solution is None:
+            return None
+        self._weights = solution.weights
+        index = np.array(candidates_of(self._space, solution), dtype=np.int64)
+        space, device = self._space, self._situation.device
+        chosen = tuple(
+            zip(
+                space.start[index].tolist(),
+                space.stop[index].tolist(),
+                space.mode[index].tolist(),
+                strict=True,
+            )
+        )
+        units = price_units(
+            self._situation.prices, space.start[index], space.stop[index], space.mode[index], device
+        )
+        return solution.value, chosen, units
+
+
+def chain_problem(
+    space: Space, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
+) -> ChainProblem:
+    """The chain of ``space`` under the given rows; items with equal rows are told once.
+
+    Args:
+        space: Candidates.
+        rows: What each adds to each row, shape ``(E, R)``.
+        constant: Added to each row.
+        caps: Upper bound of each row; infinite for times.
+        num_time_rows: How many of the first rows are times.
+    """
+    shapes: dict[bytes, int] = {}
+    contents: list[dict[bytes, int]] = []
+    members: list[list[int]] = []
+    kinds = []
+    for item in range(space.num_items):
+        inner, first = space.inner[item], space.bounds[item]
+        shape = (space.start[inner] - first).tobytes() + (space.stop[inner] - first).tobytes()
+        template = shapes.setdefault(shape, len(shapes))
+        if template == len(contents):
+            contents.append({})
+            members.append([])
+        distinct = contents[template].setdefault(rows[inner].tobytes(), len(contents[template]))
+        if distinct == len(members[template]):
+            members[template].append(item)
+        kinds.append((template, distinct))
+    templates = tuple(_template(space, rows, items) for items in members)
+    item_of = {bound: index for index, bound in enumerate(space.bounds)}
+    merged = space.merged
+    return ChainProblem(
+        templates=templates,
+        kinds=tuple(kinds),
+        merged_start=np.array([item_of[a] for a in space.start[merged].tolist()], dtype=np.int64),
+        merged_stop=np.array([item_of[b] for b in space.stop[merged].tolist()], dtype=np.int64),
+        merged_rows=rows[merged],
+        num_time_rows=num_time_rows,
+        constant=constant,
+        caps=caps,
+    )
+
+
+def _template(space: Space, rows: Floats, items: list[int]) -> Template:
+    inner, first = space.inner[items[0]], space.bounds[items[0]]
+    return Template(
+        size=space.bounds[items[0] + 1] - first,
+        start=space.start[inner] - first,
+        stop=space.stop[inner] - first,
+        rows=np.stack([rows[space.inner[item]] for item in items]),
+    )
+
+
+def candidates_of(space: Space, solution: ChainSolution) -> list[int]:
+    """Indices of the candidates on a solution's path, in trace order."""
+    found = []
+    for step in solution.steps:
+        base = space.inner[step.item].start if step.end == step.item + 1 else space.merged.start
+        found += [base + candidate for candidate in step.candidates]
+    return found

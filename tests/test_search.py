@@ -1,0 +1,149 @@
+"""The search against brute force, against HiGHS, and the rows it cuts with against the judge."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osdp.cost.judge import Outcome, judge
+from osdp.cost.memory import memory_row
+from osdp.cost.prices import price_units
+from osdp.cost.situation import Situation, price_root
+from osdp.cost.time import time_row
+from osdp.plan import Mode
+from osdp.search.milp import solve_milp
+from osdp.search.sharding import Rules, _root_choices, least_peak, solve
+from osdp.search.space import build_space
+from tests.problems import random_situation
+
+
+def all_paths(space):
+    """Every set of candidates that partitions the chain."""
+    by_start = {}
+    for index, start in enumerate(space.start.tolist()):
+        by_start.setdefault(start, []).append(index)
+    end = space.bounds[-1]
+
+    def extend(position, taken):
+        if position == end:
+            yield taken
+            return
+        for index in by_start.get(position, ()):
+            yield from extend(int(space.stop[index]), [*taken, index])
+
+    return extend(0, [])
+
+
+def brute_force(situation: Situation) -> list[tuple[Outcome, tuple]]:
+    found = []
+    for sharded, replicated, has_unit in _root_choices(situation.timeline.root, Rules()):
+        root = price_root(situation, sharded, replicated, has_unit=has_unit)
+        space = build_space(situation.timeline.chain, root_unit=has_unit)
+        for path in all_paths(space):
+            a, b, m = space.start[path], space.stop[path], space.mode[path]
+            found.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+    return found
+
+
+VARIANTS = [
+    {},
+    {"tied": True},
+    {"microbatches": 3},
+    {"microbatches": 2, "reduce_each": False},
+    {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"foreach": True},
+    {"blocking": False},
+    {"blocking": True, "overlap": 0.9},
+]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_brute_force_at_every_limit(seed: int, variant: int) -> None:
+    situation = random_situation(100 * seed + variant, 1, 2, **VARIANTS[variant])
+    outcomes = brute_force(situation)
+    peaks = np.array([outcome.peak for outcome in outcomes])
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    assert least_peak(situation) == peaks.min()
+    for share in (0.0, 0.05, 0.2, 0.5, 1.0):
+        limit = peaks.min() + share * (peaks.max() - peaks.min())
+        best = seconds[peaks <= limit].min()
+        answer = solve(situation, limit)
+        assert answer is not None
+        assert answer.outcome.peak <= limit
+        assert answer.outcome.seconds == pytest.approx(best, rel=1e-9)
+    assert solve(situation, peaks.min() - 1) is None
+
+
+def random_path(space, rng):
+    position, taken = 0, []
+    while position < space.bounds[-1]:
+        index = rng.choice([i for i, a in enumerate(space.start.tolist()) if a == position])
+        taken.append(index)
+        position = int(space.stop[index])
+    return taken
+
+
+@given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS))
+@settings(max_examples=60, deadline=None)
+def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict) -> None:
+    """A row taken at one plan equals the judge there and never exceeds it at another."""
+    situation = random_situation(seed, 2, 3, **variant)
+    rng = random.Random(seed)
+    sharded, replicated, has_unit = rng.choice(_root_choices(situation.timeline.root, Rules()))
+    root = price_root(situation, sharded, replicated, has_unit=has_unit)
+    space = build_space(situation.timeline.chain, root_unit=has_unit)
+    every = price_units(situation.prices, space.start, space.stop, space.mode, situation.device)
+    paths = [random_path(space, rng) for _ in range(6)]
+    outcomes = []
+    for path in paths:
+        a, b, m = space.start[path], space.stop[path], space.mode[path]
+        outcomes.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+    for own, outcome in enumerate(outcomes):
+        row, constant = time_row(situation, every, root, outcome.cut)
+        for other, path in enumerate(paths):
+            value = row[path].sum() + constant
+            assert value <= outcomes[other].seconds * (1 + 1e-9)
+            if own == other:
+                assert value == pytest.approx(outcome.seconds, rel=1e-9)
+        for peak, moment in outcome.moments:
+            if not np.isfinite(peak) or peak < 0:
+                continue
+            row, constant = memory_row(situation, every, root, moment)
+            for other, path in enumerate(paths):
+                value = row[path].sum() + constant
+                assert value <= outcomes[other].peak, moment
+                if own == other:
+                    assert value == peak, moment
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_highs_on_larger_chains(seed: int) -> None:
+    situation = random_situation(seed, 5, 4, tied=bool(seed % 2))
+    low, high = least_peak(situation), 10 * least_peak(situation)
+    for share in (0.02, 0.1, 0.3):
+        limit = low + share * (high - low)
+        ours, theirs = solve(situation, limit), solve(situation, limit, solver=solve_milp)
+        assert ours is not None and theirs is not None
+        assert ours.outcome.seconds == pytest.approx(theirs.outcome.seconds, rel=1e-6)
+
+
+def test_forced_modes_are_kept() -> None:
+    situation = random_situation(3, 2, 2)
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        answer = solve(situation, np.inf, rules=Rules(allowed=(mode,)))
+        assert answer is not None
+        # An operator outside blocks may join the root unit instead of resharding on its own.
+        assert {m for _, _, m in answer.units} <= {{Mode.NO_SHARD: 0, Mode.FULL_SHARD: 2}[mode], 3}
+
+
+def test_same_input_same_answer() -> None:
+    situation = random_situation(5, 3, 3)
+    limit = 2 * least_peak(situation)
+    first, second = solve(situation, limit), solve(situation, limit)
+    assert first is not None and second is not None
+    assert first.units == second.units
+    assert list(itertools.chain(*first.units)) == list(itertools.chain(*second.units))
