@@ -3,18 +3,41 @@
 Siblings of one class are repeats if they
 
 - sit in a list (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) and have children of their own;
-  unless they differ and contain repeats themselves (the stages of a ResNet), which then count instead, or
+  unless they are the stages of a ConvNet: all different, with repeats inside, and the only list of their
+  class, in which case the repeats inside count instead; or
 - run the same kernels on the same shapes, and either sit in a list or have children without repeats.
 
 Plain layers of different shapes in an ``nn.Sequential`` are no repeats.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Siblings of one class whose forward ran.
+
+    Attributes:
+        paths: Their FQNs.
+        kind: Their class.
+        in_list: Whether they sit in a list.
+        have_children: Whether any has children.
+        nested: Whether any contains repeats.
+        alike: Those that run the same operations as another.
+    """
+
+    paths: tuple[str, ...]
+    kind: type[nn.Module]
+    in_list: bool
+    have_children: bool
+    nested: bool
+    alike: frozenset[str]
 
 
 def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
@@ -27,7 +50,7 @@ def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
     Returns:
         FQN of the block, by FQN of the block itself and of every module in it.
     """
-    repeated = _repeated(model, "", digests)
+    repeated = _repeated(model, "", digests, _lists_by_class(model))
     blocks: dict[str, str] = {}
     for name, _ in model.named_modules():
         parts = name.split(".")
@@ -38,35 +61,48 @@ def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
     return blocks
 
 
-def _repeated(module: nn.Module, name: str, digests: Mapping[str, str]) -> set[str]:
+def _lists_by_class(model: nn.Module) -> Counter[type[nn.Module]]:
+    """In how many lists modules of each class sit."""
+    count: Counter[type[nn.Module]] = Counter()
+    for module in model.modules():
+        if isinstance(module, _LISTS):
+            count.update({type(child) for child in module.children()} - set(_LISTS))
+    return count
+
+
+def _repeated(
+    module: nn.Module, name: str, digests: Mapping[str, str], lists: Mapping[type[nn.Module], int]
+) -> set[str]:
     """Repeated modules among the descendants of ``module``, nested ones included."""
-    below: dict[str, set[str]] = {}
-    groups: dict[type, list[str]] = defaultdict(list)
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+    below = {path: _repeated(child, path, digests, lists) for path, child in children.items()}
+    siblings: dict[type[nn.Module], list[str]] = defaultdict(list)
     for path, child in children.items():
-        below[path] = _repeated(child, path, digests)
         if path in digests:
-            groups[type(child)].append(path)
-    found = set().union(*below.values())
-    for group in groups.values():
-        found |= _repeats_among(group, below, children, digests, in_list=isinstance(module, _LISTS))
+            siblings[type(child)].append(path)
+    found = {path for paths in below.values() for path in paths}
+    for kind, paths in siblings.items():
+        group = _Group(
+            paths=tuple(paths),
+            kind=kind,
+            in_list=isinstance(module, _LISTS),
+            have_children=any(True for path in paths for _ in children[path].children()),
+            nested=any(below[path] for path in paths),
+            alike=_alike(paths, digests),
+        )
+        found |= _repeats(group, lists)
     return found
 
 
-def _repeats_among(
-    group: list[str],
-    below: Mapping[str, set[str]],
-    children: Mapping[str, nn.Module],
-    digests: Mapping[str, str],
-    *,
-    in_list: bool,
-) -> set[str]:
-    by_digest: dict[str, list[str]] = defaultdict(list)
-    for path in group:
-        by_digest[digests[path]].append(path)
-    alike = {path for paths in by_digest.values() if len(paths) > 1 for path in paths}
-    has_children = any(True for path in group for _ in children[path].children())
-    nested = any(below[path] for path in group)
-    if in_list and has_children and len(group) > 1 and (alike or not nested):
-        return set(group)
-    return alike if in_list or (has_children and not nested) else set()
+def _alike(paths: list[str], digests: Mapping[str, str]) -> frozenset[str]:
+    count = Counter(digests[path] for path in paths)
+    return frozenset(path for path in paths if count[digests[path]] > 1)
+
+
+def _repeats(group: _Group, lists: Mapping[type[nn.Module], int]) -> frozenset[str]:
+    if not group.in_list:
+        return group.alike if group.have_children and not group.nested else frozenset()
+    are_stages = group.nested and not group.alike and lists[group.kind] < 2
+    if group.have_children and len(group.paths) > 1 and not are_stages:
+        return frozenset(group.paths)
+    return group.alike

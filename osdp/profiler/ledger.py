@@ -7,7 +7,7 @@ Memory that a kernel takes and gives back inside one operation is not seen here;
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +70,28 @@ class Ledger:
         """The number its memory is booked under; ``None`` for what is no activation."""
         return self._numbers.get(storage_key(tensor))
 
-    def usage(self, bucket: Callable[[Moment], Hashable]) -> dict[Hashable, Usage]:
-        """Bytes by bucket.
+    def book_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Leave the gradients of ``parameters`` out, once backward is over."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.book_gradient(parameter.grad)
+
+    def usage(self, place: Sequence[int]) -> dict[Moment, Usage]:
+        """Bytes by pass and place.
 
         Args:
-            bucket: Name of the bucket of a moment; the moments of one must follow each other.
+            place: For each stretch the place it belongs to; the stretches of one follow each other.
+
+        Returns:
+            The usage of each place; the stretch of its moments is a place.
         """
         running = 0
-        result: dict[Hashable, Usage] = {}
-        starts: dict[Hashable, int] = {}
+        result: dict[Moment, Usage] = {}
+        starts: dict[Moment, int] = {}
         for moment, number, change in self._events:
             if number in self._gradients:
                 continue
-            name = bucket(moment)
+            name = Moment(moment.backward, place[moment.stretch])
             start = starts.setdefault(name, running)
             running += change
             peak = result[name].peak_bytes if name in result else 0

@@ -29,7 +29,9 @@ def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         loss = loss[0] / loss[1]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"the loss must be one number, got {shape}; pass loss_fn=, a function of the outputs")
+        raise ValueError(
+            f"the loss must be one number, got {shape}; pass loss_fn=, a function of the outputs"
+        )
     return loss
 
 
@@ -48,7 +50,9 @@ def _sum_of_first(outputs: Any) -> torch.Tensor:
         first = outputs[0]
     floats = [tensor for tensor in tensors_in(first) if tensor.is_floating_point()]
     if not floats:
-        raise ValueError("the model returns no floating-point tensor first; pass loss_fn=, a function of the outputs")
+        raise ValueError(
+            "the model returns no floating-point tensor first; pass loss_fn=, a function of the outputs"
+        )
     total = floats[0].sum()
     for tensor in floats[1:]:
         total = total + tensor.sum()

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from osdp.model_desc import TensorSpec
 from osdp.profiler.ledger import Ledger, Moment
 from osdp.profiler.operations import moved_bytes, operation_flops, operation_token
 from osdp.profiler.tensors import storage_key, tensor_spec, tensors_in
-from osdp.profiler.walker import Stretch
+from osdp.profiler.walker import Stretch, shared_gradients
+from osdp.profiler.workspace import NoWorkspace, Workspace
 
 
 @dataclass(slots=True)
@@ -49,14 +51,22 @@ class Tally:
 class Recorder(TorchDispatchMode):
     """Sees every operation of a run and books it under the stretch that runs."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], resident: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        resident: Sequence[torch.Tensor],
+        workspace: Workspace | None = None,
+    ) -> None:
         """Start with nothing recorded.
 
         Args:
             parameters: The model's parameters by name; tied ones once.
             resident: Buffers and the batch.
+            workspace: Measures what operations need inside; nothing by default.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace = workspace or NoWorkspace()
+        self._contributed: set[int] = set()
         self.ledger = Ledger([*parameters.values(), *resident])
         self.tallies: dict[Moment, Tally] = {}
         self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
@@ -74,6 +84,11 @@ class Recorder(TorchDispatchMode):
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over."""
         self.outputs[self._last] = (tensor_spec(loss),)
+        for node, index, parameter in shared_gradients(loss):
+            node.register_hook(partial(self._contribute, parameter, index))
+
+    def start_backward(self) -> None:
+        """Backward is about to be called."""
         self.ledger.now = Moment(True, self._last)
 
     def enter_backward(self, index: int) -> None:
@@ -89,7 +104,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run ``func`` and book it."""
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output, workspace = self._workspace.run(lambda: func(*args, **kwargs))
         tally = self.tallies.setdefault(self.ledger.now, Tally())
         tally.operations += 1
         tally.flops += operation_flops(func, args, kwargs, output)
@@ -100,7 +115,15 @@ class Recorder(TorchDispatchMode):
             if name is not None:
                 tally.parameters[name] = None
         self.ledger.book(tensors_in(output))
+        self.ledger.book_workspace(workspace)
         return output
+
+    def _contribute(self, parameter: int, index: int, gradients: Any, _: Any) -> None:
+        # The first part of a gradient with several becomes the gradient: autograd adds the others to it.
+        # Fake tensors are added out of place, so there it would pass for an activation.
+        if parameter not in self._contributed and gradients[index] is not None:
+            self._contributed.add(parameter)
+            self.ledger.book_gradient(gradients[index])
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         number = self.ledger.number(tensor)

@@ -22,6 +22,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def tensors_by_path(tree: Any) -> dict[str, torch.Tensor]:
+    """The tensors in ``tree`` by where in it they are."""
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of ``tree``, and a function that builds the same structure of other leaves."""
     leaves, spec = pytree.tree_flatten(tree)
@@ -37,6 +43,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``.
+
+    Raises:
+        ValueError: There is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch; an example is 'bfloat16'")
+    return dtype
+
+
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """Shape and dtype of ``tensor``."""
     return TensorSpec(tuple(int(size) for size in tensor.shape), dtype_name(tensor.dtype))
@@ -44,4 +62,4 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, while they live."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -103,9 +103,7 @@ def describe(
     )
 
 
-def _other_batch(
-    twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace
-) -> _Trace | None:
+def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
     """The trace at twice the batch, or ``None`` if the model does not take it or runs otherwise."""
     try:
         double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn)
@@ -135,10 +133,8 @@ def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _T
         raise ValueError(
             f"the model rejects the sample batch ({shapes}): {type(error).__name__}: {error}"
         ) from error
-    for parameter in named.values():
-        if parameter.grad is not None:
-            recorder.ledger.book_gradient(parameter.grad)
-            parameter.grad = None
+    recorder.ledger.book_gradients(named.values())
+    twin.zero_grad(set_to_none=True)
     return _trace(stretches, recorder)
 
 
@@ -148,7 +144,7 @@ def _trace(stretches: Sequence[Stretch], recorder: Recorder) -> _Trace:
     if not filled:
         raise ValueError("the model's forward runs no operation")
     place = fold(filled, len(stretches))
-    usages = recorder.ledger.usage(lambda moment: Moment(moment.backward, place[moment.stretch]))
+    usages = recorder.ledger.usage(place)
     tallies: dict[Moment, Tally] = {}
     for moment, tally in recorder.tallies.items():
         tallies.setdefault(Moment(moment.backward, place[moment.stretch]), Tally()).add(tally)

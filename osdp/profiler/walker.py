@@ -62,11 +62,14 @@ class Observer(Protocol):
     def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
         """Stretch ``index`` begins; the one before it handed on ``handed_on``."""
 
-    def enter_backward(self, index: int) -> None:
-        """The backward of stretch ``index`` begins."""
-
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over, the outputs are gone except for ``loss``."""
+
+    def start_backward(self) -> None:
+        """Backward is about to be called; it begins with the last stretch."""
+
+    def enter_backward(self, index: int) -> None:
+        """The backward of stretch ``index`` begins."""
 
 
 class Walker:
@@ -151,6 +154,7 @@ def walk(
     observer.leave_forward(loss)
     if loss.requires_grad:
         with backward_marks(loss, walker.stretches, observer.enter_backward):
+            observer.start_backward()
             loss.backward()
     return walker.stretches
 
@@ -160,6 +164,7 @@ def backward_marks(
     loss: torch.Tensor, stretches: Sequence[Stretch], enter: Callable[[int], None]
 ) -> Iterator[None]:
     """Within it, ``enter`` is called with the index of each stretch whose backward begins."""
+
     def mark(index: int, grad_outputs: Any) -> None:
         enter(index)
 
@@ -199,11 +204,30 @@ def autograd_nodes(loss: torch.Tensor) -> list[Node]:
     return queue
 
 
+def shared_gradients(loss: torch.Tensor) -> list[tuple[Node, int, int]]:
+    """Where the gradients of parameters come from that have several sources.
+
+    Returns:
+        Triples of a node, which of its results goes to the parameter, and the parameter's number.
+    """
+    sources: dict[Node, list[tuple[Node, int]]] = {}
+    for node in autograd_nodes(loss):
+        for index, (child, _) in enumerate(node.next_functions):
+            if child is not None and sequence_number(child) >= _NO_SEQUENCE:
+                sources.setdefault(child, []).append((node, index))
+    return [
+        (node, index, number)
+        for number, nodes in enumerate(sources.values())
+        for node, index in nodes
+        if len(nodes) > 1
+    ]
+
+
 def sequence_number(node: Node) -> int:
     """The number autograd gave ``node``; higher runs earlier in backward."""
-    return int(node._sequence_nr())  # type: ignore[attr-defined]
+    return int(node._sequence_nr())
 
 
 def next_sequence_number() -> int:
     """The number autograd will give the next node of this thread."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch._C._autograd._get_sequence_nr())

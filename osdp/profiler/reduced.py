@@ -1,0 +1,149 @@
+"""The reduced model: a copy that runs on a device with only those blocks that are needed to measure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model_desc import ModelDesc
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.loss import LossFn, scalar_loss
+from osdp.profiler.operators import find_parameters
+from osdp.profiler.repeats import Repeat, find_repeats
+from osdp.profiler.skeleton import on_meta, skeleton
+from osdp.profiler.stubs import install_stubs
+from osdp.profiler.tensors import map_tensors
+from osdp.profiler.walker import Key, Observer, Stretch, walk
+
+#: Segment of what runs in a stub.
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class ReducedModel:
+    """A model that runs with some of its blocks only.
+
+    Attributes:
+        model: The copy, on the device.
+        batch: The batch, on the device.
+        loss_fn: As for the description.
+        repeats: The blocks that are stubs.
+        places: Index of each segment in the description, by module, call and part.
+    """
+
+    model: nn.Module
+    batch: SampleBatch
+    loss_fn: LossFn | None
+    repeats: tuple[Repeat, ...]
+    places: Mapping[Key, int]
+
+    def loss(self) -> torch.Tensor:
+        """One plain forward."""
+        return scalar_loss(self.batch.run(self.model), self.loss_fn)
+
+    def walk(self, observer: Observer) -> list[Stretch]:
+        """One forward and backward under ``observer``."""
+        inside = {repeat.block: repeat.inside for repeat in self.repeats}
+        return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
+
+    def drop_gradients(self) -> None:
+        """Free the gradients, as ``zero_grad`` does before a step."""
+        self.model.zero_grad(set_to_none=True)
+
+    def segments(self, stretches: Sequence[Stretch]) -> list[int]:
+        """The segment each stretch belongs to, :data:`NOWHERE` in stubs.
+
+        Stretches that the description does not know, since nothing ran in them, belong to the one before.
+        """
+        stubs = {repeat.block for repeat in self.repeats}
+        found, place = [], 0
+        for stretch in stretches:
+            place = NOWHERE if stretch.module in stubs else self.places.get(stretch.key, place)
+            found.append(place)
+        return found
+
+
+def reduced_model(
+    model: nn.Module,
+    batch: SampleBatch,
+    model_desc: ModelDesc,
+    device: torch.device,
+    loss_fn: LossFn | None,
+    param_dtype: torch.dtype | None,
+) -> ReducedModel:
+    """A copy of ``model`` with only the blocks on ``device`` that make every distinct segment run.
+
+    Raises:
+        ValueError: ``model_desc`` describes another model.
+    """
+    described = {(p.name, p.shape) for op in model_desc.operators for p in op.parameters}
+    present = {(p.name, p.shape) for p in find_parameters(model)}
+    if described != present:
+        names = sorted({name for name, _ in described ^ present})
+        raise ValueError(
+            f"the description is of another model: {len(names)} parameters differ, the first is "
+            f"{names[0]!r}; describe this model first"
+        )
+    repeats = find_repeats(model_desc)
+    twin = skeleton(model, on_meta)
+    left_out = tuple(repeat.block for repeat in repeats)
+    _materialise(twin, left_out, device, param_dtype)
+    if param_dtype is not None:
+        _cast_block_inputs(twin, model_desc, left_out, param_dtype)
+    places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
+    reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
+    # One forward shows the stubs what to return.
+    handles = install_stubs(twin, repeats)
+    with torch.enable_grad():
+        reduced.loss()
+    for handle in handles:
+        handle.remove()
+    return reduced
+
+
+def _materialise(
+    twin: nn.Module, left_out: Sequence[str], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Random weights and the real buffers on ``device``, but for the modules ``left_out``."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in twin.named_modules(remove_duplicate=False):
+        if any(name == block or name.startswith(f"{block}.") for block in left_out):
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = _random(key, parameter, device, dtype)
+            setattr(module, key, made[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, buffer.to(device))
+
+
+def _random(
+    key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """Finite weights that keep activations in range: norms scale by one, biases add nothing."""
+    chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
+    if parameter.dim() > 1:
+        data.normal_(0.0, 0.02)
+    else:
+        data.fill_(0.0 if "bias" in key else 1.0)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _cast_block_inputs(
+    twin: nn.Module, model_desc: ModelDesc, left_out: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Cast what enters a block, as FSDP2 does where it wraps one."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
+    for block in blocks:
+        if block not in left_out:
+            twin.get_submodule(block).register_forward_pre_hook(hook, with_kwargs=True)

@@ -1,0 +1,67 @@
+"""Which blocks of a trace have to run for real, so that every distinct segment does."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from osdp.model_desc import ModelDesc
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A block that need not run, since its segments are all among those that do.
+
+    Attributes:
+        block: Its FQN.
+        exemplar: FQN of the last block before it that does run and returns the same.
+        inside: How often its forward calls which module.
+    """
+
+    block: str
+    exemplar: str
+    inside: Mapping[str, int]
+
+
+def find_repeats(model_desc: ModelDesc) -> tuple[Repeat, ...]:
+    """The blocks that can be left out of a run, in trace order.
+
+    A block runs for real if one of its segments has a signature that nothing before it, and nothing outside
+    of blocks, has.
+    """
+    spans = _spans(model_desc)
+    inside = {index for start, stop in spans.values() for index in range(start, stop)}
+    covered = {s.signature for index, s in enumerate(model_desc.segments) if index not in inside}
+    exemplars: dict[tuple[str, ...], str] = {}
+    repeats = []
+    for block, (start, stop) in spans.items():
+        segments = model_desc.segments[start:stop]
+        returns = (_siblings(block), repr(segments[-1].outputs))
+        if returns in exemplars and covered.issuperset(s.signature for s in segments):
+            calls = {(s.module, s.call) for s in segments}
+            repeats.append(Repeat(block, exemplars[returns], Counter(module for module, _ in calls)))
+        else:
+            exemplars[returns] = block
+            covered |= {s.signature for s in segments}
+    return tuple(repeats)
+
+
+def _siblings(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def _spans(model_desc: ModelDesc) -> dict[str, tuple[int, int]]:
+    """First segment, and the one after the last, of each block that runs once and in one piece."""
+    blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
+    spans = {}
+    for block in blocks:
+        own = [i for i, s in enumerate(model_desc.segments) if _within(s.module, block)]
+        start, stop = own[0], own[-1] + 1
+        between = {s.module for s in model_desc.segments[start:stop]}
+        # A module around the block that runs in between has left the block and called it again.
+        if not any(_within(block, module) and module != block for module in between):
+            spans[block] = (start, stop)
+    return dict(sorted(spans.items(), key=lambda item: item[1]))
+
+
+def _within(module: str, block: str) -> bool:
+    return not block or module == block or module.startswith(f"{block}.")

@@ -1,0 +1,273 @@
+"""Measures every distinct segment of a model on one device, never the whole model.
+
+The *reduced model* is a copy without weights, of which only some blocks are brought to the device: for every
+distinct segment one block that contains it. All other blocks are stubs (:mod:`osdp.profiler.stubs`), so the
+model's own code, its embeddings, head and loss run as they are. It is run
+
+1. plainly: seconds of forward and of backward;
+2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
+3. with every storage booked (:mod:`osdp.profiler.ledger`): live, peak and saved bytes of each segment.
+
+What a clock costs is taken off each stretch, and the rest scaled to the plain seconds, so segments sum to a
+step nobody watched.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp import codec
+from osdp.model_desc import ModelDesc
+from osdp.profile import PassProfile, SegmentProfile
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.ledger import Moment, Usage
+from osdp.profiler.loss import LossFn
+from osdp.profiler.progress import Progress, progress_bar
+from osdp.profiler.recorder import Recorder
+from osdp.profiler.reduced import ReducedModel, reduced_model
+from osdp.profiler.stopwatch import Clock, Stopwatch, timed
+from osdp.profiler.tensors import torch_dtype
+from osdp.profiler.walker import Stretch
+from osdp.profiler.workspace import CudaWorkspace, RecordedWorkspace, Workspace, record_workspace
+
+_LOGGER = logging.getLogger(__name__)
+_WARMUP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """What a cache file holds."""
+
+    segments: tuple[SegmentProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes of the segments that ran, by index in the description."""
+
+    usage: Mapping[Moment, Usage]
+    saved: Mapping[int, int]
+
+
+def profile_segments(
+    model: nn.Module,
+    sample_inputs: Any,
+    model_desc: ModelDesc,
+    *,
+    device: torch.device | str | None = None,
+    loss_fn: LossFn | None = None,
+    param_dtype: str | None = None,
+    repeats: int = 5,
+    progress: bool = True,
+) -> tuple[SegmentProfile, ...]:
+    """Seconds and activation bytes of every distinct segment of ``model``.
+
+    Args:
+        model: The model that was described, on any device; it is neither run nor changed.
+        sample_inputs: The batch to measure with, as in :func:`osdp.profiler.trace.describe`; its values are
+            used, except on ``meta``, where it is zeros.
+        model_desc: The description of ``model``.
+        device: Where to measure; by default the current CUDA device, else the CPU.
+        loss_fn: As for the description.
+        param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
+            ``MixedPrecisionPolicy(param_dtype)`` does.
+        repeats: Runs that the medians are of, for the plain and for the clocked runs each.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        One profile per distinct signature, in the order of ``model_desc.distinct_segments``.
+
+    Raises:
+        ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    target = torch.device(device) if device is not None else default_device()
+    dtype = None if param_dtype is None else torch_dtype(param_dtype)
+    bar = progress_bar(_WARMUP + repeats + 1, "profile", shown=progress)
+    try:
+        # Weights and dropout draw random numbers; the caller's generators stay as they are.
+        with torch.random.fork_rng(), torch.enable_grad():
+            batch = SampleBatch.of(sample_inputs)
+            reduced = reduced_model(model, batch, model_desc, target, loss_fn, dtype)
+            seconds = _seconds(reduced, Clock(target), repeats, bar)
+            memory = _memory(reduced, target)
+            bar.update()
+    finally:
+        bar.close()
+    return _by_signature(model_desc, seconds, memory)
+
+
+def cached_segments(
+    model: nn.Module,
+    sample_inputs: Any,
+    model_desc: ModelDesc,
+    *,
+    cache_dir: str | Path,
+    device: torch.device | str | None = None,
+    param_dtype: str | None = None,
+    **options: Any,
+) -> tuple[SegmentProfile, ...]:
+    """As :func:`profile_segments`, but measured once and then read from ``cache_dir``.
+
+    A file there is named by a fingerprint of the description, the batch's shapes, the device's name, the
+    number of threads, the dtype and torch's version. One that cannot be read is measured again.
+    """
+    target = torch.device(device) if device is not None else default_device()
+    batch = SampleBatch.of(sample_inputs)
+    facts = [
+        model_desc,
+        batch.specs,
+        device_kind(target),
+        torch.get_num_threads(),
+        param_dtype,
+        torch.__version__,
+    ]
+    path = Path(cache_dir) / f"segments-{codec.fingerprint([*facts[:-1], str(facts[-1])])}.json"
+    if path.exists():
+        try:
+            return codec.load(_Cached, path).segments
+        except ValueError:
+            _LOGGER.warning("%s cannot be read; measuring again", path)
+    segments = profile_segments(model, batch, model_desc, device=target, param_dtype=param_dtype, **options)
+    codec.save(_Cached(segments), path)
+    return segments
+
+
+def device_kind(device: torch.device) -> str:
+    """Name of the kind of ``device``: ``"cpu"`` or the GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, else the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _seconds(reduced: ReducedModel, clock: Clock, repeats: int, bar: Progress) -> dict[Moment, float]:
+    """Seconds of each pass of each segment that ran; a stretch of a :class:`Moment` is a segment here."""
+    plain: dict[bool, list[float]] = defaultdict(list)
+    clocked: dict[Moment, list[float]] = defaultdict(list)
+    pieces: dict[Moment, int] = {}
+    for turn in range(_WARMUP + repeats):
+        forward, backward = _plain_run(reduced, clock)
+        timings, stretches = _clocked_run(reduced, clock)
+        bar.update()
+        if turn < _WARMUP:
+            continue
+        plain[False].append(forward)
+        plain[True].append(backward)
+        for moment, (seconds, count) in timings.items():
+            clocked[moment].append(seconds)
+            pieces[moment] = count
+    places = reduced.segments(stretches)
+    result: dict[Moment, float] = defaultdict(float)
+    for is_backward, totals in plain.items():
+        medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
+        for moment, seconds in _without_clock(medians, pieces, median(totals)).items():
+            result[Moment(is_backward, places[moment.stretch])] += seconds
+    return result
+
+
+def _plain_run(reduced: ReducedModel, clock: Clock) -> tuple[float, float]:
+    reduced.drop_gradients()
+    forward, loss = timed(clock, reduced.loss)
+    backward = timed(clock, loss.backward)[0] if loss.requires_grad else 0.0
+    return forward, backward
+
+
+def _clocked_run(
+    reduced: ReducedModel, clock: Clock
+) -> tuple[dict[Moment, tuple[float, int]], list[Stretch]]:
+    reduced.drop_gradients()
+    clock.wait()
+    watch = Stopwatch(clock)
+    stretches = reduced.walk(watch)
+    return watch.stop(), stretches
+
+
+def _without_clock(
+    clocked: Mapping[Moment, float], pieces: Mapping[Moment, int], total: float
+) -> dict[Moment, float]:
+    """Take the cost of the clock off each piece, and scale what is left to ``total``."""
+    count = sum(pieces[moment] for moment in clocked)
+    cost = max(sum(clocked.values()) - total, 0.0) / max(count, 1)
+    left = {moment: max(seconds - cost * pieces[moment], 0.0) for moment, seconds in clocked.items()}
+    scale = total / sum(left.values()) if sum(left.values()) else 0.0
+    return {moment: seconds * scale for moment, seconds in left.items()}
+
+
+def _memory(reduced: ReducedModel, device: torch.device) -> _Memory:
+    """Two booked runs: one for what is saved (and, on the CPU, for workspace), one for what is live."""
+    saved: dict[int, int] = defaultdict(int)
+    workspace: Workspace = CudaWorkspace(device)
+    if device.type == "cuda":
+        first, stretches = _booked_run(reduced, workspace, saving=True)
+    else:
+        with record_workspace() as (marker, nbytes):
+            first, stretches = _booked_run(reduced, marker, saving=True)
+        workspace = RecordedWorkspace(nbytes)
+    places = reduced.segments(stretches)
+    for moment, tally in first.tallies.items():
+        if not moment.backward:
+            saved[places[moment.stretch]] += tally.saved_bytes
+    second, _ = _booked_run(reduced, workspace, saving=False)
+    usage = second.ledger.usage(places)
+    return _Memory(usage, saved)
+
+
+def _booked_run(
+    reduced: ReducedModel, workspace: Workspace, *, saving: bool
+) -> tuple[Recorder, list[Stretch]]:
+    reduced.drop_gradients()
+    parameters = dict(reduced.model.named_parameters())
+    resident = [*reduced.model.buffers(), *reduced.batch.tensors]
+    recorder = Recorder(parameters, resident, workspace)
+    with recorder.saving() if saving else nullcontext(), recorder:
+        stretches = reduced.walk(recorder)
+    recorder.ledger.book_gradients(parameters.values())
+    return recorder, stretches
+
+
+def _by_signature(
+    model_desc: ModelDesc, seconds: Mapping[Moment, float], memory: _Memory
+) -> tuple[SegmentProfile, ...]:
+    """Mean seconds, and the bytes of the first, over the segments of each signature that ran."""
+    ran: dict[str, list[int]] = defaultdict(list)
+    for index, segment in enumerate(model_desc.segments):
+        if Moment(False, index) in seconds:
+            ran[segment.signature].append(index)
+
+    def pass_profile(indices: Sequence[int], backward: bool) -> PassProfile:
+        usage = memory.usage.get(Moment(backward, indices[0]), Usage(0, 0))
+        mean = fmean(seconds.get(Moment(backward, index), 0.0) for index in indices)
+        return PassProfile(mean, usage.live_bytes, usage.peak_bytes)
+
+    distinct = [segment.signature for segment in model_desc.distinct_segments]
+    missing = [s for s in model_desc.distinct_segments if s.signature not in ran]
+    if missing:
+        names = ", ".join(s.module or "the root" for s in missing[:3])
+        raise ValueError(
+            f"the model ran without segments of its description ({names}, ...); describe it again"
+        )
+    return tuple(
+        SegmentProfile(
+            signature=signature,
+            forward=pass_profile(ran[signature], False),
+            backward=pass_profile(ran[signature], True),
+            saved_bytes=memory.saved.get(ran[signature][0], 0),
+        )
+        for signature in distinct
+    )

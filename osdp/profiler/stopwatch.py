@@ -1,0 +1,84 @@
+"""Times every stretch of a run, on the CPU's or the CUDA device's clock."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from osdp.profiler.ledger import Moment
+from osdp.profiler.walker import Stretch
+
+
+class Clock:
+    """Marks moments on one device; the time between them is known once it is idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        """A clock of ``device``."""
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+
+    def mark(self) -> Any:
+        """Now, in the order of the device's work."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; the device must be idle."""
+        return float(start.elapsed_time(end)) * 1e-3 if self._is_cuda else float(end - start)
+
+
+class Stopwatch:
+    """Observes one run; see :class:`osdp.profiler.walker.Observer`."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Start with nothing timed."""
+        self._clock = clock
+        self._marks: list[tuple[Moment | None, Any]] = []
+        self._last = 0
+
+    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+        """A stretch begins."""
+        self._last = index
+        self._marks.append((Moment(False, index), self._clock.mark()))
+
+    def leave_forward(self, loss: torch.Tensor) -> None:
+        """Forward is over; preparing the marks of backward is nobody's time."""
+        self._marks.append((None, self._clock.mark()))
+
+    def start_backward(self) -> None:
+        """The call of backward."""
+        self._marks.append((Moment(True, self._last), self._clock.mark()))
+
+    def enter_backward(self, index: int) -> None:
+        """The backward of a stretch begins."""
+        self._marks.append((Moment(True, index), self._clock.mark()))
+
+    def stop(self) -> dict[Moment, tuple[float, int]]:
+        """Seconds of each pass of each stretch, and in how many pieces they were timed."""
+        self._marks.append((None, self._clock.mark()))
+        self._clock.wait()
+        found: dict[Moment, tuple[float, int]] = {}
+        for (moment, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if moment is not None:
+                seconds, pieces = found.get(moment, (0.0, 0))
+                found[moment] = seconds + self._clock.seconds(start, end), pieces + 1
+        return found
+
+
+def timed(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that ``work`` takes, and what it returns."""
+    clock.wait()
+    start = clock.mark()
+    result = work()
+    end = clock.mark()
+    clock.wait()
+    return clock.seconds(start, end), result
