@@ -1,0 +1,165 @@
+"""The ``osdp`` command (extra ``cli``): parse, call one function, print.
+
+``osdp profile`` describes and times a model and saves what it found in a folder, ``osdp plan`` plans from
+that folder on any machine, ``osdp show`` prints a saved plan. Started by ``torchrun --no-python osdp profile``,
+``profile`` measures the links between the processes too.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from osdp import codec
+from osdp.device_info import DeviceInfo
+from osdp.model_desc import ModelDesc
+from osdp.plan import Plan
+from osdp.profile import Profile
+from osdp.training import Training
+from osdp.units import format_bytes, parse_bytes
+
+try:
+    import typer
+except ImportError as error:
+    raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+_MODEL, _DEVICE, _PROFILE, _TRAINING = (
+    f"{name}.json" for name in ("model_desc", "device", "profile", "training")
+)
+
+_ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, a model_type of transformers, a JSON file of a "
+        "configuration with its model_type, or module:function, which returns (model, sample batch)"
+    ),
+]
+_Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
+_Out = Annotated[Path, typer.Option(help="where to write")]
+_Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
+
+
+@app.command()
+def profile(
+    model: _ModelName,
+    batch: Annotated[int, typer.Option(help="samples per device and microbatch")] = 1,
+    seq: Annotated[int, typer.Option(help="tokens of a sample")] = 1024,
+    fields: _Fields = [],  # noqa: B006  (typer copies it)
+    optimizer: Annotated[str, typer.Option(help="name of a torch.optim class")] = "AdamW",
+    memory_limit: _Limit = None,
+    estimate: Annotated[bool, typer.Option(help="from a roofline, without running the model")] = False,
+    out: _Out = Path("described"),
+) -> None:
+    """Describe MODEL and its device, time it, and save what was found in a folder."""
+    from torch import distributed
+
+    from osdp.api import make_profile
+
+    if distributed.is_torchelastic_launched():
+        distributed.init_process_group()
+    module, sample = build(model, _parse_fields(fields), batch, seq)
+    training = Training(optimizer=optimizer, local_batch=batch)
+    model_desc = ModelDesc.from_module(module, sample)
+    device_info = DeviceInfo.detect(memory_limit)
+    measured = make_profile(module, sample, model_desc, device_info, training, estimate=estimate)
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: measured, _TRAINING: training}
+        for name, value in named.items():
+            codec.save(value, out / name)
+        typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
+
+
+@app.command()
+def plan(
+    described: Annotated[Path, typer.Argument(help="folder that osdp profile wrote")],
+    memory_limit: _Limit = None,
+    device: Annotated[Path | None, typer.Option(help="another device description")] = None,
+    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="force this mode everywhere")] = None,
+    out: _Out = Path("plan.json"),
+) -> None:
+    """Plan for what was DESCRIBED, save the plan and print it."""
+    from osdp.api import plan_described
+
+    device_info = DeviceInfo.load(device or described / _DEVICE)
+    if memory_limit is not None:
+        device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
+    training = replace(codec.load(Training, described / _TRAINING), microbatches=microbatches)
+    profile = Profile.load(described / _PROFILE)
+    made = plan_described(
+        ModelDesc.load(described / _MODEL), device_info, training=training, profile=profile, strategy=strategy
+    )
+    made.save(out)
+    typer.echo(made)
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan")]) -> None:
+    """Print a saved plan."""
+    typer.echo(Plan.load(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; what a user can mend is said in one message, without a traceback."""
+    try:
+        app(arguments, standalone_mode=True)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.Module, Any]":
+    """The model called ``name`` and a sample batch for it.
+
+    Args:
+        name: As the ``MODEL`` of ``osdp profile``.
+        fields: Configuration fields to override.
+        batch: Samples of the batch.
+        seq: Tokens of a sample.
+
+    Raises:
+        ValueError: The model or a field is unknown, or a factory was given fields.
+    """
+    from osdp.integrations.huggingface import causal_lm, token_batch
+
+    module, _, factory = name.partition(":")
+    if factory:
+        if fields:
+            raise ValueError(
+                f"{name} makes its own configuration; --set {', '.join(fields)} has no effect on it"
+            )
+        # A console script does not search the current folder.
+        sys.path.insert(0, os.getcwd())
+        made: tuple[nn.Module, Any] = getattr(importlib.import_module(module), factory)()
+        return made
+    if name.endswith(".json"):
+        content = json.loads(Path(name).read_text(encoding="utf8"))
+        fields = {**content, **fields}
+        name = str(fields.pop("model_type", ""))
+    return causal_lm(name, fields), token_batch(batch, seq)
+
+
+def _parse_fields(texts: Sequence[str]) -> dict[str, Any]:
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]:
+        raise ValueError(f"--set takes name=value, got {', '.join(wrong)}")
+    return {name: _parse_value(value) for name, _, value in pairs}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+if __name__ == "__main__":
+    main()
