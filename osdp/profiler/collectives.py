@@ -5,6 +5,7 @@ collective and group by least squares on the *relative* error, so that small mes
 ones. The fit's largest relative error is kept in :class:`osdp.device_info.Link`.
 """
 
+import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -170,27 +171,36 @@ def _groups(mesh: DeviceMesh | None, kind: str, nodes: int, per_node: int) -> di
 def _samples(
     mesh: DeviceMesh, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
 ) -> dict[int, UnitTimes]:
-    """Times of one unit by its bytes, each the median of the slowest rank's; ends after about ``seconds``."""
+    """Times of one unit by its bytes, each the median of the slowest rank's; takes about ``seconds``."""
     group = mesh.get_group()
-    found: dict[int, UnitTimes] = {}
+    counts = _affordable_counts(mesh, device, sizes, repeats, seconds)
+    samples: dict[Probe, list[UnitTimes]] = {probe: [] for probe in counts}
+    # Sizes take turns, so that a busy moment of the machine does not fall on one size alone.
+    for turn in range(repeats):
+        for probe, count in counts.items():
+            if turn < count:
+                samples[probe].append(probe.step())
+    return {probe.nbytes: _slowest(_median(times), group, device) for probe, times in samples.items()}
+
+
+def _affordable_counts(
+    mesh: DeviceMesh, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+) -> dict[Probe, int]:
+    """Warm probes of the sizes that ``seconds`` suffice for, and how often each can be timed."""
+    costs: dict[Probe, float] = {}
     left = seconds
     for i, size in enumerate(sizes):
         probe = Probe(size, mesh, device)
         probe.step()
-        once = _slowest(probe.step(), group, device)
-        step = _step_seconds(once)
-        count = max(2, min(repeats, int(left / (len(sizes) - i) / step)))
-        found[probe.nbytes] = _slowest(_median([probe.step() for _ in range(count)]), group, device)
-        left -= (count + 2) * step
-        larger = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
-        if i + 1 >= _FEWEST_SIZES and 3 * larger * step > left:
+        start = time.perf_counter()
+        probe.step()
+        costs[probe] = _most(time.perf_counter() - start, mesh.get_group(), device)
+        left -= 2 * costs[probe]
+        growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
+        if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
             break
-    return found
-
-
-def _step_seconds(times: UnitTimes) -> float:
-    """About what one step of a probe takes: it has four units."""
-    return 4 * (times.unshard + 2 * times.hooks + times.reduce + times.all_reduce)
+    share = left / len(costs)
+    return {probe: max(2, min(repeats, int(share / cost))) for probe, cost in costs.items()}
 
 
 def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
@@ -198,10 +208,13 @@ def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:
-    mine = [getattr(times, name) for name in UnitTimes.__slots__]
-    agreed = torch.tensor(mine, dtype=torch.float64, device=device)
+    return UnitTimes(*(_most(getattr(times, name), group, device) for name in UnitTimes.__slots__))
+
+
+def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    agreed = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    return UnitTimes(*agreed.tolist())
+    return float(agreed)
 
 
 def _links(group: str, size: int, samples: dict[int, UnitTimes]) -> list[Link]:
