@@ -1,8 +1,8 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
 ``osdp profile`` describes and times a model and saves what it found in a folder, ``osdp plan`` plans from
-that folder on any machine, ``osdp show`` prints a saved plan. Started by ``torchrun --no-python osdp profile``,
-``profile`` measures the links between the processes too.
+that folder on any machine, ``osdp show`` prints a saved plan. Under torchrun (``torchrun --no-python osdp
+profile ...``) ``profile`` measures the links between the processes too.
 """
 
 import importlib

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 #: Every tenth chunk is held out, so that both parts see every region of the corpus.
-CHUNK_BYTES = 2**16
+LARGEST_CHUNK = 2**16
 HELD_OUT_EVERY = 10
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", ".git", ".venv"}
 
@@ -40,16 +40,18 @@ class Corpus:
             max_bytes: Read no more than this.
 
         Raises:
+            FileNotFoundError: Nothing is there.
             ValueError: There is too little text to train on and to hold out from.
         """
         source = path or Path(sysconfig.get_path("stdlib"))
+        if not source.exists():
+            raise FileNotFoundError(f"there is no {source} to read text from")
         files = [source] if source.is_file() else _files(source, ".py" if path is None else "")
         text = _concatenate(files, max_bytes)
-        if len(text) < CHUNK_BYTES * HELD_OUT_EVERY:
-            raise ValueError(
-                f"{source} holds {len(text)} bytes of text, fewer than {CHUNK_BYTES * HELD_OUT_EVERY}"
-            )
-        held_out = np.arange(len(text)) // CHUNK_BYTES % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        chunk = min(LARGEST_CHUNK, len(text) // HELD_OUT_EVERY)
+        if not chunk:
+            raise ValueError(f"{source} holds {len(text)} bytes of text, which is too little to train on")
+        held_out = np.arange(len(text)) // chunk % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         return cls(str(source), text[~held_out], text[held_out])
 
     @property

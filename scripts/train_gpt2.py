@@ -32,7 +32,7 @@ def main() -> None:
     """Plan where OSDP is asked for, train with every strategy, report what came out."""
     options = parse()
     part = start()
-    corpus = Corpus.read(options.data, options.max_bytes)
+    corpus = read_corpus(options)
     settings = settings_of(options, part.world_size)
     planning = plan_for(options, settings, part)
     runs = {
@@ -91,6 +91,14 @@ def finish() -> None:
     """Leave the process group, if it is still there."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def read_corpus(options: argparse.Namespace) -> Corpus:
+    """The text; a mistaken ``--data`` ends the program with one line."""
+    try:
+        return Corpus.read(options.data, options.max_bytes)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: --data: {error}") from error
 
 
 def settings_of(options: argparse.Namespace, world_size: int) -> Settings:

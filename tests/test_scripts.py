@@ -16,11 +16,11 @@ import torch
 from scripts import check_demo
 from scripts.gpt2_model import Size, build
 from scripts.gpt2_report import Results, save, text
-from scripts.text_data import CHUNK_BYTES, HELD_OUT_EVERY, Corpus, batch
+from scripts.text_data import LARGEST_CHUNK, Corpus, batch
 from scripts.training_run import Run, Settings
 
 ROOT = Path(__file__).parents[1]
-SMALLEST = CHUNK_BYTES * HELD_OUT_EVERY
+SIZE = 2**17
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -30,22 +30,22 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def test_every_tenth_chunk_is_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
-    chunks = [bytes([65 + i]) * CHUNK_BYTES for i in range(20)]
+    chunks = [bytes([65 + i]) * LARGEST_CHUNK for i in range(20)]
     corpus = Corpus.read(write(tmp_path / "file", b"".join(chunks)), max_bytes=2**30)
     assert set(corpus.held_out) == {65 + 9, 65 + 19}
-    assert corpus.train.size == 18 * CHUNK_BYTES
+    assert corpus.train.size == 18 * LARGEST_CHUNK
     assert not set(corpus.train) & set(corpus.held_out)
 
 
 def test_a_folder_is_read_in_order_without_binaries_and_tests(tmp_path: Path) -> None:
-    write(tmp_path / "b/late.txt", b"b" * SMALLEST)
-    write(tmp_path / "a/early.txt", b"a" * SMALLEST)
-    write(tmp_path / "a/binary", b"\0" * SMALLEST)
-    write(tmp_path / "tests/test.txt", b"t" * SMALLEST)
+    write(tmp_path / "b/late.txt", b"b" * SIZE)
+    write(tmp_path / "a/early.txt", b"a" * SIZE)
+    write(tmp_path / "a/binary", b"\0" * SIZE)
+    write(tmp_path / "tests/test.txt", b"t" * SIZE)
     whole = Corpus.read(tmp_path, max_bytes=2**30)
     assert set(whole.train.tobytes()) == set(b"ab")
     assert whole.train.tobytes().startswith(b"a")
-    assert set(Corpus.read(tmp_path, max_bytes=SMALLEST).train.tobytes()) == set(b"a")
+    assert set(Corpus.read(tmp_path, max_bytes=SIZE).train.tobytes()) == set(b"a")
 
 
 def test_the_default_text_is_the_standard_library() -> None:
@@ -54,9 +54,19 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert b"import " in corpus.train.tobytes()
 
 
-def test_too_little_text_says_how_much_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"holds 5 bytes of text, fewer than {SMALLEST}"):
+def test_a_small_text_is_split_in_the_same_shares(tmp_path: Path) -> None:
+    corpus = Corpus.read(write(tmp_path / "file", bytes(range(100))), max_bytes=2**30)
+    assert corpus.held_out.tolist() == list(range(90, 100))
+    assert corpus.train.tolist() == list(range(90))
+
+
+def test_too_little_text_or_none_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds 5 bytes of text, which is too little"):
         Corpus.read(write(tmp_path / "file", b"short"), max_bytes=2**30)
+    with pytest.raises(FileNotFoundError, match="there is no .*nowhere to read text from"):
+        Corpus.read(tmp_path / "nowhere", max_bytes=2**30)
+    with pytest.raises(ValueError, match="samples of 9 bytes do not fit into 9 bytes of text"):
+        batch(np.zeros(9, dtype=np.uint8), 1, 9, seed=0, step=0)
 
 
 def test_unigram_entropy_of_even_bytes_is_that_of_their_number() -> None:
