@@ -1,0 +1,242 @@
+"""Gradients of replicated parameters: one all-reduce for each bucket, overlapped with backward.
+
+A bucket is the gradients of one NO_SHARD unit, in one flat tensor. As gradients arrive from autograd they are
+scaled by 1/N into their slice of it and freed; with the last one an asynchronous all-reduce starts. Buckets
+start in one fixed order, the reverse of the plan's, whatever the order in which they fill: ranks must agree.
+
+The mean is linear, so a gradient that is there already (the same on all ranks) may be reduced once more with
+what is added to it: accumulation over microbatches needs no second buffer.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp.runtime.replicated import ReplicatedParameter
+from osdp.runtime.torch_private import wrap_like
+
+
+class _Content(Enum):
+    NOTHING = 0
+    SCALED = 1  # a local sum, times the scale
+    REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
+
+
+class Reduction:
+    """How gradients are averaged over a group.
+
+    Attributes:
+        group: The ranks.
+        scale: What each rank multiplies its gradient by before the collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        size = group.size()
+        # NCCL averages on the way, which saves a pass over the gradients; gloo can only sum.
+        averages = dist.get_backend(group) == "nccl"
+        self.scale = 1.0 if averages else 1.0 / size
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._alone = size == 1
+
+    def start(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Start averaging ``tensor`` in place; ``None`` if there is nobody to wait for."""
+        if self._alone:
+            return None
+        work: dist.Work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
+        return work
+
+
+class Bucket:
+    """Gradients that share one all-reduce.
+
+    Args:
+        parameters: Trainable parameters of one dtype, the last to be used first.
+        dtype: What gradients are reduced in.
+        reduction: How.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ReplicatedParameter], dtype: torch.dtype, reduction: Reduction
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._dtype = dtype
+        self._stored_dtype = parameters[0].stored.dtype
+        self._reduction = reduction
+        sizes = [parameter.compute.numel() for parameter in parameters]
+        self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._numel = sum(sizes)
+        self._flat: torch.Tensor | None = None
+        self._content = [_Content.NOTHING] * len(sizes)
+        self._arrived: set[int] = set()
+        self._work: dist.Work | None = None
+        self.started = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter got its gradient in this backward."""
+        return len(self._arrived) == len(self.parameters)
+
+    def receive(self, index: int) -> None:
+        """Take the gradient autograd left on parameter ``index``.
+
+        Raises:
+            RuntimeError: Its all-reduce is under way already.
+        """
+        parameter = self.parameters[index]
+        grad = parameter.compute.grad
+        if grad is None:
+            return
+        if self.started:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} got a second gradient in one backward, after its all-reduce "
+                "had started; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        with torch.no_grad():
+            if self._flat is None and not self._open_with(index, grad):
+                self._open(index)
+            parameter.compute.grad = None
+            self._add(index, grad)
+        self._arrived.add(index)
+
+    def start(self) -> None:
+        """Start the all-reduce; what has not arrived counts as zero."""
+        with torch.no_grad():
+            if self._flat is None:
+                self._open()
+            assert self._flat is not None
+            for index, content in enumerate(self._content):
+                if content is _Content.NOTHING:
+                    self._view(self._flat, index).zero_()
+                elif content is _Content.REDUCED:
+                    self._view(self._flat, index).mul_(self._reduction.scale)
+        self._work = self._reduction.start(self._flat)
+        self.started = True
+
+    def finish(self, without_gradient: set[str]) -> None:
+        """Wait, and hand the gradients to the stored parameters.
+
+        Args:
+            without_gradient: Names of parameters no rank used; their gradients stay as they were.
+        """
+        flat = self._flat
+        assert flat is not None
+        if self._work is not None:
+            self._work.wait()
+        with torch.no_grad():
+            if flat.dtype != self._stored_dtype:
+                flat = flat.to(self._stored_dtype)
+            for index, parameter in enumerate(self.parameters):
+                had_gradient = self._content[index] is not _Content.NOTHING
+                if had_gradient or parameter.name not in without_gradient:
+                    _hand_over(parameter, self._view(flat, index))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that has arrived."""
+        if self._work is not None and not self._work.is_completed():
+            self._work.wait()
+        self._flat = None
+        self._work = None
+        self.started = False
+        self._content = [_Content.NOTHING] * len(self.parameters)
+        self._arrived.clear()
+
+    def end_backward(self) -> None:
+        """Keep what has arrived for the next backward of an accumulation."""
+        self._arrived.clear()
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        scale = self._reduction.scale
+        assert self._flat is not None
+        view = self._view(self._flat, index)
+        content = self._content[index]
+        if view.data_ptr() == grad.data_ptr():
+            # The gradient is the bucket: autograd added to what an earlier backward left, or it is all of it.
+            view.mul_(scale)
+        elif content is _Content.NOTHING:
+            _scaled_copy(grad, scale, view)
+        else:
+            if content is _Content.REDUCED:
+                view.mul_(scale)
+            view.add_(grad, alpha=scale)
+        self._content[index] = _Content.SCALED
+
+    def _open_with(self, index: int, grad: torch.Tensor) -> bool:
+        """Use the gradient of an only parameter as the bucket, if it is one piece of the right dtype."""
+        parameter = self.parameters[index]
+        fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
+        adds = parameter.compute is not parameter.stored and parameter.stored.grad is not None
+        if len(self.parameters) > 1 or not fits or adds:
+            return False
+        self._flat = grad.as_strided((grad.numel(),), (1,))
+        return True
+
+    def _open(self, arriving: int | None = None) -> None:
+        """Take the memory of the gradients that an earlier backward left, or new memory.
+
+        Where modules compute with the stored parameters, autograd has added to them: what is ``arriving``
+        holds its earlier gradient, and those that are still to come must lose it to the bucket.
+        """
+        grads = [parameter.local_grad for parameter in self.parameters]
+        keeps = self._dtype == self._stored_dtype
+        self._flat = self._joint_memory(grads) if keeps else None
+        if self._flat is not None:
+            self._content = [_Content.REDUCED] * len(grads)
+        else:
+            self._flat = torch.empty(self._numel, dtype=self._dtype, device=self.parameters[0].compute.device)
+        for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            shared = parameter.compute is parameter.stored
+            if not keeps or grad is None or (shared and index == arriving):
+                continue
+            if self._content[index] is _Content.NOTHING:
+                self._view(self._flat, index).copy_(grad)
+                self._content[index] = _Content.REDUCED
+            elif shared:
+                continue
+            parameter.stored.grad = None
+
+    def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        first = grads[0]
+        if first is None or first.dtype != self._dtype:
+            return None
+        storage = first.untyped_storage()
+        if storage.nbytes() != self._numel * first.itemsize:
+            return None
+        for index, grad in enumerate(grads):
+            if (
+                grad is None
+                or grad.untyped_storage().data_ptr() != storage.data_ptr()
+                or grad.storage_offset() != self._offsets[index]
+                or grad.stride() != self.parameters[index].compute.stride()
+            ):
+                return None
+        return first.as_strided((self._numel,), (1,), 0)
+
+    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        compute = self.parameters[index].compute
+        return flat.as_strided(compute.shape, compute.stride(), flat.storage_offset() + self._offsets[index])
+
+
+def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    if grad.dtype == out.dtype and scale != 1.0:
+        torch.mul(grad, scale, out=out)
+    else:
+        out.copy_(grad)
+        if scale != 1.0:
+            out.mul_(scale)
+
+
+def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor) -> None:
+    stored = parameter.stored
+    earlier = parameter.local_grad
+    if earlier is not None and parameter.compute is not stored:
+        earlier.add_(grad)
+        return
+    wrapped = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad
+    assert isinstance(stored, nn.Parameter)
+    stored.grad = wrapped

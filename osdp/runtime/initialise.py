@@ -1,0 +1,170 @@
+"""Models built on ``meta``: real values, the same under every plan, without ever holding the whole model.
+
+Block after block (the elements of its ``ModuleList`` and ``Sequential`` containers, and whatever lies beside
+them) is made whole on every rank, initialised by its own modules from one seed, cut into shards and dropped.
+So the values depend on rank 0's seed alone, and a rank holds its shards and one block at most.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from osdp.runtime.owners import Owned
+
+Initialiser = Callable[[nn.Module], object]
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether ``model`` was built without storage.
+
+    Raises:
+        ValueError: A part of it was, and another was not.
+    """
+    places = {name: parameter.is_meta for name, parameter in model.named_parameters()}
+    if len(set(places.values())) > 1:
+        empty = [name for name, on_meta in places.items() if on_meta]
+        raise ValueError(
+            f"{len(empty)} of {len(places)} parameters are on meta, such as {empty[0]!r}; "
+            "build the whole model on meta or none of it"
+        )
+    return any(places.values())
+
+
+def check_initialisers(model: nn.Module) -> None:
+    """Raise unless every module with parameters or buffers of its own knows how to initialise them.
+
+    Raises:
+        ValueError: Some do not; names them.
+    """
+    lost = [
+        f"{name or 'the root'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _holds_something(module) and initialiser(model, module) is None
+    ]
+    if lost:
+        raise ValueError(
+            "the model is on meta and these modules cannot initialise what they hold: "
+            + ", ".join(lost)
+            + ". "
+            "Give them a reset_parameters() method, or the model an _init_weights(module) method"
+        )
+
+
+def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+    """How ``module`` of ``model`` is initialised: the model's ``_init_weights``, or its own method."""
+    by_model = getattr(model, "_init_weights", None)
+    if callable(by_model):
+        return lambda: by_model(module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if callable(own):
+            return own  # type: ignore[no-any-return]
+    return None
+
+
+def materialise(
+    model: nn.Module,
+    owned: dict[str, Owned],
+    mesh: DeviceMesh,
+    device: torch.device,
+    stamp: int | None = None,
+) -> None:
+    """Give ``model``, wrapped on ``meta``, storage and initial values.
+
+    Args:
+        model: Sharded and replicated already, all of it on ``meta``.
+        owned: Its parameters.
+        mesh: The one mesh.
+        device: This rank's device.
+        stamp: Seed; rank 0's current one if ``None``.
+    """
+    seed = torch.tensor([torch.initial_seed() % 2**62 if stamp is None else stamp], device=device)
+    dist.broadcast(seed, group=mesh.get_group(), group_src=0)
+    model.to_empty(device=device)
+    for entry in owned.values():
+        entry.register(entry.parameter)  # to_empty gave tied places a parameter each
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_forked(device)):
+        torch.manual_seed(int(seed.item()))
+        done: set[str] = set()
+        for modules in blocks(model):
+            _initialise(model, modules, owned, done, mesh, device)
+
+
+def blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules of ``model`` in groups that are made whole together, children before parents."""
+    yield from _blocks(model)
+
+
+def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            for element in child.children():
+                yield _bottom_up(element)
+        elif _has_containers(child):
+            yield from _blocks(child)
+        else:
+            yield _bottom_up(child)
+    yield [module]
+
+
+def _has_containers(module: nn.Module) -> bool:
+    return any(isinstance(inner, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) for inner in module.modules())
+
+
+def _bottom_up(module: nn.Module) -> list[nn.Module]:
+    # Children are listed after their parents, so the reverse has them first.
+    return list(reversed(list(module.modules())))
+
+
+def _initialise(
+    model: nn.Module,
+    modules: list[nn.Module],
+    owned: dict[str, Owned],
+    done: set[str],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    inside = {id(module) for module in modules}
+    mine = [
+        entry
+        for entry in owned.values()
+        if entry.name not in done and any(id(module) in inside for module, _ in entry.places)
+    ]
+    stored = [entry.parameter for entry in mine]
+    for entry, parameter in zip(mine, stored, strict=True):
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        entry.register(nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        done.add(entry.name)
+    with torch.no_grad():
+        for module in modules:
+            initialise = initialiser(model, module)
+            if initialise is not None and (_holds_something(module) or hasattr(model, "_init_weights")):
+                initialise()
+        for entry, parameter in zip(mine, stored, strict=True):
+            _store(entry.parameter, parameter, mesh)
+            entry.register(parameter)
+
+
+def _store(whole: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    local = parameter.to_local()
+    if isinstance(parameter.placements[0], Shard):
+        rows = -(-whole.shape[0] // mesh.size())
+        first = min(mesh.get_local_rank() * rows, whole.shape[0])
+        whole = whole[first : first + local.shape[0]]
+    local.copy_(whole)
+
+
+def _holds_something(module: nn.Module) -> bool:
+    has_parameters = next(module.parameters(recurse=False), None) is not None
+    return has_parameters or next(module.buffers(recurse=False), None) is not None
+
+
+def _forked(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type

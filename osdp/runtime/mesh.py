@@ -1,0 +1,65 @@
+"""The mesh of the data-parallel ranks, and the ways it can be missing."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+#: Name of the one mesh axis.
+AXIS = "dp"
+
+
+def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
+    """``mesh``, or one over all ranks of the process group if it is ``None``.
+
+    Args:
+        model: What will be wrapped; its device says which kind of mesh is wanted.
+        mesh: A mesh with one axis.
+
+    Raises:
+        RuntimeError: There is no process group.
+        ValueError: The mesh has more than one axis.
+    """
+    if mesh is None:
+        require_process_group()
+        return init_device_mesh(device_type(model), (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise ValueError(
+            f"the mesh has {mesh.ndim} axes {names}, data parallelism needs 1; pass one axis of it, "
+            f'for instance mesh["{names[0] if names else AXIS}"]'
+        )
+    return mesh
+
+
+def require_process_group() -> None:
+    """Raise unless ``torch.distributed`` is initialised.
+
+    Raises:
+        RuntimeError: It is not; says how to start the script and what to call.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "there is no process group: start the script with\n"
+            "    torchrun --nproc-per-node=2 your_script.py\n"
+            "and call torch.distributed.init_process_group() before wrapping the model"
+        )
+
+
+def device_type(model: nn.Module) -> str:
+    """Kind of device ``model`` is to be trained on: where it is, or the accelerator the backend serves."""
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"cpu", "meta"}
+    if kinds:
+        return sorted(kinds)[0]
+    accelerator = torch.accelerator.current_accelerator()
+    backends = str(dist.get_backend_config())
+    if accelerator is not None and torch.accelerator.is_available() and accelerator.type in backends:
+        return accelerator.type
+    return "cpu"
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

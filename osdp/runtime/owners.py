@@ -1,0 +1,58 @@
+"""Which modules register which parameter: ties and shared modules included."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from osdp.runtime.torch_private import set_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter's places in a model.
+
+    Attributes:
+        names: Its FQNs, in ``named_parameters`` order.
+        places: The distinct modules that register it, each with the name it has there.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def name(self) -> str:
+        """The first of its FQNs."""
+        return self.names[0]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What is registered now."""
+        module, name = self.places[0]
+        parameter = getattr(module, name)
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"{self.name} is no longer a parameter but a {type(parameter).__name__}")
+        return parameter
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter`` in all places."""
+        for module, name in self.places:
+            set_parameter(module, name, parameter)
+
+
+def owned_parameters(model: nn.Module) -> dict[str, Owned]:
+    """Every parameter of ``model`` by its first FQN, in ``named_parameters`` order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    owned = [Owned(tuple(found), _places(model, found)) for found in names.values()]
+    return {entry.name: entry for entry in owned}
+
+
+def _places(model: nn.Module, names: Iterable[str]) -> tuple[tuple[nn.Module, str], ...]:
+    places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+    for fqn in names:
+        path, _, name = fqn.rpartition(".")
+        module = model.get_submodule(path)
+        places.setdefault((id(module), name), (module, name))
+    return tuple(places.values())

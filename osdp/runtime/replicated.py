@@ -1,0 +1,150 @@
+"""NO_SHARD parameters: what the optimizer sees, and what forward and backward compute with.
+
+Beside sharded parameters a replicated one is *stored* as a ``Replicate()`` DTensor on their mesh, so that
+optimizers, clipping and checkpoints see one kind of tensor. Modules *compute* with a plain parameter in its
+place, from the start of a forward to the end of the backward, since every operation on a DTensor costs tens of
+microseconds. Both share one storage; only with ``param_dtype`` the computing one is a copy, filled when it is
+swapped in and freed when it is swapped out.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from osdp.runtime.owners import Owned
+
+
+class ReplicatedParameter:
+    """One parameter that every rank holds whole.
+
+    Attributes:
+        owned: Where it is registered.
+        stored: What the optimizer sees.
+        compute: What forward and backward use; the same object if a plain tensor is stored as is.
+    """
+
+    def __init__(
+        self, owned: Owned, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self.owned = owned
+        self.stored = owned.parameter
+        local = self.local
+        self._casts = compute_dtype is not None and local.is_floating_point() and local.dtype != compute_dtype
+        if self._casts:
+            copy = torch.empty_like(local, dtype=compute_dtype)
+            self.compute = nn.Parameter(copy, requires_grad=self.stored.requires_grad)
+            _free(self.compute)
+        elif isinstance(self.stored, DTensor) or reduce_dtype not in (None, local.dtype):
+            self.compute = nn.Parameter(local, requires_grad=self.stored.requires_grad)
+        else:
+            self.compute = self.stored
+
+    @property
+    def name(self) -> str:
+        """The first of its FQNs."""
+        return self.owned.name
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The stored values as a plain tensor."""
+        with torch.no_grad():
+            return self.stored.to_local() if isinstance(self.stored, DTensor) else self.stored.detach()
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        """The gradient the optimizer would see now, as a plain tensor."""
+        grad = self.stored.grad
+        if grad is None:
+            return None
+        with torch.no_grad():
+            return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def swap_in(self) -> None:
+        """Register what is computed with."""
+        if self.compute is self.stored:
+            return
+        if self.compute.requires_grad != self.stored.requires_grad:
+            self.compute.requires_grad_(self.stored.requires_grad)
+        if self._casts:
+            _allocate(self.compute)
+            # Through ``data``: saved tensors of a pending backward must not see a new version.
+            self.compute.data.copy_(self.local)
+        elif self.compute.data_ptr() != self.local.data_ptr():
+            self.compute.data = self.local  # load_state_dict(assign=True) brought another storage
+        self.owned.register(self.compute)
+
+    def swap_out(self) -> None:
+        """Register what is stored."""
+        if self.compute is self.stored:
+            return
+        if self._casts:
+            _free(self.compute)
+        self.owned.register(self.stored)
+
+
+class ReplicatedParameters:
+    """All replicated parameters of a model, swapped together.
+
+    Attributes:
+        parameters: In the order of the plan.
+        swapped_in: Whether modules compute with the plain ones now.
+    """
+
+    def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.swapped_in = False
+
+    def __iter__(self) -> Iterator[ReplicatedParameter]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def swap_in(self) -> bool:
+        """Let modules compute with the plain parameters; whether that changed anything."""
+        if self.swapped_in:
+            return False
+        for parameter in self.parameters:
+            parameter.swap_in()
+        self.swapped_in = True
+        return True
+
+    def swap_out(self) -> None:
+        """Let modules register the stored parameters."""
+        if self.swapped_in:
+            for parameter in self.parameters:
+                parameter.swap_out()
+            self.swapped_in = False
+
+
+def replicate(owned: Owned, mesh: DeviceMesh, device: torch.device, *, as_dtensor: bool) -> nn.Parameter:
+    """Register ``owned`` as a replicated parameter on ``mesh``, with rank 0's values.
+
+    Args:
+        owned: A plain parameter, which may be on ``meta``.
+        mesh: The one mesh of the model.
+        device: This rank's device.
+        as_dtensor: Whether other parameters of the model are DTensors.
+    """
+    old = owned.parameter
+    with torch.no_grad():
+        local = old.detach() if old.is_meta else old.detach().to(device)
+        if not local.is_meta:
+            torch.distributed.broadcast(local, group=mesh.get_group(), group_src=0)
+        value = DTensor.from_local(local, mesh, [Replicate()], run_check=False) if as_dtensor else local
+    if not as_dtensor and value.data_ptr() == old.data_ptr():
+        return old
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    owned.register(new)
+    return new
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
+
+def _free(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)

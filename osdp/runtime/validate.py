@@ -1,0 +1,146 @@
+"""Does a plan fit a model and a mesh? All differences at once, before anything is changed."""
+
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from osdp.errors import PlanMismatchError
+from osdp.layout import is_inside
+from osdp.plan import Plan, Unit
+from osdp.runtime.owners import Owned, owned_parameters
+
+
+def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
+    """Raise unless ``plan`` fits ``model`` and ``world_size``.
+
+    Raises:
+        ValueError: The model is wrapped already.
+        PlanMismatchError: The plan is for another model or world size; lists every difference.
+    """
+    check_unwrapped(model)
+    differences = []
+    if plan.world_size != world_size:
+        differences.append(f"it is for {plan.world_size} ranks, there are {world_size}")
+    owned = owned_parameters(model)
+    differences += _unknown_modules(model, plan)
+    differences += _parameter_differences(plan, owned)
+    differences += _mode_differences(plan)
+    if not differences:
+        differences += _unit_differences(plan, owned)
+    if differences:
+        raise PlanMismatchError(differences)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise if ``model`` or a part of it is wrapped for data parallelism already.
+
+    Raises:
+        ValueError: It is; names what was found.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, (FSDPModule, DistributedDataParallel)):
+            raise ValueError(
+                f"the model is wrapped already: {fqn or 'the root'} is a {type(module).__name__}; "
+                "wrap the plain model once"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"the model is wrapped already: {name} is a DTensor; wrap the plain model once")
+
+
+def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
+    """The sharded units that are not the root's, those inside others before those.
+
+    Raises:
+        PlanMismatchError: Two units lie inside each other.
+    """
+    sharded = [unit for unit in units if unit.mode.sharded and not unit.root]
+    graph = {
+        outer: [inner for inner, other in enumerate(sharded) if inner != outer and _holds(unit, other)]
+        for outer, unit in enumerate(sharded)
+    }
+    try:
+        return [sharded[index] for index in TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        names = ", ".join(str(sharded[index].operators) for index in error.args[1])
+        raise PlanMismatchError([f"units lie inside each other: {names}"]) from error
+
+
+def _holds(outer: Unit, inner: Unit) -> bool:
+    return any(
+        is_inside(module, ancestor) and module != ancestor
+        for module in inner.modules
+        for ancestor in outer.modules
+    )
+
+
+def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for decision in plan.decisions:
+        for module in decision.modules:
+            if module not in known:
+                yield f"operator {decision.operator!r} is used by module {module!r}, which the model has not"
+    for unit in plan.units:
+        for module in unit.modules:
+            if module not in known:
+                yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model has not"
+
+
+def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+    decided: set[str] = set()
+    for decision in plan.decisions:
+        missing = [name for name in decision.parameters if name not in owned]
+        for name in missing:
+            yield f"operator {decision.operator!r} has parameter {name!r}, which the model has not"
+        decided.update(decision.parameters)
+        nbytes = sum(owned[name].parameter.nbytes for name in decision.parameters if name in owned)
+        if not missing and nbytes != decision.nbytes:
+            yield f"operator {decision.operator!r} has {nbytes} bytes, the plan says {decision.nbytes}"
+    for name in owned:
+        if name not in decided:
+            yield f"parameter {name!r} of the model is in no operator of the plan"
+
+
+def _mode_differences(plan: Plan) -> Iterator[str]:
+    for unit in plan.units:
+        for operator in unit.operators:
+            if plan.modes[operator] is not unit.mode:
+                yield f"operator {operator!r} is decided {plan.modes[operator]} but its unit is {unit.mode}"
+    if sum(unit.root for unit in plan.units if unit.mode.sharded) > 1:
+        yield "more than one sharded unit is the root's"
+
+
+def _unit_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+    order = wrap_order(plan.units)
+    by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
+    for decision in plan.decisions:
+        unit = by_operator[decision.operator]
+        if not unit.mode.sharded:
+            continue
+        for name in decision.parameters:
+            entry = owned[name]
+            if not entry.parameter.shape:
+                yield f"parameter {name!r} has no dimension to shard, but its unit is {unit.mode}"
+            for alias in entry.names:
+                holder = next((other for other in order if _covers(other, alias)), None)
+                if holder is not (None if unit.root else unit):
+                    where = "the root" if holder is None else f"the unit of {holder.operators[0]!r}"
+                    yield f"parameter {alias!r} of operator {decision.operator!r} would be wrapped by {where}"
+    yield from _dtype_differences(plan, owned)
+
+
+def _covers(unit: Unit, fqn: str) -> bool:
+    return any(is_inside(fqn, module) for module in unit.modules)
+
+
+def _dtype_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+    parameters = {decision.operator: decision.parameters for decision in plan.decisions}
+    for unit in plan.units:
+        found = [owned[name].parameter for operator in unit.operators for name in parameters[operator]]
+        dtypes = {str(parameter.dtype) for parameter in found if parameter.requires_grad}
+        if unit.mode.sharded and len(dtypes) > 1:
+            yield f"the sharded unit of {unit.operators[0]!r} mixes trainable dtypes {sorted(dtypes)}"

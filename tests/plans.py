@@ -1,0 +1,104 @@
+"""Plans by hand, without a search: one operator for each module that registers parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from osdp.plan import Decision, Mode, Plan, Prediction, Unit
+from osdp.runtime.owners import owned_parameters
+
+T = TypeVar("T")
+
+#: What a unit is called whose parameters stay in the root.
+ROOT = "root"
+
+
+def plan_by_hand(
+    model: nn.Module,
+    modes: Mode | Mapping[str, Mode] | Callable[[str], Mode],
+    world_size: int,
+    *,
+    groups: Mapping[str, str] | None = None,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+) -> Plan:
+    """A plan for ``model``.
+
+    Args:
+        model: The model.
+        modes: Mode of each operator, by name; a mapping may name modules above it, the longest name wins.
+        world_size: Number of ranks.
+        groups: Operators, or modules above them, by name, to the name of the unit they share: any word, the FQN
+            of a module to wrap in their stead, or ``ROOT``. The others are units of their own.
+        param_dtype: As in Plan.
+        reduce_dtype: As in Plan.
+    """
+    operators: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, None]] = {}
+    sizes: dict[str, int] = {}
+    for entry in owned_parameters(model).values():
+        operator = entry.name.rpartition(".")[0]
+        operators.setdefault(operator, []).append(entry.name)
+        owners.setdefault(operator, {}).update({alias.rpartition(".")[0]: None for alias in entry.names})
+        sizes[operator] = sizes.get(operator, 0) + entry.parameter.nbytes
+    decisions = tuple(
+        Decision(name, tuple(owners[name]), tuple(parameters), sizes[name], _mode(modes, name))
+        for name, parameters in operators.items()
+    )
+    return Plan(
+        model="by hand",
+        device="by hand",
+        training="by hand",
+        world_size=world_size,
+        memory_limit=2**30,
+        local_batch=1,
+        microbatches=1,
+        reduce_each_microbatch=True,
+        optimizer="AdamW",
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        decisions=decisions,
+        units=_units(model, decisions, groups or {}),
+        predicted=Prediction(1.0, 1.0, 0.0, 0.0, 1, "by hand", 1),
+        measured_profile=False,
+        optimal=False,
+    )
+
+
+def _units(model: nn.Module, decisions: tuple[Decision, ...], groups: Mapping[str, str]) -> tuple[Unit, ...]:
+    shared: dict[tuple[str, Mode], list[Decision]] = {}
+    for decision in decisions:
+        key = _longest(groups, decision.operator) or f"operator {decision.operator}"
+        if decision.operator == "" and decision.mode.sharded:
+            key = ROOT
+        shared.setdefault((key, decision.mode), []).append(decision)
+    modules = {name for name, _ in model.named_modules()}
+    units = []
+    for (key, mode), members in shared.items():
+        wraps = [fqn for member in members for fqn in member.modules]
+        units.append(
+            Unit(
+                mode=mode,
+                operators=tuple(member.operator for member in members),
+                modules=("",) if key == ROOT else (key,) if key in modules else tuple(dict.fromkeys(wraps)),
+                root=key == ROOT and mode.sharded,
+            )
+        )
+    return tuple(units)
+
+
+def _mode(modes: Mode | Mapping[str, Mode] | Callable[[str], Mode], operator: str) -> Mode:
+    if isinstance(modes, Mode):
+        return modes
+    if callable(modes):
+        return modes(operator)
+    mode = _longest(modes, operator)
+    if mode is None:
+        raise KeyError(f"no mode for operator {operator!r}")
+    return mode
+
+
+def _longest(names: Mapping[str, T], operator: str) -> T | None:
+    fitting = [name for name in names if not name or operator == name or operator.startswith(name + ".")]
+    return names[max(fitting, key=len)] if fitting else None

@@ -1,0 +1,222 @@
+"""Every plan trains as a single process does: losses, gradients and weights over several steps.
+
+The reference runs all ranks' batches in one process, in the order of the definition: parameters cast to
+``param_dtype``, gradients of each microbatch cast to ``reduce_dtype``, the mean over ranks.
+"""
+
+import contextlib
+import itertools
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp.plan import Mode, Plan
+from osdp.runtime import apply
+from tests.distributed import run
+from tests.nets import Net, loss_of, tokens
+from tests.plans import ROOT, plan_by_hand
+
+STEPS = 3
+TOLERANCE = 1e-5
+
+#: How a plan's units are made, by name: (mode of each operator, groups).
+LAYOUTS: dict[str, tuple[Any, dict[str, str]]] = {
+    "replicate all": (Mode.NO_SHARD, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
+    "replicate each": (Mode.NO_SHARD, {}),
+    "shard all": (Mode.FULL_SHARD, {"blocks.0": "blocks.0", "blocks.1": "blocks.1", "": ROOT}),
+    "shard each": (Mode.FULL_SHARD, {"embed": "ends", "head": "ends"}),
+    "keep all": (Mode.SHARD_GRAD_OP, {"blocks.0": "blocks.0", "blocks.1": "b", "": ROOT}),
+    "mixed blocks": (
+        {"": Mode.NO_SHARD, "blocks.0": Mode.FULL_SHARD, "blocks.1": Mode.SHARD_GRAD_OP},
+        {"blocks.0": "blocks.0", "blocks.1": "blocks.1", "": "rest"},
+    ),
+    "mixed leaves": (
+        {
+            "": Mode.FULL_SHARD,
+            "blocks.0.up": Mode.NO_SHARD,
+            "blocks.1.norm": Mode.NO_SHARD,
+            "blocks.1.down": Mode.SHARD_GRAD_OP,
+        },
+        {"blocks.0": "blocks.0", "embed": ROOT, "head": ROOT, "blocks.1.up": "blocks.1"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    tied: bool = True
+    recompute: bool = False
+    accumulate: str = "none"  # "none", "keep" local gradients, "reduce" each microbatch
+    dtypes: tuple[str | None, str | None] = (None, None)
+    optimizer: str = "AdamW foreach"
+
+
+def cases() -> list[Case]:
+    grid = [
+        Case(layout, tied, accumulate=accumulate)
+        for layout, tied, accumulate in itertools.product(LAYOUTS, (True, False), ("none", "keep", "reduce"))
+    ]
+    low: list[tuple[str | None, str | None]] = [
+        ("bfloat16", "float32"),
+        ("bfloat16", None),
+        (None, "bfloat16"),
+    ]
+    grid += [
+        Case(layout, accumulate=accumulate, dtypes=dtypes)
+        for layout, accumulate, dtypes in itertools.product(LAYOUTS, ("none", "keep", "reduce"), low)
+    ]
+    # torch has no fused SGD for DTensors, only for the plain parameters of a plan that shards nothing.
+    grid += [
+        Case(layout, optimizer=name)
+        for layout, name in itertools.product(LAYOUTS, OPTIMIZERS)
+        if name != "SGD fused" or "replicate" in layout
+    ]
+    grid += [Case(layout, recompute=True) for layout in LAYOUTS]
+    return grid
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, fused=True),
+}
+
+
+def build(case: Case) -> Net:
+    torch.manual_seed(7)
+    # Only a replicated parameter can be 0-dim.
+    gated = "shard" not in case.layout and "keep" not in case.layout and "leaves" not in case.layout
+    return Net(tied=case.tied, gated=gated, recompute=case.recompute)
+
+
+def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
+    modes, groups = LAYOUTS[case.layout]
+    param_dtype, reduce_dtype = case.dtypes
+    return plan_by_hand(
+        model, modes, world_size, groups=groups, param_dtype=param_dtype, reduce_dtype=reduce_dtype
+    )
+
+
+def batches(step: int, rank: int, microbatches: int) -> list[torch.Tensor]:
+    return [tokens(1000 * step + 10 * rank + m, 2, 6) for m in range(microbatches)]
+
+
+def reference(case: Case, world_size: int) -> tuple[list[list[float]], dict[str, Any], dict[str, Any]]:
+    """Losses by rank and step, gradients of the last step, weights after it."""
+    model = build(case)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    param_dtype = getattr(torch, case.dtypes[0] or "float32")
+    reduce_dtype = getattr(torch, case.dtypes[1] or case.dtypes[0] or "float32")
+    micro = 1 if case.accumulate == "none" else 3
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    for step in range(STEPS):
+        sums = [
+            _reference_rank(model, case, step, r, micro, param_dtype, reduce_dtype) for r in range(world_size)
+        ]
+        for rank, (values, _) in enumerate(sums):
+            losses[rank] += values
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.stack([grads[name] for _, grads in sums]).mean(0)
+        optimizer.step()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def _reference_rank(
+    model: nn.Module, case: Case, step: int, rank: int, micro: int, compute: torch.dtype, reduce: torch.dtype
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, sums = [], {}
+    for batch in batches(step, rank, micro):
+        low = deepcopy(model).to(compute)
+        low.zero_grad()
+        loss = loss_of(low(batch), batch)
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in low.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.to(reduce).float()
+                sums[name] = sums[name] + grad if name in sums else grad
+    return losses, sums
+
+
+def train(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """The same under the plan, on this rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(float(rank))  # rank 0's values count
+    applied = apply(model, plan_of(case, model, world_size))
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    micro = 1 if case.accumulate == "none" else 3
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for index, batch in enumerate(batches(step, rank, micro)):
+            keeps = case.accumulate == "keep" and index < micro - 1
+            with applied.no_sync() if keeps else contextlib.nullcontext():
+                loss = loss_of(model(batch), batch)
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    grads = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+    return losses, grads, {n: whole(p.detach()) for n, p in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def difference(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    if got is None or want is None:
+        return 0.0 if got is want else float("inf")
+    return ((got - want).norm() / want.norm().clamp_min(1e-6)).item()
+
+
+def faults(case: Case) -> list[str]:
+    """What of a case is not as in a single process."""
+    want_losses, want_grads, want_weights = reference(case, dist.get_world_size())
+    try:
+        losses, grads, weights = train(case)
+    except Exception as error:
+        raise RuntimeError(f"{case}") from error
+    # Reducing in bfloat16 rounds each sum to 8 bits.
+    low = "bfloat16" in ((case.dtypes[1] or case.dtypes[0]) or "")
+    tolerance = 3e-2 if low else TOLERANCE
+    found = []
+    for step, (got, want) in enumerate(zip(losses, want_losses[dist.get_rank()], strict=True)):
+        if abs(got - want) > tolerance * abs(want):
+            found.append(f"{case}: loss {step} is {got}, not {want}")
+    for kind, ours, theirs in (("gradient", grads, want_grads), ("weight", weights, want_weights)):
+        if ours.keys() != theirs.keys():
+            found.append(f"{case}: {kind}s of {sorted(ours)}, not {sorted(theirs)}")
+        for name in theirs:
+            off = difference(ours.get(name), theirs[name])
+            if not off <= tolerance:
+                found.append(f"{case}: {kind} {name} is off by {off}")
+    return found
+
+
+def all_faults(part: list[Case]) -> list[str]:
+    return [fault for case in part for fault in faults(case)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_plan_trains_as_a_single_process(world_size: int) -> None:
+    grid = cases()
+    if world_size == 4:  # the same code runs: every layout once, every option once
+        grid = grid[::5]
+    results = run(world_size, all_faults, grid, timeout=170)
+    assert [fault for rank in results for fault in rank] == []
