@@ -3,5 +3,8 @@
 # Flags are those of scripts/train_gpt2.py; NPROC sets the number of processes.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/launch.sh"
+# On one device there is nothing to shard: two processes on the CPU then.
+NPROC="${NPROC:-$(num_processes)}"
+if [ "$NPROC" -lt 2 ]; then NPROC=2; fi
 launch --strategies OSDP FSDP2 DDP --reference "$@" --json "$ROOT/runs/demo.json"
 python -m scripts.check_demo "$ROOT/runs/demo.json"
