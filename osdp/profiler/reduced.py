@@ -11,7 +11,7 @@ from osdp.model_desc import ModelDesc
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.loss import LossFn, scalar_loss
 from osdp.profiler.operators import find_parameters
-from osdp.profiler.repeats import Repeat, find_repeats
+from osdp.profiler.repeats import Repeat
 from osdp.profiler.skeleton import on_meta, skeleton
 from osdp.profiler.stubs import install_stubs
 from osdp.profiler.tensors import map_tensors
@@ -72,8 +72,9 @@ def reduced_model(
     device: torch.device,
     loss_fn: LossFn | None,
     param_dtype: torch.dtype | None,
+    repeats: tuple[Repeat, ...],
 ) -> ReducedModel:
-    """A copy of ``model`` with only the blocks on ``device`` that make every distinct segment run.
+    """A copy of ``model`` on ``device``, but for the blocks that are ``repeats``.
 
     Raises:
         ValueError: ``model_desc`` describes another model.
@@ -86,7 +87,6 @@ def reduced_model(
             f"the description is of another model: {len(names)} parameters differ, the first is "
             f"{names[0]!r}; describe this model first"
         )
-    repeats = find_repeats(model_desc)
     twin = skeleton(model, on_meta)
     left_out = tuple(repeat.block for repeat in repeats)
     _materialise(twin, left_out, device, param_dtype)
@@ -94,9 +94,9 @@ def reduced_model(
         _cast_block_inputs(twin, model_desc, left_out, param_dtype)
     places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
-    # One forward shows the stubs what to return.
     handles = install_stubs(twin, repeats)
-    with torch.enable_grad():
+    if handles:
+        # One forward shows the stubs what to return.
         reduced.loss()
     for handle in handles:
         handle.remove()

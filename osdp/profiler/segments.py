@@ -15,7 +15,6 @@ step nobody watched.
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -28,15 +27,15 @@ from osdp import codec
 from osdp.model_desc import ModelDesc
 from osdp.profile import PassProfile, SegmentProfile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.loss import LossFn
 from osdp.profiler.progress import Progress, progress_bar
-from osdp.profiler.recorder import Recorder
 from osdp.profiler.reduced import ReducedModel, reduced_model
+from osdp.profiler.repeats import Repeat, find_repeats
 from osdp.profiler.stopwatch import Clock, Stopwatch, timed
 from osdp.profiler.tensors import torch_dtype
 from osdp.profiler.walker import Stretch
-from osdp.profiler.workspace import CudaWorkspace, RecordedWorkspace, Workspace, record_workspace
 
 _LOGGER = logging.getLogger(__name__)
 _WARMUP = 2
@@ -47,14 +46,6 @@ class _Cached:
     """What a cache file holds."""
 
     segments: tuple[SegmentProfile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Bytes of the segments that ran, by index in the description."""
-
-    usage: Mapping[Moment, Usage]
-    saved: Mapping[int, int]
 
 
 def profile_segments(
@@ -97,9 +88,14 @@ def profile_segments(
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
         with torch.random.fork_rng(), torch.enable_grad():
             batch = SampleBatch.of(sample_inputs)
-            reduced = reduced_model(model, batch, model_desc, target, loss_fn, dtype)
+            blocks = find_repeats(model_desc)
+
+            def build(where: torch.device, stubs: tuple[Repeat, ...]) -> ReducedModel:
+                return reduced_model(model, batch, model_desc, where, loss_fn, dtype, stubs)
+
+            reduced = build(target, blocks)
             seconds = _seconds(reduced, Clock(target), repeats, bar)
-            memory = _memory(reduced, target)
+            memory = measure_footprint(reduced, build, target)
             bar.update()
     finally:
         bar.close()
@@ -209,40 +205,8 @@ def _without_clock(
     return {moment: seconds * scale for moment, seconds in left.items()}
 
 
-def _memory(reduced: ReducedModel, device: torch.device) -> _Memory:
-    """Two booked runs: one for what is saved (and, on the CPU, for workspace), one for what is live."""
-    saved: dict[int, int] = defaultdict(int)
-    workspace: Workspace = CudaWorkspace(device)
-    if device.type == "cuda":
-        first, stretches = _booked_run(reduced, workspace, saving=True)
-    else:
-        with record_workspace() as (marker, nbytes):
-            first, stretches = _booked_run(reduced, marker, saving=True)
-        workspace = RecordedWorkspace(nbytes)
-    places = reduced.segments(stretches)
-    for moment, tally in first.tallies.items():
-        if not moment.backward:
-            saved[places[moment.stretch]] += tally.saved_bytes
-    second, _ = _booked_run(reduced, workspace, saving=False)
-    usage = second.ledger.usage(places)
-    return _Memory(usage, saved)
-
-
-def _booked_run(
-    reduced: ReducedModel, workspace: Workspace, *, saving: bool
-) -> tuple[Recorder, list[Stretch]]:
-    reduced.drop_gradients()
-    parameters = dict(reduced.model.named_parameters())
-    resident = [*reduced.model.buffers(), *reduced.batch.tensors]
-    recorder = Recorder(parameters, resident, workspace)
-    with recorder.saving() if saving else nullcontext(), recorder:
-        stretches = reduced.walk(recorder)
-    recorder.ledger.book_gradients(parameters.values())
-    return recorder, stretches
-
-
 def _by_signature(
-    model_desc: ModelDesc, seconds: Mapping[Moment, float], memory: _Memory
+    model_desc: ModelDesc, seconds: Mapping[Moment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
     """Mean seconds, and the bytes of the first, over the segments of each signature that ran."""
     ran: dict[str, list[int]] = defaultdict(list)

@@ -1,0 +1,98 @@
+"""Activation bytes of the segments of a whole model, from runs of a reduced one.
+
+In the reduced model some tensors live longer or shorter than in the whole one: what a block leaves behind (a
+key-value cache, an input that only the next block saves) is missing where the block is a stub. How much that
+is, fake tensors tell: the whole and the reduced model are both run on them, and the difference of the two is
+added to what was measured.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from osdp.profiler.ledger import Moment, Usage
+from osdp.profiler.recorder import Recorder
+from osdp.profiler.reduced import ReducedModel
+from osdp.profiler.repeats import Repeat
+from osdp.profiler.workspace import CudaWorkspace, NoWorkspace, RecordedWorkspace, Workspace, record_workspace
+
+Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of the segments that ran, by index in the description.
+
+    Attributes:
+        usage: Live and peak bytes of each pass; the stretch of a moment is a segment here.
+        saved: Bytes newly saved for backward.
+    """
+
+    usage: Mapping[Moment, Usage]
+    saved: Mapping[int, int]
+
+
+def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device) -> Footprint:
+    """The footprint of the whole model, measured on ``device``.
+
+    Args:
+        reduced: The reduced model on ``device``.
+        build: Builds the reduced model again, on another device and with other blocks left out.
+        device: Where ``reduced`` is.
+    """
+    measured = _usage(reduced, _workspace(reduced, device))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        host = torch.device("cpu")
+        fake = _usage(build(host, reduced.repeats), NoWorkspace())
+        whole = _usage(build(host, ()), NoWorkspace()) if reduced.repeats else fake
+    none = Usage(0, 0)
+    usage = {
+        moment: _corrected(measured.get(moment, none), whole.get(moment, none), fake.get(moment, none))
+        for moment in {*measured, *fake}
+    }
+    return Footprint(usage, _saved(reduced))
+
+
+def _corrected(measured: Usage, whole: Usage, fake: Usage) -> Usage:
+    live = measured.live_bytes + whole.live_bytes - fake.live_bytes
+    peak = measured.peak_bytes + whole.peak_bytes - fake.peak_bytes
+    return Usage(live, max(peak, live, 0))
+
+
+def _workspace(reduced: ReducedModel, device: torch.device) -> Workspace:
+    if device.type == "cuda":
+        return CudaWorkspace(device)
+    with record_workspace() as (marker, nbytes):
+        _booked_run(reduced, marker, saving=False)
+    return RecordedWorkspace(nbytes)
+
+
+def _usage(reduced: ReducedModel, workspace: Workspace) -> dict[Moment, Usage]:
+    recorder, places = _booked_run(reduced, workspace, saving=False)
+    return recorder.ledger.usage(places)
+
+
+def _saved(reduced: ReducedModel) -> dict[int, int]:
+    recorder, places = _booked_run(reduced, NoWorkspace(), saving=True)
+    saved: dict[int, int] = defaultdict(int)
+    for moment, tally in recorder.tallies.items():
+        if not moment.backward:
+            saved[places[moment.stretch]] += tally.saved_bytes
+    return saved
+
+
+def _booked_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
+    """Run once with every storage booked; the segment of each stretch comes along."""
+    reduced.drop_gradients()
+    # What is random (dropout, dropped layers) has to be the same in every run.
+    torch.manual_seed(0)
+    parameters = dict(reduced.model.named_parameters())
+    recorder = Recorder(parameters, [*reduced.model.buffers(), *reduced.batch.tensors], workspace)
+    with recorder.saving() if saving else nullcontext(), recorder:
+        stretches = reduced.walk(recorder)
+    recorder.ledger.book_gradients(parameters.values())
+    return recorder, reduced.segments(stretches)
