@@ -20,13 +20,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from osdp.profiler.optimizer import make_optimizer
 from osdp.training import OPTIMIZERS, Training
 
 #: Elements of the parameters. A large one first and one last tell apart what is proportional to all bytes, to
 #: the largest tensor, and to the tensor before the one at hand.
 SIZES = ((1024,), (1024, 1024), (4096, 1024), (1024, 4096), (1024,) * 6, (512, 2048, 1024, 256))
 
-_ARGUMENTS = {"momentum": 0.9, "nesterov": True, "amsgrad": True, "centered": True, "weight_decay": 0.1}
+_OPTIONS = ("momentum", "nesterov", "amsgrad", "centered", "weight_decay")
 _WARM_UP = 8
 
 
@@ -100,15 +101,9 @@ def variants() -> Iterator[Training]:
 
 def build(training: Training, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that ``training`` describes, with gradients in place."""
-    arguments = {name: value for name, value in _ARGUMENTS.items() if getattr(training, name)}
-    if training.optimizer == "AdamW":
-        arguments["weight_decay"] = 0.1
-    if OPTIMIZERS[training.optimizer].fused:
-        arguments["fused"] = training.fused
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, training.optimizer)
-    return kind(parameters, lr=1e-3, foreach=training.foreach, **arguments)
+    return make_optimizer(training, parameters)
 
 
 def measure(
@@ -130,7 +125,7 @@ def measure(
     nbytes = [tensor.numel() * tensor.element_size() for tensor in local]
     return Row(
         optimizer=training.optimizer,
-        options=tuple(name for name in _ARGUMENTS if getattr(training, name)),
+        options=tuple(name for name in _OPTIONS if getattr(training, name)),
         implementation=training.implementation("cpu"),
         sizes=tuple(sizes),
         state_bytes=resting - 2 * sum(nbytes),

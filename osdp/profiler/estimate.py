@@ -1,0 +1,122 @@
+"""A profile without a device: the roofline of each segment's work as traced.
+
+A pass takes the longer of computing and moving its bytes (Williams, Waterman and Patterson, Communications of
+the ACM 52(4), 2009), and never less than launching a kernel. Memory is taken as traced on fake tensors, in
+the traced dtype: where a narrower ``param_dtype`` is asked for it is an upper bound.
+"""
+
+import math
+
+from osdp.device_info import DeviceInfo
+from osdp.model_desc import DTYPE_BYTES, ModelDesc, Segment, Work
+from osdp.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.training import FOR_LOOP, FUSED, Training
+
+#: Seconds to call one small kernel from eager PyTorch: an ``nn.Linear(8, 8)`` forward took 10 to 12 us on one
+#: core of an AMD EPYC with torch 2.13 in 2026-11 (``python -m timeit`` measures it again).
+LAUNCH_SECONDS = 1e-5
+
+#: The same on DTensors, as optimizer steps do: a for-loop step of AdamW took 172 us a tensor, a foreach step
+#: 22 and a fused one 14, there and then (:func:`osdp.profiler.optimizer.profile_optimizer`).
+DTENSOR_LAUNCH_SECONDS = 2e-5
+
+#: A step of AdamW written as separate kernels: decay, lerp, mul, addcmul, sqrt, div, add, addcdiv.
+_STEP_KERNELS = 8
+
+#: Those kernels read and write 20 tensors where a fused one touches 7: parameter and both states twice, the
+#: gradient once.
+_UNFUSED_TRAFFIC = 20 / 7
+
+
+def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training | None = None) -> Profile:
+    """What the segments of a model would take on a device that is not there.
+
+    Args:
+        model_desc: The traced model.
+        device_info: Must have ``flops`` and ``memory_bandwidth``: what kernels reach, not what a data sheet
+            promises, or the times will be too short by as much.
+        training: Local batch and optimizer; by default the traced batch and AdamW.
+
+    Returns:
+        A profile with ``measured=False``.
+
+    Raises:
+        ValueError: ``device_info`` lacks a speed, or the model takes no other batch than the traced one.
+    """
+    missing = [name for name in ("flops", "memory_bandwidth") if getattr(device_info, name) <= 0]
+    if missing:
+        given = ", ".join(f"{name}=..." for name in missing)
+        raise ValueError(
+            f"an estimate needs {' and '.join(missing)} of the device {device_info.kind!r}: give "
+            f"DeviceInfo({given}), or measure with DeviceInfo.detect()"
+        )
+    training = training or Training(local_batch=model_desc.local_batch)
+    batch = training.local_batch
+    if batch != model_desc.local_batch and not model_desc.batch_is_free:
+        raise ValueError(
+            f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not {batch}; "
+            f"trace it again with a sample batch of {batch}"
+        )
+    narrowing = _narrowing(model_desc, training)
+    return Profile(
+        device=device_info.kind,
+        local_batch=batch,
+        segments=tuple(
+            _segment(segment, device_info, batch, narrowing) for segment in model_desc.distinct_segments
+        ),
+        optimizer=estimate_optimizer(training, device_info),
+        resident_bytes=_sample_bytes(model_desc, batch),
+        measured=False,
+        model=model_desc.fingerprint,
+    )
+
+
+def estimate_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile:
+    """An optimizer step that memory bandwidth and launches limit."""
+    implementation = training.implementation(device_info.kind)
+    # Parameter and states are read and written, the gradient is read.
+    traffic = 2 * (1 + training.num_states) + 1
+    unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
+    kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
+    return OptimizerProfile(
+        per_tensor=kernels * DTENSOR_LAUNCH_SECONDS, per_byte=traffic * unfused / device_info.memory_bandwidth
+    )
+
+
+def _segment(segment: Segment, device_info: DeviceInfo, batch: int, narrowing: float) -> SegmentProfile:
+    return SegmentProfile(
+        signature=segment.signature,
+        forward=_pass(segment.forward, device_info, batch, narrowing),
+        backward=_pass(segment.backward, device_info, batch, narrowing),
+        saved_bytes=_whole(segment.saved_bytes(batch)),
+    )
+
+
+def _pass(work: Work, device_info: DeviceInfo, batch: int, narrowing: float) -> PassProfile:
+    computing = work.flops(batch) / device_info.flops
+    moving = work.moved_bytes(batch) * narrowing / device_info.memory_bandwidth
+    busy = max(computing, moving)
+    return PassProfile(
+        # A pass without any work, such as a view, launches nothing.
+        seconds=busy + LAUNCH_SECONDS if busy > 0 else 0.0,
+        live_bytes=_whole(work.live_bytes(batch)),
+        peak_bytes=_whole(work.peak_bytes(batch)),
+    )
+
+
+def _whole(nbytes: float) -> int:
+    """``nbytes`` as bytes, rounded up: predicted memory may not be too small."""
+    return math.ceil(nbytes)
+
+
+def _narrowing(model_desc: ModelDesc, training: Training) -> float:
+    """Part of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
+    own = max((DTYPE_BYTES[p.dtype] for op in model_desc.operators for p in op.parameters), default=0)
+    if training.param_dtype is None or own == 0:
+        return 1.0
+    return min(1.0, DTYPE_BYTES[training.param_dtype] / own)
+
+
+def _sample_bytes(model_desc: ModelDesc, batch: int) -> int:
+    traced = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in model_desc.sample)
+    return math.ceil(traced * batch / model_desc.local_batch)

@@ -1,0 +1,104 @@
+"""Time of an optimizer step, measured on parameters of the kind the runtime makes."""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from osdp.profile import OptimizerProfile
+from osdp.profiler.probe import synchronize
+from osdp.training import OPTIMIZERS, Training
+
+#: Tensors and elements of each: many small ones show what a tensor costs, a few large ones what a byte does.
+#: The large ones, with gradients and states, are several times larger than caches.
+_SMALL = (48, 64)
+_LARGE = (4, 2**21)
+
+_VALUES = {"momentum": 0.9, "nesterov": True, "amsgrad": True, "centered": True, "weight_decay": 0.1}
+
+
+def profile_optimizer(
+    training: Training,
+    *,
+    device: str | torch.device,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    seconds: float = 2.0,
+) -> OptimizerProfile:
+    """Measure ``torch.optim`` steps with the class and the flags of ``training``.
+
+    Needs no communication: a mesh of a ``fake`` group or of one rank does.
+
+    Args:
+        training: Says which optimizer.
+        device: Where the parameters are.
+        mesh: Makes the parameters DTensors sharded over it, as the runtime does; plain tensors without.
+        dtype: Of the parameters.
+        seconds: About how long to measure.
+    """
+    where = torch.device(device)
+    (few, large), (many, small) = _LARGE, _SMALL
+    nbytes_large, nbytes_small = large * dtype.itemsize, small * dtype.itemsize
+    steps = {
+        sizes: _step_seconds(training, _parameters(sizes, where, mesh, dtype), seconds / 2)
+        for sizes in (_LARGE, _SMALL)
+    }
+    # many * (tensor + small * byte) = T_small and few * (tensor + large * byte) = T_large.
+    each_large, each_small = steps[_LARGE] / few, steps[_SMALL] / many
+    per_byte = max(0.0, (each_large - each_small) / (nbytes_large - nbytes_small))
+    return OptimizerProfile(per_tensor=max(0.0, each_small - nbytes_small * per_byte), per_byte=per_byte)
+
+
+def make_optimizer(
+    training: Training, parameters: Sequence[nn.Parameter], lr: float = 1e-3
+) -> torch.optim.Optimizer:
+    """The optimizer that ``training`` describes, with torch's defaults where it says nothing."""
+    arguments: dict[str, Any] = {
+        name: value for name, value in _VALUES.items() if getattr(training, name) is True
+    }
+    if OPTIMIZERS[training.optimizer].fused:
+        arguments["fused"] = training.fused
+    kind = getattr(torch.optim, training.optimizer)
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, foreach=training.foreach, **arguments)
+    return optimizer
+
+
+def _parameters(
+    sizes: tuple[int, int], device: torch.device, mesh: DeviceMesh | None, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """``sizes[0]`` parameters of ``sizes[1]`` local elements each, with gradients."""
+    count, numel = sizes
+    parameters = []
+    for _ in range(count):
+        local = torch.ones(numel // 32, 32, dtype=dtype, device=device)
+        if mesh is None:
+            parameter = nn.Parameter(local)
+        else:
+            placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+            parameter = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+        parameter.grad = torch.ones_like(parameter)
+        parameters.append(parameter)
+    return parameters
+
+
+def _step_seconds(training: Training, parameters: list[nn.Parameter], seconds: float) -> float:
+    """Median time of a step, over ``seconds`` but at least three and at most fifty steps."""
+    optimizer = make_optimizer(training, parameters)
+    device = parameters[0].device
+    samples: list[float] = []
+    # RAdam changes its formula after the fifth step.
+    for _ in range(6 if training.optimizer == "RAdam" else 2):
+        optimizer.step()
+    deadline = time.perf_counter() + seconds
+    while len(samples) < 3 or (time.perf_counter() < deadline and len(samples) < 50):
+        synchronize(device)
+        start = time.perf_counter()
+        optimizer.step()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return median(samples)
