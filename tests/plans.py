@@ -29,8 +29,8 @@ def plan_by_hand(
         model: The model.
         modes: Mode of each operator, by name; a mapping may name modules above it, the longest name wins.
         world_size: Number of ranks.
-        groups: Operators, or modules above them, by name, to the name of the unit they share: any word, the FQN
-            of a module to wrap in their stead, or ``ROOT``. The others are units of their own.
+        groups: Operators, or modules above them, by name, to the name of the unit they share: any word, the
+            FQN of a module to wrap in their stead, or ``ROOT``. The others are units of their own.
         param_dtype: As in Plan.
         reduce_dtype: As in Plan.
     """

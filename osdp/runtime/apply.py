@@ -1,8 +1,8 @@
 """``apply``: a model under a plan, on FSDP2.
 
-Sharded units become ``fully_shard`` groups and the root is always sharded last, even if nothing is left in it.
-Replicated operators stay outside FSDP2, whose own way to replicate copies them in every forward. All ranks
-start from rank 0's values.
+Sharded units become ``fully_shard`` groups and the root is always sharded last, even if nothing is left in
+it. Replicated operators stay outside FSDP2, whose own way to replicate copies them in every forward. All
+ranks start from rank 0's values.
 """
 
 from collections.abc import Sequence

@@ -86,4 +86,5 @@ def _join(
         return torch.maximum(whole, shard)
     total: torch.Tensor = shard**norm_type
     dist.all_reduce(total, group=group)
-    return torch.pow(total + whole**norm_type, 1 / norm_type)
+    joined: torch.Tensor = torch.pow(total + whole**norm_type, 1 / norm_type)
+    return joined

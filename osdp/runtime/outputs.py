@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.runtime.torch_private import is_view
+from osdp.runtime.torch_private import apply_function, is_view
 
 
 def tensors_with_grad(output: Any) -> Iterator[torch.Tensor]:
@@ -38,7 +38,7 @@ class _NoView(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -51,7 +51,7 @@ def free_of_views(_module: nn.Module, _args: object, output: Any) -> Any:
 
 def _replaced(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
-        return _NoView.apply(output) if output.requires_grad and is_view(output) else output
+        return apply_function(_NoView, output) if output.requires_grad and is_view(output) else output
     if isinstance(output, tuple):
         values = [_replaced(value) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)

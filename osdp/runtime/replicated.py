@@ -2,9 +2,10 @@
 
 Beside sharded parameters a replicated one is *stored* as a ``Replicate()`` DTensor on their mesh, so that
 optimizers, clipping and checkpoints see one kind of tensor. Modules *compute* with a plain parameter in its
-place, from the start of a forward to the end of the backward, since every operation on a DTensor costs tens of
-microseconds. Both share one storage; only with ``param_dtype`` the computing one is a copy, filled when it is
-swapped in and freed when it is swapped out.
+place, from the start of a forward to the end of the backward, since every operation on a DTensor costs tens
+of microseconds. Both share one storage; only with ``param_dtype`` the computing one is a copy, filled when it
+is swapped in and freed when it is swapped out. Where nothing is sharded, the plain parameters themselves are
+stored: optimizers then cost what they cost without osdp.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Everything the runtime takes from torch that torch does not promise to keep, each behind one small function.
+"""Everything the runtime takes from torch that torch does not promise to keep, each in one small function.
 
 Features are looked for, not versions: where one is absent the function says so or does without.
 """
@@ -112,3 +112,10 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows ``tensor`` as a view of another."""
     return tensor._base is not None
+
+
+def apply_function(function: type[torch.autograd.Function], tensor: torch.Tensor) -> torch.Tensor:
+    """``function.apply(tensor)``, which torch leaves unannotated."""
+    apply: Any = function.apply
+    result: torch.Tensor = apply(tensor)
+    return result

@@ -1,0 +1,102 @@
+"""fairscale's ``wrap`` and ``auto_wrap``: inside ``enable_wrap(wrapper_cls=OSDP)`` they mark units of decision.
+
+    with enable_wrap(wrapper_cls=OSDP):
+        model = auto_wrap(model)
+    model = OSDP(model, sample_batch, "8GiB")
+
+A marked module stays the plain module it is; only the root call plans, over the marked modules, and takes the
+marks away. fairscale itself is not imported here: if nobody has, nobody is inside ``enable_wrap``.
+"""
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_MARK = "_osdp_mark"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """That a module is a unit of decision.
+
+    Attributes:
+        handle: Of the hook that refuses to run it without a root.
+        options: Defaults of the root's call.
+    """
+
+    handle: RemovableHandle | None
+    options: Mapping[str, Any]
+
+
+_NO_MARK = Mark(None, {})
+
+
+def marks_here(wrapper_cls: type) -> bool:
+    """Whether calls of ``wrapper_cls`` come from fairscale's ``wrap`` now."""
+    fairscale = sys.modules.get("fairscale.nn.wrap.auto_wrap")
+    if fairscale is None:
+        return False
+    context = fairscale.ConfigAutoWrap
+    return bool(context.in_autowrap_context) and context.wrapper_cls is wrapper_cls
+
+
+def mark(module: nn.Module, options: Mapping[str, Any], known: Collection[str]) -> nn.Module:
+    """Mark ``module`` and return it.
+
+    Args:
+        module: A part of a model.
+        options: What ``enable_wrap`` and ``wrap`` were given; defaults of the root's call.
+        known: Names of the root's options.
+
+    Raises:
+        TypeError: Some of ``options`` are not among ``known``.
+    """
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"OSDP has no options {unknown}; there are {', '.join(known)}")
+    if not hasattr(module, _MARK):
+        setattr(module, _MARK, Mark(module.register_forward_pre_hook(_refuse), dict(options)))
+    return module
+
+
+def with_marked_options(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given``, with what the root left out taken from the marks inside ``model``.
+
+    Raises:
+        ValueError: The marks disagree on it.
+    """
+    merged = dict(given)
+    for name, module in model.named_modules():
+        for option, value in getattr(module, _MARK, _NO_MARK).options.items():
+            if merged[option] in (None, False):
+                merged[option] = value
+            elif given[option] in (None, False) and merged[option] is not value and merged[option] != value:
+                raise ValueError(f"{name} is marked with {option}={value!r}, others with {merged[option]!r}")
+    return merged
+
+
+def marked_modules(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the marked modules inside ``model``, in definition order; the root itself does not count."""
+    return tuple(name for name, module in model.named_modules() if name and hasattr(module, _MARK))
+
+
+def unmark(model: nn.Module) -> None:
+    """Take all marks away, so that ``model`` runs."""
+    for module in model.modules():
+        found = getattr(module, _MARK, None)
+        if isinstance(found, Mark):
+            if found.handle is not None:
+                found.handle.remove()
+            delattr(module, _MARK)
+
+
+def _refuse(module: nn.Module, _args: object) -> NoReturn:
+    raise RuntimeError(
+        f"this {type(module).__name__} was marked for OSDP by fairscale's wrap, but nothing has planned for it; "
+        "add, after enable_wrap:\n    model = OSDP(model, sample_batch, memory_limit)"
+    )
+

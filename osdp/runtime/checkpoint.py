@@ -1,0 +1,65 @@
+"""Checkpoints: the original model's names and whole shapes, whatever the plan; optimizer states too.
+
+Thin over ``torch.distributed.checkpoint``: what is saved under one plan loads under another, under another
+world size, and into the plain model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+State = dict[str, Any]
+
+
+def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """State dicts of ``model`` and ``optimizer`` by the model's FQNs, sharded as they are.
+
+    Returns:
+        ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
+    """
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Load what :func:`train_state` gave, under any plan."""
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it."""
+    dcp.save(train_state(model, optimizer), checkpoint_id=str(path))
+
+
+def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read the folder ``path`` into ``model`` and ``optimizer``; every rank calls it.
+
+    Args:
+        path: What :func:`save` wrote, under any plan and world size.
+        model: Wrapped under another plan, or plain.
+        optimizer: An optimizer of the same class over its parameters.
+    """
+    state = train_state(model, optimizer)
+    dcp.load(state, checkpoint_id=str(path))
+    set_train_state(model, optimizer, state)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others. Every rank calls it.
+
+    It loads into the plain model by ``load_state_dict``.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, torch.Tensor] = get_model_state_dict(model, options=options)
+    return state

@@ -1,0 +1,205 @@
+"""``OSDP``: the module that stands where ``FSDP(model)`` stood."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.api import make_plan
+from osdp.integrations.fairscale import mark, marks_here, unmark, with_marked_options
+from osdp.plan import Plan
+from osdp.profile import Profile
+from osdp.runtime import AppliedPlan, apply
+from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.torch_private import share_registries
+from osdp.runtime.validate import check_unwrapped
+from osdp.training import Training
+
+if TYPE_CHECKING:
+    from osdp.device_info import DeviceInfo
+    from osdp.model_desc import ModelDesc
+
+
+class OSDP(nn.Module):
+    """Optimal sharded data parallelism: plans for a model, shards it accordingly and runs it.
+
+    The wrapper registers what the model registers, under the same names: ``state_dict()``,
+    ``named_parameters()`` and optimizers see the original names and whole shapes (DTensors where sharded).
+    Attributes and methods it lacks are the model's. Every rank makes it with the same arguments; all start
+    from rank 0's weights and buffers.
+
+    An exception in forward or backward leaves it ready for the next step. After a failed backward all
+    gradients are dropped, since those of some operators are missing.
+
+    Args:
+        model: The plain model; changed in place. May be built on ``meta``.
+        model_desc: Its ModelDesc, or a sample batch to describe it with.
+        device_info: The DeviceInfo, or a memory limit such as ``"8GiB"``.
+        training: How it is trained; a default is derived if ``None``.
+        plan: A plan to run, which saves planning.
+        profile: A profile to plan with, which saves measuring.
+        mesh: A mesh with one axis; one over all ranks if ``None``.
+        strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
+        auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
+        param_dtype: Dtype parameters are computed in.
+        reduce_dtype: Dtype gradients are reduced in.
+        loss_fn: How the loss is made of the model's output, for planning.
+        find_unused_parameters: Whether parameters may go without a gradient in a step.
+        cache_dir: Where profiles are kept.
+
+    Attributes:
+        module: The model.
+        plan: The plan it runs under.
+
+    Raises:
+        RuntimeError: There is no process group.
+        ValueError: The model is wrapped already.
+        PlanMismatchError: ``plan`` was made for something else.
+        InfeasibleError: Nothing fits the memory limit.
+    """
+
+    module: nn.Module
+    plan: Plan
+
+    def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
+        """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
+        if marks_here(cls):
+            return mark(model, options, _OPTIONS)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_desc: "ModelDesc | Any" = None,
+        device_info: "DeviceInfo | str | int | None" = None,
+        *,
+        training: Training | None = None,
+        plan: Plan | None = None,
+        profile: Profile | None = None,
+        mesh: DeviceMesh | None = None,
+        strategy: str | None = None,
+        auto_wrap_policy: Callable[..., Any] | None = None,
+        param_dtype: str | torch.dtype | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        find_unused_parameters: bool = False,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, OSDP):
+            raise ValueError("the model is wrapped already: it is an OSDP; wrap the plain model once")
+        check_unwrapped(model)
+        given = {
+            "model_desc": model_desc,
+            "device_info": device_info,
+            "training": training,
+            "plan": plan,
+            "profile": profile,
+            "mesh": mesh,
+            "strategy": strategy,
+            "auto_wrap_policy": auto_wrap_policy,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "loss_fn": loss_fn,
+            "find_unused_parameters": find_unused_parameters,
+            "cache_dir": cache_dir,
+        }
+        options = with_marked_options(model, given)
+        options["mesh"] = data_parallel_mesh(model, options["mesh"])
+        finds_unused = options.pop("find_unused_parameters")
+        chosen = options.pop("plan")
+        if chosen is None:
+            chosen = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
+        unmark(model)
+        self._own(apply(model, chosen, options["mesh"], find_unused_parameters=finds_unused))
+
+    def _own(self, applied: AppliedPlan) -> None:
+        # Registered as a child the model would put "module." before every name.
+        self.__dict__["module"] = applied.model
+        self.__dict__["plan"] = applied.plan
+        self.__dict__["_applied"] = applied
+        share_registries(self, applied.model)
+        self.training = applied.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside keep their gradients; the first one outside reduces them all."""
+        return self._applied.no_sync()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the next backwards reduce gradients, or keep them for one that does."""
+        self._applied.set_requires_gradient_sync(requires_gradient_sync)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
+        return self._applied.clip_grad_norm_(max_norm, norm_type)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as an optimizer must see them, also between a forward and its backward."""
+        pairs = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        if not self._applied.computes:
+            yield from pairs
+            return
+        for name, parameter in pairs:
+            yield name, self._applied.stored(parameter)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state dict: original names, DTensors where sharded."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of this wrapper, or of any other plan's through ``osdp.runtime.checkpoint``."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> "OSDP":
+        """Set the model's training mode."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        """The modes of the plan."""
+        return ", ".join(f"{name}={mode}" for name, mode in self.plan.modes.items())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__:
+                raise
+            return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "OSDP":
+        for dtype, device in {(p.dtype, p.device) for p in self.parameters()}:
+            before = torch.empty(0, dtype=dtype, device=device)
+            after = fn(before)
+            if after.device != before.device or after.dtype != before.dtype:
+                raise RuntimeError(
+                    f"an OSDP model cannot be moved from {before.device} {before.dtype} to {after.device} "
+                    f"{after.dtype}: its shards belong to the devices and the dtypes of the plan; convert the "
+                    "plain model before wrapping it, or pass param_dtype="
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            "an OSDP model cannot be copied: its shards and hooks belong to one set of process groups; copy "
+            "the plain model before wrapping it, or use state dicts"
+        )
+
+
+#: What a caller can choose; fairscale's ``enable_wrap`` may be given them too.
+_OPTIONS = tuple(inspect.signature(OSDP.__init__).parameters)[2:]
+
+#: The long name, as in the paper's code.
+OptimalShardedDataParallel = OSDP
