@@ -280,7 +280,19 @@ _CASES = (
     mlp("mlp", layers=6, width=256),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
 )
-CASES = {case.name: case for case in _CASES}
+_FULL_SIZE = (
+    gpt2("gpt2-124m", layers=12, width=768, heads=12, length=1024, vocab=50257),
+    gpt2("gpt2-1.5b", layers=48, width=1600, heads=25, length=1024, vocab=50257),
+    llama("llama-1b", layers=16, width=2048, heads=32, length=1024, vocab=32000),
+    bert("bert-large", layers=24, width=1024, heads=16, length=512, vocab=30522),
+    vit("vit-large", layers=24, width=1024, heads=16, side=224, classes=1000),
+    resnet("resnet-50", depths=(3, 4, 6, 3), width=64, side=224, classes=1000),
+)
+
+CASES = {case.name: case for case in (*_CASES, *_FULL_SIZE)}
+
+#: Models of the size they are published in, for a GPU.
+FULL_SIZE = tuple(case.name for case in _FULL_SIZE)
 
 #: One of each of the eight families, for accuracy over models.
 FAMILIES = ("gpt2-small", "bert", "opt", "llama", "vit", "resnet", "mlp", "transformer")

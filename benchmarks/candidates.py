@@ -1,0 +1,152 @@
+"""What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from benchmarks.baselines import TrainStep, ddp, fsdp2, make_optimizer, rank_batches, train_step
+from benchmarks.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
+from benchmarks.models import Case, loss_of
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
+from osdp.device_info import COLLECTIVES
+from osdp.profile import Profile
+from osdp.profiler.segments import profile_segments
+
+BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
+
+#: A limit that never binds.
+UNLIMITED = 2**50
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that planning a case needs.
+
+    Attributes:
+        case: The model.
+        training: The optimizer and the local batch.
+        model_desc: The description of the model.
+        profile: Its profile on this machine.
+    """
+
+    case: Case
+    training: Training
+    model_desc: ModelDesc
+    profile: Profile
+
+    def plan(self, device: DeviceInfo, memory_limit: int = UNLIMITED, strategy: str | None = None) -> Plan:
+        """The plan for these devices under ``memory_limit`` bytes, or the one that ``strategy`` forces."""
+        return make_plan(
+            self.case.model(device="meta"),
+            self.model_desc,
+            replace(device, memory_limit=memory_limit),
+            training=self.training,
+            profile=self.profile,
+            strategy=strategy,
+        )
+
+    def candidate(self, device: DeviceInfo, plan: Plan) -> "Candidate":
+        """OSDP with ``plan``."""
+        return Candidate("osdp", self, replace(device, memory_limit=plan.memory_limit), plan)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a case.
+
+    Attributes:
+        kind: One of :data:`BASELINES` or ``"osdp"``.
+        setting: What to train.
+        device: The devices the plan was made for; only for ``"osdp"``.
+        chosen: The plan; only for ``"osdp"``.
+    """
+
+    kind: str
+    setting: Setting
+    device: DeviceInfo | None = None
+    chosen: Plan | None = None
+
+    def wrap(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Parallelise ``model`` this way, in place."""
+        setting = self.setting
+        if self.kind == "ddp":
+            return ddp(model)
+        if self.kind in ("fsdp2", "fsdp2-keep"):
+            return fsdp2(model, setting.case, mesh, reshard=self.kind == "fsdp2")
+        return OSDP(model, setting.model_desc, self.device, training=setting.training, plan=self.chosen)
+
+    def prepare(self, mesh: DeviceMesh) -> TrainStep:
+        """A fresh model and optimizer, as a function of the step's number."""
+        case, training = self.setting.case, self.setting.training
+        model = self.wrap(case.model(device=mesh.device_type), mesh)
+        optimizer = make_optimizer(model.parameters(), training)
+        batches = rank_batches(
+            case, training.local_batch, dist.get_rank(), dist.get_world_size(), device=mesh.device_type
+        )
+        return train_step(model, optimizer, batches)
+
+    def build_step(self, mesh: DeviceMesh) -> Step:
+        """A fresh model and optimizer, as a step for the memory oracle."""
+        case, training = self.setting.case, self.setting.training
+        model = self.wrap(case.model(device=mesh.device_type), mesh)
+        if self.kind == "ddp":
+            # DDP expects a tensor from its collective, which the fake group does not return.
+            model.register_comm_hook(None, _already_reduced)
+        optimizer = make_optimizer(model.parameters(), training)
+        batch = case.sample(training.local_batch, device=mesh.device_type)
+        return training_step(model, optimizer, lambda: loss_of(model(**batch)), training.microbatches)
+
+    def memory(self, world_size: int, device: str = "cpu") -> Timeline:
+        """Its true memory on the worst of ``world_size`` ranks."""
+        with fake_group(world_size):
+            # A mesh stays in a cache of torch, so it is made before anything is counted.
+            mesh = init_device_mesh(device, (world_size,))
+            return measure_peak(lambda: self.build_step(mesh), device=device)
+
+    def collectives(self, world_size: int) -> dict[str, int]:
+        """Collectives of one step, by name; those of DDP are started in C++ and not seen."""
+        with fake_group(world_size):
+            step = self.build_step(init_device_mesh("cpu", (world_size,)))
+            step()
+            with CommDebugMode() as counter:
+                step()
+        return {str(name): count for name, count in counter.get_comm_counts().items() if count}
+
+
+def _already_reduced(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    del state
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
+    """Devices that nobody measured (20 us, 10 GB/s): for plans whose times do not matter."""
+    links = tuple(Link(name, "world", world_size, 2e-5, 1e10) for name in COLLECTIVES)
+    return DeviceInfo(memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links)
+
+
+def make_setting(case: Case, training: Training, profile: Profile | None = None) -> Setting:
+    """Describe and profile ``case`` on this machine (or take its ``profile``)."""
+    sample = case.sample(training.local_batch)
+    model_desc = ModelDesc.from_module(case.model(device="meta"), sample)
+    measured = profile or profile_segments(case.model(), model_desc, sample, training=training)
+    return Setting(case, training, model_desc, measured)
+
+
+def make_setting_on_first(case: Case, training: Training) -> Setting:
+    """As :func:`make_setting`, with the profile that rank 0 measures while the others wait."""
+    shared: list[Setting | None] = [make_setting(case, training) if dist.get_rank() == 0 else None]
+    profiles = [None if shared[0] is None else shared[0].profile]
+    dist.broadcast_object_list(profiles)
+    return shared[0] or make_setting(case, training, profiles[0])
+
+
+def live_mesh() -> DeviceMesh:
+    """The 1-D mesh of the live process group."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))

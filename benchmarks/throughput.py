@@ -1,0 +1,258 @@
+"""Claim: OSDP is never slower than the best baseline that fits, and beats FSDP2 where there is room to win.
+
+Two ranks, one core each, train two shapes of GPT-2 with DDP, FSDP2, FSDP2 without reshard and OSDP in turn
+(A B C, A B C, ...), over loopback and over a rate-limited link between two emulated hosts. The memory limit
+lies 0.25, 0.5 and 0.75 of the way from the all-sharded to the all-replicated peak; a baseline whose own
+peak exceeds it does not count there. Peaks are those of :mod:`benchmarks.memory_oracle`. The loss after the
+last step must be that of a single process.
+
+    python -m benchmarks.throughput [--quick] [--json FILE]
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import harness
+from benchmarks.baselines import mean_loss, reference_losses
+from benchmarks.candidates import (
+    BASELINES,
+    Candidate,
+    given_device,
+    live_mesh,
+    make_setting,
+    make_setting_on_first,
+)
+from benchmarks.harness import Options, Result, Row
+from benchmarks.launch import WorkerError, launch
+from benchmarks.models import CASES, SHAPES
+from benchmarks.network import NetworkUnavailableError, two_hosts
+from benchmarks.timing import alternate, paired_ratio
+from osdp import DeviceInfo, Plan, Training, codec
+from osdp.units import format_bytes
+
+WORLD_SIZE = 2
+LOCAL_BATCH = 4
+FRACTIONS = (0.25, 0.5, 0.75)
+LOSS_TOLERANCE = 1e-3
+WARMUP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the ranks talk over.
+
+    Attributes:
+        name: For the table.
+        bits_per_second: Rate of the link, or ``None`` for loopback.
+        rounds: Timed turns of each candidate.
+    """
+
+    name: str
+    bits_per_second: int | None
+    rounds: int
+
+
+LOOPBACK = Network("loopback", None, 20)
+NETWORKS = (LOOPBACK, Network("1 Gbit/s", 10**9, 10), Network("200 Mbit/s", 2 * 10**8, 6))
+QUICK_NETWORKS = (Network("loopback", None, 4), Network("1 Gbit/s", 10**9, 3))
+
+
+def training() -> Training:
+    return Training(local_batch=LOCAL_BATCH)
+
+
+def peaks(case: str) -> dict[str, int]:
+    """True peaks of the baselines, and of OSDP's pure plans (which set the limits)."""
+    setting = make_setting(CASES[case], training())
+    device = given_device(WORLD_SIZE)
+    found = {kind: Candidate(kind, setting).memory(WORLD_SIZE).peak for kind in BASELINES}
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        ours = setting.candidate(device, setting.plan(device, strategy=strategy))
+        found[strategy] = ours.memory(WORLD_SIZE).peak
+    return found
+
+
+def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds: int) -> dict[str, Any]:
+    """Worker: plan for the live network, then time every candidate's steps in turn."""
+    del rank, world_size
+    setting = make_setting_on_first(CASES[case], training())
+    device = DeviceInfo.detect(limits[0])
+    free = setting.plan(device)
+    plans = {str(limit): setting.plan(device, limit) for limit in limits}
+    candidates = {kind: Candidate(kind, setting) for kind in BASELINES}
+    candidates["fsdp2 again"] = Candidate("fsdp2", setting)
+    candidates |= {name: setting.candidate(device, plan) for name, plan in plans.items()}
+    mesh = live_mesh()
+    steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
+    done = dict.fromkeys(steps, 0)
+    losses = dict.fromkeys(steps, 0.0)
+
+    def run(name: str) -> None:
+        losses[name] = steps[name](done[name])
+        done[name] += 1
+
+    seconds = alternate(
+        {name: lambda name=name: run(name) for name in steps},
+        rounds=rounds,
+        warmup=WARMUP,
+        synchronize=dist.barrier,
+    )
+    return {
+        "seconds": seconds,
+        "losses": {name: mean_loss(loss) for name, loss in losses.items()},
+        "plans": {name: codec.to_json(plan) for name, plan in plans.items()},
+        "unlimited_seconds": free.predicted.step_seconds,
+        "device": codec.to_json(device),
+        "profile": codec.to_json(setting.profile),
+    }
+
+
+def rows_of(case: str, network: Network) -> list[Row]:
+    """All rows of one shape on one network; with a reason where they cannot be measured."""
+    known = peaks(case)
+    low, high = known["FULL_SHARD"], known["NO_SHARD"]
+    limits = [int(low + fraction * (high - low)) for fraction in FRACTIONS]
+    name = f"{case} {network.name}"
+    arguments = {"case": case, "limits": limits, "rounds": network.rounds}
+    try:
+        with two_hosts(network.bits_per_second) if network.bits_per_second else nullcontext() as hosts:
+            measured = launch(
+                "benchmarks.throughput:compare",
+                WORLD_SIZE,
+                arguments,
+                timeout=1500,
+                prefixes=hosts.prefixes(WORLD_SIZE) if hosts else (),
+                environment=hosts.environment if hosts else None,
+            )[0]
+    except NetworkUnavailableError as error:
+        return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in FRACTIONS]
+    except WorkerError as error:
+        return [_empty(f"{name} {fraction}", error=str(error)) for fraction in FRACTIONS]
+    total = network.rounds + WARMUP
+    expected = reference_losses(CASES[case], training(), WORLD_SIZE, total)[-1]
+    return [
+        {"name": f"{name} {fraction}", "case": case, "network": network.name, "fraction": fraction}
+        | _row(case, limit, known, measured, expected)
+        for fraction, limit in zip(FRACTIONS, limits, strict=True)
+    ]
+
+
+def _empty(name: str, **why: str) -> Row:
+    keys = ("over_best_baseline", "over_fsdp2", "time_error", "memory_use")
+    return {"name": name, **dict.fromkeys(keys), **why}
+
+
+def _row(case: str, limit: int, known: dict[str, int], measured: dict[str, Any], expected: float) -> Row:
+    """One limit: OSDP against every baseline that fits it."""
+    seconds, losses = measured["seconds"], measured["losses"]
+    plan: Plan = codec.from_json(Plan, measured["plans"][str(limit)])
+    ours = seconds[str(limit)]
+    fitting = [kind for kind in BASELINES if known[kind] <= limit]
+    speedups = {kind: paired_ratio(seconds[kind], ours) for kind in BASELINES}
+    same = paired_ratio(seconds["fsdp2 again"], seconds["fsdp2"])
+    best = min(fitting, key=lambda kind: median(seconds[kind]), default=None)
+    peak = _peak(case, plan, measured)
+    binding = plan.predicted.step_seconds > measured["unlimited_seconds"] * (1 + 1e-6)
+    row: Row = {
+        "limit": limit,
+        "peak": peak,
+        "predicted_peak": plan.predicted.peak_bytes,
+        "limited_by_memory": binding,
+        "memory_use": peak / limit,
+        "seconds": ours,
+        "baseline_seconds": {kind: seconds[kind] for kind in BASELINES},
+        "samples_per_second": WORLD_SIZE * LOCAL_BATCH / median(ours),
+        "predicted_seconds": plan.predicted.step_seconds,
+        "time_error": abs(plan.predicted.step_seconds / median(ours) - 1),
+        "best_baseline": best,
+        "over_best_baseline": speedups[best].median if best else None,
+        "over_best_baseline_interval": [speedups[best].low, speedups[best].high] if best else None,
+        "over_fsdp2": speedups["fsdp2"].median,
+        "over_fsdp2_interval": [speedups["fsdp2"].low, speedups["fsdp2"].high],
+        "same_program": [same.low, same.median, same.high],
+        "loss": losses[str(limit)],
+        "loss_difference": abs(losses[str(limit)] - expected) / abs(expected),
+        "baseline_peaks": {kind: known[kind] for kind in BASELINES},
+        "plan": measured["plans"][str(limit)],
+    }
+    wrong = [
+        f"{kind} ends at loss {losses[kind]:.6f}, the single process at {expected:.6f}"
+        for kind in (str(limit), *BASELINES)
+        if not abs(losses[kind] - expected) <= LOSS_TOLERANCE * abs(expected)
+    ]
+    if peak > limit:
+        wrong.append(f"the plan needs {format_bytes(peak)}, the limit is {format_bytes(limit)}")
+    return row | ({"error": "; ".join(wrong)} if wrong else {})
+
+
+def _peak(case: str, plan: Plan, measured: dict[str, Any]) -> int:
+    from osdp.profile import Profile
+
+    device = codec.from_json(DeviceInfo, measured["device"])
+    profile = codec.from_json(Profile, measured["profile"])
+    setting = make_setting(CASES[case], training(), profile)
+    return setting.candidate(device, plan).memory(WORLD_SIZE).peak
+
+
+def summarize(rows: list[Row]) -> dict[str, float | int | None]:
+    """The four figures of the claim; ``None`` where a row that they need is missing."""
+
+    def over(key: str, worst: Any, chosen: list[Row]) -> float | None:
+        values = [row[key] for row in chosen]
+        return worst(values) if values and None not in values else None
+
+    compared = [row for row in rows if row.get("best_baseline") or "reason" in row or "error" in row]
+    limited = [row for row in rows if row.get("limited_by_memory", True)]
+    return {
+        "worst_over_best_baseline": over("over_best_baseline", min, compared),
+        "best_over_fsdp2": over("over_fsdp2", max, rows),
+        "time_error": over("time_error", max, rows),
+        "memory_use": over("memory_use", min, limited),
+    }
+
+
+def measure(options: Options) -> Result:
+    torch.set_num_threads(1)
+    networks = QUICK_NETWORKS if options.quick else NETWORKS
+    shapes = ("gpt2-small",) if options.quick else SHAPES
+    result = Result(options, world_size=WORLD_SIZE, backend="gloo")
+    tasks = [(case, network) for case in shapes for network in networks]
+    for case, network in harness.progress(tasks, len(tasks), "throughput"):
+        result.rows += rows_of(case, network)
+    result.summary = summarize(result.rows)
+    return result
+
+
+def _cells(row: Row) -> list[object]:
+    def interval(key: str) -> str:
+        bounds = row.get(f"{key}_interval")
+        return f"{row[key]:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "-"
+
+    same = " ".join(f"{value:.3f}" for value in row.get("same_program", ()))
+    keys = ("name", "best_baseline", "samples_per_second")
+    return [
+        *(row.get(key) for key in keys), interval("over_best_baseline"), interval("over_fsdp2"), same,
+        median(row["seconds"]) if row.get("seconds") else None, row.get("predicted_seconds"),
+        format_bytes(row["limit"]) if row.get("limit") else None, row.get("memory_use"),
+        "yes" if row.get("limited_by_memory") else "no", row.get("loss_difference"),
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    result = measure(harness.parse_options("throughput", __doc__, arguments))
+    columns = [
+        "shape, network, limit", "best that fits", "samples/s", "OSDP over it", "over FSDP2", "FSDP2/itself",
+        "s/step", "predicted", "limit", "used", "memory limits", "loss diff",
+    ]  # fmt: skip
+    harness.table("throughput on 2 ranks of one core each", columns, map(_cells, result.rows))
+    return harness.finish(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
