@@ -6,6 +6,7 @@ A value is made of dataclasses, tuples, mappings, enums, ``str``, ``int``, ``flo
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import types
 import typing
@@ -94,6 +95,7 @@ def _typed(kind: Any, plain: Any, where: str) -> Any:
         return kind(plain)
     if kind is float:
         _expect(isinstance(plain, (int, float)) and not isinstance(plain, bool), "a number", plain, where)
+        _expect(math.isfinite(plain), "a finite number", plain, where)
         return float(plain)
     matches = isinstance(plain, kind) and (kind is bool or not isinstance(plain, bool))
     _expect(matches, f"a {kind.__name__}", plain, where)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from osdp.units import format_bytes
 
@@ -17,6 +19,9 @@ class PlanMismatchError(ValueError):
         self.differences = tuple(differences)
         lines = "\n".join(f"  - {difference}" for difference in self.differences)
         super().__init__(f"the plan does not fit what it is applied to:\n{lines}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.differences,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class InfeasibleError(ValueError):
             f"{format_bytes(best_peak)}, {format_bytes(self.shortfall)} too much.\n"
             f"largest operators: {names}\nwhat would help:{helps}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rank 0 plans and tells the others why it could not: the exception travels.
+        facts = {name: getattr(self, name) for name in ("limit", "best_peak", "largest", "suggestions")}
+        return partial(type(self), **facts), ()
 
     @property
     def shortfall(self) -> int:

@@ -4,6 +4,7 @@ Inside the library bytes are ``int`` and seconds ``float``. ``GiB`` is ``2**30``
 """
 
 import re
+from decimal import Decimal
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -35,7 +36,7 @@ def parse_bytes(text: str | int | float) -> int:
     if match is None or unit not in _SIZES:
         known = ", ".join([*_BINARY, *_DECIMAL])
         raise ValueError(f"cannot read the size {text!r}; write a positive number and one of {known}")
-    size = int(float(match[1]) * _SIZES[unit])
+    size = int(Decimal(match[1]) * _SIZES[unit])
     if size <= 0:
         raise ValueError(f"a size must be positive, got {text!r}")
     return size

@@ -1,0 +1,153 @@
+"""Measured collectives: the fit, the wiring, and real groups of two and four ranks."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osdp.device_info import COLLECTIVES, DeviceInfo
+from osdp.profiler import collectives, machine
+from osdp.profiler.collectives import detect, fit
+from osdp.profiler.overlap import hidden_part, measure_overlap
+from osdp.profiler.probe import Probe, UnitTimes
+from tests.distributed import run
+
+SIZES = [2**power for power in (16, 18, 20, 22, 24)]
+FEW = tuple(2**power for power in (12, 14, 16))
+
+
+@given(latency=st.floats(1e-6, 1e-1), bandwidth=st.floats(1e6, 1e12))
+def test_fit_recovers_a_line(latency: float, bandwidth: float) -> None:
+    seconds = [latency + size / bandwidth for size in SIZES]
+    found = fit(SIZES, seconds)
+    for size, true in zip(SIZES, seconds, strict=True):
+        assert found[0] + size / found[1] == pytest.approx(true, rel=1e-6)
+    assert found[2] < 1e-6
+
+
+@given(st.lists(st.floats(1e-6, 10.0), min_size=5, max_size=5))
+def test_fit_is_physical_and_says_how_wrong_it_is(seconds: list[float]) -> None:
+    latency, bandwidth, residual = fit(SIZES, seconds)
+    assert latency >= 0 and bandwidth > 0 and math.isfinite(bandwidth)
+    errors = [abs((latency + b / bandwidth) / t - 1) for b, t in zip(SIZES, seconds, strict=True)]
+    assert residual == pytest.approx(max(errors))
+
+
+def test_fit_weighs_small_messages_as_much_as_large() -> None:
+    # Least squares on absolute errors would follow the last point and miss the first by far.
+    seconds = [1e-3 + size / 1e9 for size in SIZES]
+    seconds[-1] *= 1.3
+    latency, bandwidth, _ = fit(SIZES, seconds)
+    assert (latency + SIZES[0] / bandwidth) == pytest.approx(seconds[0], rel=0.1)
+
+
+def test_links_take_their_times() -> None:
+    samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
+    links = collectives._links("intra", 8, samples)
+    assert [(link.collective, link.group, link.size) for link in links] == [
+        (name, "intra", 8) for name in COLLECTIVES
+    ]
+    assert [link.latency for link in links] == pytest.approx([1e-3, 2e-3, 3e-3])
+    assert [link.bandwidth for link in links] == pytest.approx([1e9, 2e9, 4e9])
+
+
+def test_hidden_part_stays_in_its_range() -> None:
+    assert hidden_part(1.0, 1.0, 0.5) == 1.0
+    assert hidden_part(1.0, 1.0, 3.0) == 0.0
+    assert hidden_part(1.0, 0.0, 1.0) == 0.0
+
+
+def test_one_device_needs_no_group() -> None:
+    info = detect("1GiB", device="cpu")
+    assert (info.memory_limit, info.world_size, info.links, info.kind) == (2**30, 1, (), "cpu")
+    assert info.flops > 0 and info.memory_bandwidth == 2 * info.copy_bandwidth > 0
+    assert info.measured
+
+
+def test_memory_is_what_is_free_divided_among_ranks(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\n")
+    assert machine.available_memory(torch.device("cpu"), 2, meminfo) == 16 * 1024
+    with pytest.raises(ValueError, match=r"give memory_limit='8GiB'"):
+        machine.available_memory(torch.device("cpu"), 2, tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    "limit, error", [("eight", "cannot read"), (-1, "cannot read"), ("0GiB", "positive")]
+)
+def test_bad_limits(limit, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        detect(limit, device="cpu")
+
+
+def _detected() -> tuple[DeviceInfo, list[str]]:
+    info = DeviceInfo.detect("64MiB", sizes=FEW, repeats=3, seconds=0.2)
+    refused = []
+    for wrong in ({"sizes": (1024,)}, {"sizes": FEW[::-1]}, {"devices_per_node": 3}):
+        try:
+            detect("1GiB", **wrong)
+        except ValueError as error:
+            refused.append(str(error))
+    return info, refused
+
+
+def test_two_ranks_agree() -> None:
+    (info, refused), (other, _) = run(2, _detected)
+    assert info == other
+    assert (info.nodes, info.devices_per_node, info.blocking, info.measured) == (1, 2, True, True)
+    assert [(link.collective, link.group, link.size) for link in info.links] == [
+        (name, "world", 2) for name in COLLECTIVES
+    ]
+    assert all(link.latency + link.residual > 0 for link in info.links)
+    assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
+    assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
+    assert len(refused) == 3 and "ascending" in refused[0] and "nodes of 3" in refused[2]
+
+
+def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    told = collectives._groups(None, "cpu", *collectives._shape(None, 2))
+    mesh = init_device_mesh("cpu", (2, 2))
+    refused = ""
+    try:
+        detect("64MiB", mesh=mesh, devices_per_node=4)
+    except ValueError as error:
+        refused = str(error)
+    info = detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
+    return info, [(name, group.size()) for name, group in told.items()], refused
+
+
+def test_two_nodes_have_links_inside_and_between() -> None:
+    answers = run(4, _on_two_nodes)
+    info, told, refused = answers[0]
+    assert all(other == info for other, _, _ in answers)
+    assert (info.nodes, info.devices_per_node) == (2, 2)
+    assert list(dict.fromkeys((link.group, link.size) for link in info.links)) == told
+    assert told == [("world", 4), ("intra", 2), ("inter", 2)]
+    assert len(info.links) == 9
+    assert "is 4, but axis 1 of the mesh has 2" in refused
+
+
+def _probed() -> tuple[list[int], list[UnitTimes], float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+    counts = collectives._affordable_counts(mesh, cpu, SIZES, 5, 0.0)
+    probe = Probe(2**20, mesh, cpu)
+    times = [probe.step() for _ in range(3)]
+    return [one.nbytes for one in counts], times, measure_overlap(dist.group.WORLD, cpu, repeats=2)
+
+
+def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() -> None:
+    sizes, times, overlap = run(2, _probed)[0]
+    assert len(sizes) == 3
+    assert all(abs(size / wanted - 1) < 0.1 for size, wanted in zip(sizes, SIZES, strict=False))
+    for one in times:
+        assert min(one.unshard, one.reduce, one.all_reduce) > 0
+        assert 0 < one.hooks < one.unshard + one.reduce
+    assert 0 <= overlap <= 1
