@@ -105,6 +105,10 @@ class ShardedParameters:
         self._model = model
         self._modules = [unit.modules if not unit.root else ("",) for unit in units]
         self._on_gradient = on_gradient
+        self._in_root: list[ShardedParameter] = []
+        if ("",) in self._modules:
+            # It stays: the root's hooks are settled when its own first hook asks to watch again.
+            model.register_forward_pre_hook(torch.compiler.disable(self._find_in_root))
         self.watch()
 
     def watch(self) -> None:
@@ -114,6 +118,9 @@ class ShardedParameters:
         """
         for unit, fqns in enumerate(self._modules):
             mine = [parameter for parameter in self.parameters if parameter.unit == unit]
+            if fqns == ("",):
+                self._in_root = mine
+                continue
             handles: list[RemovableHandle] = []
             for fqn in fqns:
                 find = torch.compiler.disable(self._finder(mine, handles))
@@ -135,19 +142,26 @@ class ShardedParameters:
                     torch.compiler.disable(hook_for(fqn))
                 )
 
+    def _find_in_root(self, *_: object) -> None:
+        self._find(self._in_root)
+        self._in_root = []
+
     def _finder(
         self, parameters: Sequence[ShardedParameter], handles: list[RemovableHandle]
     ) -> Callable[..., None]:
         def find(*_: object) -> None:
             for handle in handles:
                 handle.remove()
-            for parameter in parameters:
-                parameter.compute = parameter.owned.parameter
-                if parameter.compute.requires_grad and not parameter.reports:
-                    parameter.compute.register_post_accumulate_grad_hook(self._reporter(parameter))
-                    parameter.reports = True
+            self._find(parameters)
 
         return find
+
+    def _find(self, parameters: Sequence[ShardedParameter]) -> None:
+        for parameter in parameters:
+            parameter.compute = parameter.owned.parameter
+            if parameter.compute.requires_grad and not parameter.reports:
+                parameter.compute.register_post_accumulate_grad_hook(self._reporter(parameter))
+                parameter.reports = True
 
     def _reporter(self, parameter: ShardedParameter) -> Callable[[torch.Tensor], None]:
         def report(_: torch.Tensor) -> None:
