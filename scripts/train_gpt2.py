@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=parse_bytes, default="8MiB", help="of text to read (%(default)s)")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate (%(default)s)")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--memory-limit", type=parse_bytes, help="per device, for example 8GiB")
     limit.add_argument(
