@@ -1,6 +1,7 @@
 """A model that runs under a plan: what happens around its forward, its backward and an exception."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -190,12 +191,20 @@ class AppliedPlan:
                 self._watched.add(id(parameter))
 
     def _reporter(self, parameter: ReplicatedParameter) -> Callable[[torch.Tensor], None]:
+        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
+        mine, its = weakref.ref(self), weakref.ref(parameter)
+
         def report(_: torch.Tensor) -> None:
-            self._begin_backward()
-            self._used.add(parameter.name)
-            self._reducer.receive(parameter, reduces=self._syncs)
+            applied, found = mine(), its()
+            if applied is not None and found is not None:
+                applied._on_replicated_gradient(found)
 
         return report
+
+    def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
+        self._begin_backward()
+        self._used.add(parameter.name)
+        self._reducer.receive(parameter, reduces=self._syncs)
 
     def _on_sharded_gradient(self, parameter: ShardedParameter) -> None:
         self._begin_backward()

@@ -6,6 +6,7 @@ exchange each other's weights, both silently. So every unsharded parameter repor
 log the order they run in.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,8 +165,13 @@ class ShardedParameters:
                 parameter.reports = True
 
     def _reporter(self, parameter: ShardedParameter) -> Callable[[torch.Tensor], None]:
+        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
+        mine, its = weakref.ref(self), weakref.ref(parameter)
+
         def report(_: torch.Tensor) -> None:
-            self._on_gradient(parameter)
+            all_parameters, found = mine(), its()
+            if all_parameters is not None and found is not None:
+                all_parameters._on_gradient(found)
 
         return report
 
