@@ -62,7 +62,8 @@ def profile(
     """Describe MODEL and its device, time it, and save what was found in a folder."""
     from torch import distributed
 
-    from osdp.api import make_profile
+    from osdp.profiler.estimate import estimate as estimate_profile
+    from osdp.profiler.measure import profile_model
 
     if distributed.is_torchelastic_launched():
         distributed.init_process_group()
@@ -70,9 +71,12 @@ def profile(
     training = Training(optimizer=optimizer, local_batch=batch)
     model_desc = ModelDesc.from_module(module, sample)
     device_info = DeviceInfo.detect(memory_limit)
-    measured = make_profile(module, sample, model_desc, device_info, training, estimate=estimate)
+    if estimate:
+        timed = estimate_profile(model_desc, device_info, training)
+    else:
+        timed = profile_model(module, model_desc, sample, training=training)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: measured, _TRAINING: training}
+        named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: timed, _TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
@@ -88,15 +92,20 @@ def plan(
     out: _Out = Path("plan.json"),
 ) -> None:
     """Plan for what was DESCRIBED, save the plan and print it."""
-    from osdp.api import plan_described
+    from osdp.api import make_plan
 
     device_info = DeviceInfo.load(device or described / _DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
     training = replace(codec.load(Training, described / _TRAINING), microbatches=microbatches)
     profile = Profile.load(described / _PROFILE)
-    made = plan_described(
-        ModelDesc.load(described / _MODEL), device_info, training=training, profile=profile, strategy=strategy
+    made = make_plan(
+        None,
+        ModelDesc.load(described / _MODEL),
+        device_info,
+        training=training,
+        profile=profile,
+        strategy=strategy,
     )
     made.save(out)
     typer.echo(made)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from osdp.profiler.segments import profile_segments
-from transformers import GPT2LMHeadModel
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
-from osdp.profile import Profile
+from osdp.profiler.measure import profile_model
 from scripts.gpt2_model import Wrap, build
 from scripts.training_run import Settings
 
@@ -63,7 +61,7 @@ def make_planning(
     model = build(settings.size, settings.seed)
     model_desc = ModelDesc.from_module(model, sample)
     devices = DeviceInfo.detect(_NO_LIMIT)
-    profile = _profile_on_first(model, model_desc, sample, training)
+    profile = profile_model(model, model_desc, sample, training=training, progress=dist.get_rank() == 0)
     ends = {
         mode: make_plan(model, model_desc, devices, training=training, profile=profile, strategy=mode)
         for mode in ("FULL_SHARD", "NO_SHARD")
@@ -74,17 +72,3 @@ def make_planning(
         Plan.load(plan) if plan else make_plan(model, model_desc, devices, training=training, profile=profile)
     )
     return Planning(model_desc, devices, training, chosen, ends["FULL_SHARD"], ends["NO_SHARD"])
-
-
-def _profile_on_first(
-    model: GPT2LMHeadModel, model_desc: ModelDesc, sample: dict[str, torch.Tensor], training: Training
-) -> Profile:
-    """The profile that the first process measures; the others wait, so that it has the cores to itself."""
-    measured: list[Profile | None] = [None]
-    if dist.get_rank() == 0:
-        measured = [profile_segments(model, model_desc, sample, training=training)]
-    dist.broadcast_object_list(measured)
-    profile = measured[0]
-    if profile is None:
-        raise RuntimeError("the first process sent no profile")
-    return profile
