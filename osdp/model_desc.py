@@ -169,6 +169,8 @@ class ModelDesc:
     Attributes:
         name: Class name of the model.
         sample: The tensors of the sample batch, in order.
+        sample_names: The keyword of each of them, empty for a positional one; empty altogether if the batch
+            holds anything but plain tensors, so that it cannot be made again from here.
         local_batch: Samples in the sample batch.
         batch_is_free: Whether the model accepts other batch sizes.
         segments: The trace, in execution order; the last ones compute the loss.
@@ -178,6 +180,7 @@ class ModelDesc:
 
     name: str
     sample: tuple[TensorSpec, ...]
+    sample_names: tuple[str, ...]
     local_batch: int
     batch_is_free: bool
     segments: tuple[Segment, ...]

@@ -73,7 +73,7 @@ def random_model(seed: int, num_blocks: int, per_block: int, *, tied: bool = Fal
     segment("head", "head", "head")
     segment("", "loss")
     modules = ("", *(op.name for op in operators), *(f"blocks.{i}" for i in range(num_blocks)))
-    model_desc = ModelDesc("Random", (), 1, True, tuple(segments), tuple(operators), modules)
+    model_desc = ModelDesc("Random", (), (), 1, True, tuple(segments), tuple(operators), modules)
     found = dict.fromkeys(s.signature for s in segments)
     profile = Profile(
         device="cpu",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.model_desc import TensorSpec
+from osdp.model_desc import ModelDesc, TensorSpec
 from osdp.profiler.tensors import map_tensors, tensor_spec, tensors_in
 
 
@@ -51,6 +51,37 @@ class SampleBatch:
             f"sample inputs are a tensor, a tuple (positional) or a mapping (keywords), "
             f"not {type(sample_inputs).__name__}"
         )
+
+    @classmethod
+    def from_desc(cls, model_desc: ModelDesc, local_batch: int | None = None) -> "SampleBatch":
+        """A batch of zeros like the one ``model_desc`` was traced with.
+
+        Args:
+            model_desc: The description.
+            local_batch: Samples; by default as traced.
+
+        Raises:
+            ValueError: The traced batch held more than plain tensors.
+        """
+        if not model_desc.sample_names:
+            raise ValueError(
+                f"the batch {model_desc.name} was described with is nested: pass the sample batch itself, so "
+                "that the model can be run"
+            )
+        zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in model_desc.sample]
+        pairs = list(zip(model_desc.sample_names, zeros, strict=True))
+        batch = cls(
+            tuple(zero for name, zero in pairs if not name), {name: zero for name, zero in pairs if name}
+        )
+        return batch.resized(local_batch or model_desc.local_batch)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keyword of each tensor, empty for a positional one; nothing if there is more than tensors."""
+        values = [*self.args, *self.kwargs.values()]
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            return ()
+        return (*("" for _ in self.args), *self.kwargs)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

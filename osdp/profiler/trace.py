@@ -95,6 +95,7 @@ def describe(
     return ModelDesc(
         name=type(model).__name__,
         sample=batch.specs,
+        sample_names=batch.names,
         local_batch=batch.local_batch,
         batch_is_free=double is not None,
         segments=_segments(trace, double, batch.local_batch, uses, operators),

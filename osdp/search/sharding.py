@@ -66,11 +66,15 @@ class Rules:
     whole_blocks: bool = False
 
 
+#: Rules that forbid nothing.
+ANYTHING = Rules()
+
+
 def solve(
     situation: Situation,
     limit: float,
     *,
-    rules: Rules = Rules(),
+    rules: Rules = ANYTHING,
     upper: float = np.inf,
     solver: Solver = solve_chain,
 ) -> Assignment | None:
@@ -97,7 +101,7 @@ def solve(
     return best
 
 
-def least_peak(situation: Situation, *, rules: Rules = Rules(), solver: Solver = solve_chain) -> float:
+def least_peak(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solve_chain) -> float:
     """The lowest peak of any assignment; bytes."""
     best = np.inf
     for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
@@ -115,7 +119,7 @@ def _root_choices(
     forced = Mode.NO_SHARD not in rules.allowed
     heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
     groups = [*((op,) for op in heads), *([tail] if tail else [])]
-    choices = []
+    choices: list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]] = []
     for count in range(len(groups), -1, -1):
         for chosen in combinations(groups, count):
             sharded = tuple(op for group in chosen for op in group)

@@ -1,0 +1,162 @@
+"""The sentence of the library: describe the model, profile it, price every choice, search, and hand on a plan."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from osdp.device_info import DeviceInfo
+from osdp.integrations.auto_wrap import policy_atoms
+from osdp.integrations.fairscale import marked_modules
+from osdp.model_desc import ModelDesc
+from osdp.plan import Mode, Plan
+from osdp.profile import Profile
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.estimate import estimate
+from osdp.profiler.measure import profile_model
+from osdp.search.planning import batches, best_plan
+from osdp.search.sharding import Rules
+from osdp.training import Training
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def make_plan(
+    model: nn.Module | None,
+    model_desc: ModelDesc | Any,
+    device_info: DeviceInfo | str | int | None = None,
+    *,
+    training: Training | None = None,
+    profile: Profile | Sequence[Profile] | None = None,
+    mesh: "DeviceMesh | None" = None,
+    strategy: str | Mode | None = None,
+    local_batches: Sequence[int] = (),
+    auto_wrap_policy: Callable[..., Any] | None = None,
+    param_dtype: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    find_unused_parameters: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Plan:
+    """The fastest plan that fits.
+
+    Every rank of the process group calls it alike: all measure together, the first rank searches, all get its
+    answer.
+
+    Args:
+        model: The plain model; may be on ``meta``. ``None`` if ``profile`` is given, or if an estimate from
+            ``device_info``'s speeds will do.
+        model_desc: Its ModelDesc, or a sample batch to describe it with.
+        device_info: The DeviceInfo; or a memory limit such as ``"8GiB"``, or ``None`` for all memory there is,
+            to measure the live process group.
+        training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
+        profile: A profile at the training's local batch, or one for each of ``local_batches``.
+        mesh: The data-parallel mesh.
+        strategy: A mode to force on all operators.
+        local_batches: Local batches to choose from; the plan with the most samples per second wins.
+        auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
+        param_dtype: Overrides the training's.
+        reduce_dtype: Overrides the training's.
+        loss_fn: How the loss is made of the model's output.
+        find_unused_parameters: Whether parts of the model may go unused in a step; units are then whole blocks.
+        cache_dir: Where measured segments are kept.
+
+    Raises:
+        InfeasibleError: Nothing fits the memory limit.
+        ValueError: An argument does not fit another.
+    """
+    description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
+    training = _trained(training, description, param_dtype, reduce_dtype)
+    device = _detected(device_info, mesh)
+    rules = Rules(allowed=_allowed(strategy), whole_blocks=find_unused_parameters)
+
+    def profiled(batch: int) -> Profile:
+        wanted = replace(training, local_batch=batch)
+        given = [profile] if isinstance(profile, Profile) else list(profile or ())
+        for candidate in given:
+            if candidate.local_batch == batch:
+                return candidate
+        if given:
+            sizes = ", ".join(str(candidate.local_batch) for candidate in given)
+            raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
+        if model is None:
+            return estimate(description, device, wanted)
+        return profile_model(
+            model, description, sample, training=wanted, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
+            progress=_rank(mesh) == 0,
+        )  # fmt: skip
+
+    candidates = batches(training, local_batches or (training.local_batch,), profiled)
+    return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
+
+
+def _described(
+    model: nn.Module | None, given: Any, loss_fn: Callable[..., Any] | None, policy: Callable[..., Any] | None
+) -> tuple[ModelDesc, SampleBatch | None]:
+    """The description, and the sample batch if that was given."""
+    if isinstance(given, ModelDesc):
+        if policy is not None:
+            raise ValueError(
+                "auto_wrap_policy sets what a description calls an operator: pass the sample batch instead of a "
+                "finished ModelDesc"
+            )
+        return given, None
+    if model is None or given is None:
+        raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
+    batch = SampleBatch.of(given)
+    atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
+    return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
+
+
+def _trained(
+    training: Training | None,
+    description: ModelDesc,
+    param_dtype: str | torch.dtype | None,
+    reduce_dtype: str | torch.dtype | None,
+) -> Training:
+    training = training or Training(local_batch=description.local_batch)
+    given = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    changes = {name: str(dtype).removeprefix("torch.") for name, dtype in given.items() if dtype is not None}
+    return replace(training, **changes) if changes else training
+
+
+def _detected(device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None") -> DeviceInfo:
+    if isinstance(device_info, DeviceInfo):
+        return device_info
+    return DeviceInfo.detect(device_info, mesh=mesh)
+
+
+def _allowed(strategy: str | Mode | None) -> tuple[Mode, ...]:
+    if strategy is None:
+        return tuple(Mode)
+    names = [mode.value for mode in Mode]
+    if str(strategy) not in names:
+        raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
+    return (Mode(str(strategy)),)
+
+
+def _rank(mesh: "DeviceMesh | None") -> int:
+    return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
+
+
+def _from_first_rank(search: Callable[[], Plan], mesh: "DeviceMesh | None") -> Plan:
+    """What ``search`` returns or raises on the first rank of the mesh, on all of them."""
+    if not dist.is_initialized():
+        return search()
+    group = mesh.get_group() if mesh is not None else None
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    answer: list[Plan | Exception | None] = [None]
+    if dist.get_rank() == first:
+        try:
+            answer = [search()]
+        except Exception as error:  # whatever it is, the other ranks wait for it
+            answer = [error]
+    dist.broadcast_object_list(answer, src=first, group=group)
+    if isinstance(answer[0], Plan):
+        return answer[0]
+    raise answer[0] if answer[0] is not None else RuntimeError("the first rank sent no plan")

@@ -1,0 +1,70 @@
+"""A measured Profile: segments, optimizer step and what is resident, on this device."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.model_desc import ModelDesc
+from osdp.profile import Profile
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.loss import LossFn
+from osdp.profiler.optimizer import profile_optimizer
+from osdp.profiler.segments import cached_segments, default_device, device_kind, profile_segments
+from osdp.training import Training
+
+
+def profile_model(
+    model: nn.Module,
+    model_desc: ModelDesc,
+    sample_inputs: Any = None,
+    *,
+    training: Training | None = None,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    loss_fn: LossFn | None = None,
+    cache_dir: str | Path | None = None,
+    progress: bool = True,
+) -> Profile:
+    """Measure ``model`` on this device, one instance of each distinct segment.
+
+    Args:
+        model: The model that was described; it is neither run nor changed.
+        model_desc: Its description.
+        sample_inputs: A batch to measure with; by default zeros like the one it was described with.
+        training: Local batch, optimizer and dtypes; by default the described batch and AdamW.
+        device: Where; by default the current CUDA device, else the CPU.
+        mesh: Makes the optimizer's parameters DTensors on it, as they are when a plan runs.
+        loss_fn: As for the description.
+        cache_dir: Where measured segments are kept and looked up.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: The batch cannot be made from the description, or the model takes no other batch size.
+    """
+    training = training or Training(local_batch=model_desc.local_batch)
+    given = SampleBatch.from_desc(model_desc) if sample_inputs is None else SampleBatch.of(sample_inputs)
+    batch = given.resized(training.local_batch)
+    target = torch.device(device) if device is not None else default_device()
+    options: dict[str, Any] = {
+        "device": target,
+        "loss_fn": loss_fn,
+        "param_dtype": training.param_dtype,
+        "progress": progress,
+    }
+    if cache_dir is None:
+        segments = profile_segments(model, batch, model_desc, **options)
+    else:
+        segments = cached_segments(model, batch, model_desc, cache_dir=cache_dir, **options)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return Profile(
+        device=device_kind(target),
+        local_batch=training.local_batch,
+        segments=segments,
+        optimizer=profile_optimizer(training, device=target, mesh=mesh),
+        resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors),
+        measured=True,
+        model=model_desc.fingerprint,
+    )
