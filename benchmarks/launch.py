@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def launch(
     Raises:
         WorkerError: A rank failed (with the end of its output), or the time was up.
     """
-    with tempfile.TemporaryDirectory(prefix="osdp-bench-") as folder:
+    with ended_cleanly(), tempfile.TemporaryDirectory(prefix="osdp-bench-") as folder:
         ranks = []
         try:
             for rank in range(world_size):
@@ -67,6 +68,24 @@ def launch(
         finally:
             for process in ranks:
                 _end(process)
+
+
+@contextmanager
+def ended_cleanly() -> Iterator[None]:
+    """Turn a request to terminate (SIGTERM) into :class:`SystemExit`, so that ``finally`` clauses run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(order: dict[str, Any], prefix: Sequence[str], extra: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from benchmarks.launch import ended_cleanly
+
 #: Both ends carry the same name, which is what gloo is told to use.
 INTERFACE = "eth0"
 
@@ -69,15 +71,16 @@ def two_hosts(bits_per_second: int) -> Iterator[Hosts]:
     check_available()
     names = tuple(f"osdp{os.getpid()}n{index}" for index in range(2))
     made: list[str] = []
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-        _join(names, bits_per_second)
-        yield Hosts(names, bits_per_second)
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=30)
+    with ended_cleanly():
+        try:
+            for name in names:
+                made.append(name)
+                _run("ip", "netns", "add", name)
+            _join(names, bits_per_second)
+            yield Hosts(names, bits_per_second)
+        finally:
+            for name in made:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=30)
 
 
 def _join(names: tuple[str, ...], bits_per_second: int) -> None:

@@ -111,6 +111,29 @@ def test_launch_ends_ranks_that_take_too_long():
     assert time.monotonic() - begin < 60
 
 
+def test_ranks_are_gone_when_the_launcher_is_terminated(tmp_path: Path):
+    path = tmp_path / "pid"
+    script = (
+        "from benchmarks.launch import launch\n"
+        f"launch('tests.test_benchmarks:hang', 1, {{'path': {str(path)!r}}}, timeout=90)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        rank = int(path.read_text())
+        process.terminate()
+        process.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def hang(rank: int, world_size: int, *, path: str) -> None:
+    """A worker that says who it is and never ends."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
 def test_two_hosts_limit_the_rate():
     try:
         with network.two_hosts(80_000_000) as hosts:
@@ -150,7 +173,8 @@ def _namespaces() -> list[str]:
     return [line.split()[0] for line in listed.stdout.splitlines() if line]
 
 
-def test_two_hosts_are_gone_after_ctrl_c():
+@pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM])
+def test_two_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
     try:
         network.check_available()
     except network.NetworkUnavailableError as error:
@@ -168,6 +192,6 @@ def test_two_hosts_are_gone_after_ctrl_c():
         if not names:
             pytest.skip("this machine does not let root make network namespaces")
         assert set(names) <= set(_namespaces())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(request_to_end)
         process.wait(30)
     assert not set(names) & set(_namespaces())
