@@ -29,6 +29,7 @@ def model(**changes) -> ModelDesc:
     desc = ModelDesc(
         name="Toy",
         sample=(TensorSpec((2, 3), "int64"),),
+        sample_names=("",),
         local_batch=2,
         batch_is_free=True,
         segments=(
