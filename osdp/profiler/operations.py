@@ -1,6 +1,7 @@
 """What one dispatched operation is and costs: a token that names it, its FLOPs, the bytes it moves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,37 +10,65 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from osdp.profiler.tensors import flatten, storage_key, tensors_in
 
 
-def operation_token(func: Any, args: Any, kwargs: Any) -> str:
-    """Text that is equal for operations that run the same kernel on the same shapes.
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation as it was dispatched.
 
-    Of floating-point arguments only whether they are zero counts: a dropout or drop-path rate that differs
-    from layer to layer does not make another kernel.
+    Attributes:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+        leaves: All arguments, flat.
+        inputs: The tensors among them.
+        outputs: The tensors in its output.
     """
-    leaves, _ = flatten((args, kwargs))
-    return f"{func}({','.join(_leaf_token(leaf) for leaf in leaves)})"
 
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    leaves: list[Any]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
 
-def operation_flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Floating-point operations, by the formulas of ``torch.utils.flop_counter``."""
-    packet = getattr(func, "_overloadpacket", func)
-    formula = flop_registry.get(packet)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=output))
-    # The registry lacks the CPU's attention kernel; its operands are those of the CUDA ones.
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    return 0
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> "Operation":
+        """The operation ``func(*args, **kwargs)`` that returned ``output``."""
+        leaves, _ = flatten((args, dict(kwargs)))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return cls(func, args, kwargs, output, leaves, inputs, tensors_in(output))
 
+    @property
+    def token(self) -> str:
+        """Text that is equal for operations that run the same kernel on the same shapes.
 
-def moved_bytes(args: Any, kwargs: Any, output: Any, *, mutates: bool) -> int:
-    """Bytes of all operands and results; a view moves nothing."""
-    inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
-    known = {storage_key(tensor) for tensor in inputs}
-    if not mutates and all(storage_key(tensor) in known for tensor in outputs):
+        Of floating-point arguments only whether they are zero counts: a dropout or drop-path rate that
+        differs from layer to layer does not make another kernel.
+        """
+        return f"{self.func}({','.join(_leaf_token(leaf) for leaf in self.leaves)})"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, by the formulas of ``torch.utils.flop_counter``."""
+        packet = getattr(self.func, "_overloadpacket", self.func)
+        formula = flop_registry.get(packet)
+        if formula is not None:
+            return int(formula(*self.args, **self.kwargs, out_val=self.output))
+        # The registry lacks the CPU's attention kernel; its operands are those of the CUDA ones.
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            return int(sdpa_flop_count(*(tensor.shape for tensor in self.inputs[:3])))
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            return int(sdpa_backward_flop_count(*(tensor.shape for tensor in self.inputs[:4])))
         return 0
-    return _nbytes(inputs) + _nbytes(outputs)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all operands and results; a view moves nothing."""
+        known = {storage_key(tensor) for tensor in self.inputs}
+        if not self.func._schema.is_mutable and all(storage_key(tensor) in known for tensor in self.outputs):
+            return 0
+        return _nbytes(self.inputs) + _nbytes(self.outputs)
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

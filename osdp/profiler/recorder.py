@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp.model_desc import TensorSpec
 from osdp.profiler.ledger import Ledger, Moment
-from osdp.profiler.operations import moved_bytes, operation_flops, operation_token
+from osdp.profiler.operations import Operation
 from osdp.profiler.tensors import storage_key, tensor_spec, tensors_in
 from osdp.profiler.walker import Stretch, shared_gradients
 from osdp.profiler.workspace import NoWorkspace, Workspace
@@ -104,19 +104,26 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run ``func`` and book it."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # Fake tensors ask for their device this way: no operation of the model's.
+            return func(*args, **kwargs)
         output, workspace = self._workspace.run(lambda: func(*args, **kwargs))
+        operation = Operation.of(func, args, kwargs, output)
+        self._count(operation)
+        self.ledger.book(operation.outputs)
+        self.ledger.book_workspace(workspace)
+        return output
+
+    def _count(self, operation: Operation) -> None:
         tally = self.tallies.setdefault(self.ledger.now, Tally())
         tally.operations += 1
-        tally.flops += operation_flops(func, args, kwargs, output)
-        tally.moved_bytes += moved_bytes(args, kwargs, output, mutates=func._schema.is_mutable)
-        tally.digest.update(operation_token(func, args, kwargs).encode())
-        for tensor in tensors_in((args, kwargs)):
+        tally.flops += operation.flops
+        tally.moved_bytes += operation.moved_bytes
+        tally.digest.update(operation.token.encode())
+        for tensor in operation.inputs:
             name = self._names.get(storage_key(tensor))
             if name is not None:
                 tally.parameters[name] = None
-        self.ledger.book(tensors_in(output))
-        self.ledger.book_workspace(workspace)
-        return output
 
     def _contribute(self, parameter: int, index: int, gradients: Any, _: Any) -> None:
         # The first part of a gradient with several becomes the gradient: autograd adds the others to it.

@@ -11,17 +11,22 @@ from osdp.profiler.walker import Stretch
 
 
 class Clock:
-    """Marks moments on one device; the time between them is known once it is idle."""
+    """Marks moments on one device; the time between them is known once it is idle.
+
+    A CPU that computes with one thread is timed by that thread's own clock, which stands still while other
+    processes have the core; with several threads by the wall clock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """A clock of ``device``."""
         self._is_cuda = device.type == "cuda"
         self._device = device
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def mark(self) -> Any:
         """Now, in the order of the device's work."""
         if not self._is_cuda:
-            return time.perf_counter()
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
