@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from osdp.search.chain import ChainProblem, ChainSolution, Step
+from osdp.search.chain import ChainProblem, ChainSolution
 
 Floats = NDArray[np.float64]
 
 
-def solve_milp(
-    problem: ChainProblem, upper: float = np.inf, weights: Floats | None = None
-) -> ChainSolution | None:
+def solve_milp(problem: ChainProblem, upper: float = np.inf) -> ChainSolution | None:
     """As :func:`osdp.search.chain.solve_chain`, by HiGHS to a relative gap of 0."""
     places, rows = _candidates(problem)
     count = len(places)
@@ -46,11 +44,11 @@ def solve_milp(
     value = float((rows[taken].sum(axis=0) + problem.constant)[:times].max())
     if value >= upper:
         return None
-    return ChainSolution(value, _steps(places, taken), np.zeros(len(problem.constant)))
+    return ChainSolution(value, _paths(problem, places, taken), value)
 
 
-def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int, int]], Floats]:
-    """Every candidate as (boundary, next boundary, item, end item, index), and its rows."""
+def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int]], Floats]:
+    """Every candidate as (boundary, next boundary, item, index), and its rows."""
     sizes = [problem.templates[template].size for template, _ in problem.kinds]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     places, rows = [], []
@@ -58,15 +56,12 @@ def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int, i
         template = problem.templates[kind]
         for index in range(len(template.start)):
             begin, end = int(template.start[index]), int(template.stop[index])
-            places.append((int(bounds[item]) + begin, int(bounds[item]) + end, item, item + 1, index))
+            places.append((int(bounds[item]) + begin, int(bounds[item]) + end, item, index))
         rows.append(template.rows[distinct])
-    for index, (begin, end) in enumerate(zip(problem.merged_start, problem.merged_stop, strict=True)):
-        places.append((int(bounds[begin]), int(bounds[end]), int(begin), int(end), index))
-    rows.append(problem.merged_rows)
     return places, np.concatenate(rows)
 
 
-def _flow(problem: ChainProblem, places: list[tuple[int, int, int, int, int]]) -> csr_matrix:
+def _flow(problem: ChainProblem, places: list[tuple[int, int, int, int]]) -> csr_matrix:
     boundaries = 1 + max((place[1] for place in places), default=0)
     index = np.arange(len(places))
     start = np.array([place[0] for place in places])
@@ -76,9 +71,11 @@ def _flow(problem: ChainProblem, places: list[tuple[int, int, int, int, int]]) -
     return csr_matrix((ones, (start, index)), shape) - csr_matrix((ones, (stop, index)), shape)
 
 
-def _steps(places: list[tuple[int, int, int, int, int]], taken: NDArray[np.int64]) -> tuple[Step, ...]:
-    """The chosen candidates by item, in trace order."""
-    steps: dict[tuple[int, int], list[int]] = {}
-    for _, _, item, end, index in sorted(places[candidate] for candidate in taken.tolist()):
-        steps.setdefault((item, end), []).append(index)
-    return tuple(Step(item, end, tuple(indices)) for (item, end), indices in steps.items())
+def _paths(
+    problem: ChainProblem, places: list[tuple[int, int, int, int]], taken: NDArray[np.int64]
+) -> tuple[tuple[int, ...], ...]:
+    """The chosen candidates of each item, in trace order."""
+    found: list[list[int]] = [[] for _ in problem.kinds]
+    for _, _, item, index in sorted(places[candidate] for candidate in taken.tolist()):
+        found[item].append(index)
+    return tuple(tuple(path) for path in found)

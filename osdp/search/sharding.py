@@ -27,7 +27,7 @@ from osdp.search.chain import TOLERANCE, ChainProblem, ChainSolution, Template, 
 from osdp.search.space import Space, build_space
 
 Floats = NDArray[np.float64]
-Solver = Callable[[ChainProblem, float, Floats | None], ChainSolution | None]
+Solver = Callable[[ChainProblem, float], ChainSolution | None]
 
 #: Operators outside the chain that are decided one by one; the smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
@@ -150,7 +150,6 @@ class _Search:
         )
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
-        self._weights: Floats | None = None
 
     @property
     def num_cuts(self) -> int:
@@ -203,7 +202,6 @@ class _Search:
         if cut in self._times:
             return False
         self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
-        self._weights = None
         return True
 
     def _cut_moment(self, moment: Moment) -> bool:
@@ -224,10 +222,9 @@ class _Search:
             np.array([np.inf] * len(objectives) + [self._limit] * len(bounded)),
             len(objectives),
         )
-        solution = self._solver(problem, upper, self._weights)
+        solution = self._solver(problem, upper)
         if solution is None:
             return None
-        self._weights = solution.weights
         index = np.array(candidates_of(self._space, solution), dtype=np.int64)
         space, device = self._space, self._situation.device
         chosen = tuple(
@@ -271,15 +268,9 @@ def chain_problem(
         if distinct == len(members[template]):
             members[template].append(item)
         kinds.append((template, distinct))
-    templates = tuple(_template(space, rows, items) for items in members)
-    item_of = {bound: index for index, bound in enumerate(space.bounds)}
-    merged = space.merged
     return ChainProblem(
-        templates=templates,
+        templates=tuple(_template(space, rows, items) for items in members),
         kinds=tuple(kinds),
-        merged_start=np.array([item_of[a] for a in space.start[merged].tolist()], dtype=np.int64),
-        merged_stop=np.array([item_of[b] for b in space.stop[merged].tolist()], dtype=np.int64),
-        merged_rows=rows[merged],
         num_time_rows=num_time_rows,
         constant=constant,
         caps=caps,
@@ -298,8 +289,8 @@ def _template(space: Space, rows: Floats, items: list[int]) -> Template:
 
 def candidates_of(space: Space, solution: ChainSolution) -> list[int]:
     """Indices of the candidates on a solution's path, in trace order."""
-    found = []
-    for step in solution.steps:
-        base = space.inner[step.item].start if step.end == step.item + 1 else space.merged.start
-        found += [base + candidate for candidate in step.candidates]
-    return found
+    return [
+        inner.start + candidate
+        for inner, path in zip(space.inner, solution.paths, strict=True)
+        for candidate in path
+    ]

@@ -1,15 +1,12 @@
 """The decision space of sharding: which units may be formed, and how they may live.
 
-The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators between
-blocks. A unit is
-
-- any contiguous range of operators inside one item, or
-- 2, 4 or 8 whole consecutive items,
-
-in any mode its operators allow. An operator outside blocks may also join the root's unit. A plan is any set of
+The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside blocks
+and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in any mode its
+operators allow. An operator outside blocks may also join the root's unit. A plan is any set of
 units that partitions the chain, with the operators outside the chain replicated or in the root's unit.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,8 +21,6 @@ from osdp.plan import Mode
 
 #: A stretch of operators outside blocks is cut into items of at most this many.
 LONGEST_STRETCH = 8
-#: Numbers of whole items that may share one unit.
-MERGES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class Space:
         stop: One past its last operator.
         mode: Its mode, an index into :data:`osdp.cost.prices.MODES` or ``ROOT``.
         inner: For each item, the slice of its candidates.
-        merged: The slice of candidates that span several items.
     """
 
     bounds: tuple[int, ...]
@@ -46,7 +40,6 @@ class Space:
     stop: NDArray[np.int64]
     mode: NDArray[np.int64]
     inner: tuple[slice, ...]
-    merged: slice
 
     @property
     def num_items(self) -> int:
@@ -82,13 +75,6 @@ def build_space(
             if root_unit and b == a + 1 and chain[a].block is None and _joins_root(chain[a], allowed):
                 candidates.append((a, b, ROOT))
         inner.append(slice(begin, len(candidates)))
-    begin = len(candidates)
-    for count in MERGES:
-        for item in range(len(bounds) - count):
-            a, b = bounds[item], bounds[item + count]
-            candidates += [
-                (a, b, mode) for mode in _modes(chain[a:b], allowed) if mode != NO_SHARD or b - a > 0
-            ]
     columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
     return Space(
         bounds=bounds,
@@ -96,16 +82,18 @@ def build_space(
         stop=columns[:, 1],
         mode=columns[:, 2],
         inner=tuple(inner),
-        merged=slice(begin, len(candidates)),
     )
 
 
 def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
     """First operator of each item, and the number of operators."""
+    sizes = Counter(operator.block for operator in chain if operator.block is not None)
     bounds = [0]
     for k in range(1, len(chain)):
-        changes = chain[k].block != chain[k - 1].block
-        if changes or (chain[k].block is None and k - bounds[-1] >= LONGEST_STRETCH):
+        before, block = chain[k - 1].block, chain[k].block
+        both_loose = all(name is None or sizes[name] == 1 for name in (before, block))
+        stays = both_loose and k - bounds[-1] < LONGEST_STRETCH
+        if not stays and (block is None or block != before):
             bounds.append(k)
     return (*bounds, len(chain)) if chain else (0,)
 

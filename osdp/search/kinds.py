@@ -1,0 +1,224 @@
+"""Labels over items of one kind: how many take which path, as row sums that are not dominated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Pairwise comparison pays up to this many labels; beyond, only equal ones are merged.
+_PAIRWISE = 256
+#: Row sums closer than this, relative to the largest, count as equal: the rounding of sums in another order.
+_RESOLUTION = 1e-12
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``count`` items that may each take any of ``P`` paths.
+
+    Attributes:
+        rows: Row sums of each path, shape ``(P, R)``; the first is the base, with the least excess.
+        paths: The candidates of each.
+        excess: What each costs at least over the cheapest, shape ``(P,)``.
+        count: Number of items.
+        least: The least all items together add to each row, shape ``(R,)``.
+    """
+
+    rows: Floats
+    paths: tuple[tuple[int, ...], ...]
+    excess: Floats
+    count: int
+    least: Floats
+
+    @classmethod
+    def of(
+        cls, rows: Floats, paths: Sequence[tuple[int, ...]], excess: Floats, count: int, least: Floats
+    ) -> "Kind":
+        """A kind with its base first and the others by falling excess."""
+        if not len(paths):
+            return cls(rows, (), excess, count, least)
+        base = int(np.argmin(excess))
+        others = [k for k in np.argsort(-excess, kind="stable").tolist() if k != base]
+        order = [base, *others]
+        return cls(rows[order], tuple(paths[k] for k in order), excess[order], count, least)
+
+    def spread(self, taken: NDArray[np.int16]) -> list[tuple[int, ...]]:
+        """The path of each item, in a fixed order, when so many take each; the base has the rest."""
+        times = [self.count - int(taken[1:].sum()), *taken[1:].tolist()]
+        return sorted(path for path, count in zip(self.paths, times, strict=True) for _ in range(count))
+
+
+@dataclass(frozen=True)
+class Labels:
+    """``L`` partial choices.
+
+    Attributes:
+        rows: Row sums, shape ``(L, R)``.
+        excess: Excess so far, shape ``(L,)``.
+        used: Items of the present kind that left its base, shape ``(L,)``.
+        taken: For every path of every kind so far, how many items take it; the base's column is unused.
+    """
+
+    rows: Floats
+    excess: Floats
+    used: Ints
+    taken: NDArray[np.int16]
+
+    @property
+    def size(self) -> int:
+        """Number of labels."""
+        return len(self.rows)
+
+    @classmethod
+    def start(cls, num_rows: int) -> "Labels":
+        """The one label of nothing chosen."""
+        nothing = np.zeros(1)
+        return cls(
+            np.zeros((1, num_rows)), nothing, nothing.astype(np.int64), np.zeros((1, 0), dtype=np.int16)
+        )
+
+    def pick(self, which: NDArray[np.bool_] | Ints) -> "Labels":
+        """The labels that ``which`` selects."""
+        return Labels(self.rows[which], self.excess[which], self.used[which], self.taken[which])
+
+    def with_more(self, kind: Kind, path: int, times: Ints) -> "Labels":
+        """Each label with ``times`` items moved from the base to ``path``."""
+        taken = self.taken.copy()
+        taken[:, path - len(kind.paths)] += times.astype(np.int16)
+        delta = kind.rows[path] - kind.rows[0]
+        return Labels(
+            self.rows + times[:, None] * delta,
+            self.excess + times * (kind.excess[path] - kind.excess[0]),
+            self.used + times,
+            taken,
+        )
+
+    @staticmethod
+    def joined(parts: Sequence["Labels"]) -> "Labels":
+        """All labels of ``parts``."""
+        return Labels(
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.excess for part in parts]),
+            np.concatenate([part.used for part in parts]),
+            np.concatenate([part.taken for part in parts]),
+        )
+
+
+def expand(
+    labels: Labels,
+    kind: Kind,
+    room: Floats,
+    gap: float,
+    width: int,
+    *,
+    last: bool,
+    num_time_rows: int,
+) -> tuple[Labels, float]:
+    """Every label with every choice for the items of ``kind`` that can still be the best.
+
+    Args:
+        labels: Choices for the kinds before.
+        kind: The kind to choose for.
+        room: What row sums may reach, later kinds at their least.
+        gap: Excess that the best solution known leaves.
+        width: Labels to keep.
+        last: Whether no kind follows.
+        num_time_rows: How many of the first rows are times.
+
+    Returns:
+        The labels, and the least excess of those dropped for want of width.
+    """
+    if not kind.paths:
+        return labels.pick(np.zeros(0, dtype=np.int64)), np.inf
+    columns = np.zeros((labels.size, len(kind.paths)), dtype=np.int16)
+    labels = Labels(
+        labels.rows + kind.count * kind.rows[0],
+        labels.excess + kind.count * kind.excess[0],
+        np.zeros(labels.size, dtype=np.int64),
+        np.concatenate([labels.taken, columns], axis=1),
+    )
+    gains = np.minimum(kind.rows - kind.rows[0], 0.0)
+    lost = np.inf
+    for path in range(1, len(kind.paths)):
+        # What the paths from here on can still save, per item.
+        gain = gains[path:].min(axis=0)
+        labels = _promising(labels, kind, room, gain, gap)
+        if last and path == len(kind.paths) - 1:
+            labels = _filled(labels, kind, path, room, num_time_rows)
+            break
+        labels = _with_path(labels, kind, path, room, gain, gap)
+        labels, dropped = _narrowed(labels, width)
+        lost = min(lost, dropped)
+    labels = _promising(labels, kind, room, np.zeros(len(room)), gap)
+    labels, dropped = _narrowed(labels, width)
+    return labels, min(lost, dropped)
+
+
+def _promising(labels: Labels, kind: Kind, room: Floats, gain: Floats, gap: float) -> Labels:
+    """Labels that can still fit and whose excess is within the gap."""
+    reachable = labels.rows + (kind.count - labels.used)[:, None] * gain
+    return labels.pick((reachable <= room).all(axis=1) & (labels.excess < gap))
+
+
+def _with_path(labels: Labels, kind: Kind, path: int, room: Floats, gain: Floats, gap: float) -> Labels:
+    """Labels with 0, 1, 2 ... items on ``path``."""
+    found, current = [labels], labels
+    while current.size:
+        current = current.pick(current.used < kind.count)
+        current = current.with_more(kind, path, np.ones(current.size, dtype=np.int64))
+        current = _promising(current, kind, room, gain, gap)
+        found.append(current)
+    return Labels.joined(found)
+
+
+def _filled(labels: Labels, kind: Kind, path: int, room: Floats, times: int) -> Labels:
+    """Labels with as many items on the last path as fit; every number if it does not shorten all times."""
+    delta = kind.rows[path] - kind.rows[0]
+    if (delta[:times] > 0).any():
+        return _every(labels, kind, path)
+    growing = delta > 0
+    slack = room[growing] - labels.rows[:, growing]
+    fits = np.floor(slack / delta[growing]).min(axis=1, initial=np.inf)
+    most = np.clip(np.minimum(fits, kind.count - labels.used), 0, None).astype(np.int64)
+    return labels.with_more(kind, path, most)
+
+
+def _every(labels: Labels, kind: Kind, path: int) -> Labels:
+    found = [labels]
+    for times in range(1, kind.count + 1):
+        some = labels.pick(labels.used + times <= kind.count)
+        found.append(some.with_more(kind, path, np.full(some.size, times, dtype=np.int64)))
+    return Labels.joined(found)
+
+
+def _narrowed(labels: Labels, width: int) -> tuple[Labels, float]:
+    """Undominated labels, at most ``width``, and the least excess of those dropped."""
+    # A label that leaves more items free can do what the other can.
+    labels = labels.pick(undominated(np.concatenate([labels.rows, labels.used[:, None]], axis=1)))
+    if labels.size <= width:
+        return labels, np.inf
+    order = np.argsort(labels.excess, kind="stable")
+    return labels.pick(np.sort(order[:width])), float(labels.excess[order[width]])
+
+
+def undominated(rows: Floats) -> Ints:
+    """Indices of the rows that no other one beats or equals in every column; the first of equals stays.
+
+    >>> undominated(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [1.0, 2.0]])).tolist()
+    [0, 1]
+    """
+    if len(rows) < 2:
+        return np.arange(len(rows))
+    scale = np.abs(rows).max(axis=0)
+    keys = np.round(rows / np.where(scale > 0, scale * _RESOLUTION, 1.0))
+    _, first = np.unique(keys, axis=0, return_index=True)
+    keep = np.sort(first)
+    if 1 < len(keep) <= _PAIRWISE:
+        chosen = keys[keep]
+        beaten = np.asarray((chosen[:, None, :] <= chosen[None, :, :]).all(axis=2))
+        np.fill_diagonal(beaten, False)
+        keep = keep[~beaten.any(axis=0)]
+    return keep

@@ -1,0 +1,157 @@
+"""The linear relaxation of a chain, by column generation: multipliers of its rows and a lower bound.
+
+The master problem takes any mixture of known paths per kind of item,
+
+    min T   s.t.   times <= T,   memory <= caps,   mixtures of kind k add up to its number of items,
+
+and is solved by the revised simplex method (Dantzig and Wolfe, Operations Research 8(1), 1960). Its dual prices say
+what a byte and a second are worth; a shortest path under those prices is the next column. It has a few dozen rows,
+so each basis is solved afresh. scipy's HiGHS would do as well, but is no requirement of the library.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: From prices of the rows to the cheapest path of each kind: rows of the path, shape ``(kinds, R)``.
+Pricer = Callable[[Floats], Floats]
+
+_MOST_PIVOTS = 400
+_NEGATIVE = 1e-9
+#: Cost of a row's excess, in units of the largest time: far above any price of memory.
+_PENALTY = 1e4
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The master's answer.
+
+    Attributes:
+        weights: Price of each row: time rows sum to one.
+        feasible: Whether some mixture keeps all caps.
+    """
+
+    weights: Floats
+    feasible: bool
+
+
+def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_time_rows: int) -> Relaxation:
+    """Solve the relaxation.
+
+    Args:
+        pricer: Finds the cheapest path of each kind.
+        counts: Items of each kind.
+        constant: Added to each row.
+        caps: Upper bound of each row, infinite for times.
+        num_time_rows: How many of the first rows are times.
+
+    Returns:
+        Prices that are optimal within rounding, or as good as the pivots allowed; any prices give a valid bound.
+    """
+    start = np.zeros(len(constant))
+    start[0] = 1.0
+    master = _Master(counts, constant, caps, num_time_rows, pricer(start))
+    for _ in range(_MOST_PIVOTS):
+        prices, convexity = master.duals()
+        if not master.enter_slack(prices):
+            paths = pricer(np.maximum(prices, 0.0) / master.scale)
+            if not master.enter_path(paths, prices, convexity):
+                break
+    prices, _ = master.duals()
+    weights = np.maximum(prices, 0.0) / master.scale
+    total = float(weights[:num_time_rows].sum())
+    return Relaxation(weights / total if total > 0 else start, master.overflow() <= 1e-9)
+
+
+class _Master:
+    """A basis of the master problem. Rows: times, memory, one convexity row per kind; all scaled to about 1."""
+
+    def __init__(self, counts: Floats, constant: Floats, caps: Floats, num_times: int, first: Floats) -> None:
+        self._num_rows, self._kinds, self._times = len(constant), len(counts), num_times
+        totals = counts @ first + constant
+        time_scale = max(float(np.max(np.abs(totals[:num_times]))), 1e-30)
+        self.scale = np.where(np.isfinite(caps), np.maximum(np.abs(caps), 1.0), time_scale)
+        self._counts = counts
+        room = np.where(np.isfinite(caps), caps, 0.0) - constant
+        self._right = np.concatenate([room / self.scale, np.ones(self._kinds)])
+        self._columns: list[Floats] = []
+        self._costs: list[float] = []
+        self._start_basis(first, totals, caps)
+
+    def _start_basis(self, first: Floats, totals: Floats, caps: Floats) -> None:
+        """One path per kind, T on the longest time, the overflow on the fullest cap, slacks elsewhere."""
+        size = self._num_rows + self._kinds
+        longest = np.zeros(size)
+        longest[: self._times] = -1.0
+        overflow = np.zeros(size)
+        overflow[self._times : self._num_rows] = -1.0
+        excess = np.where(np.isfinite(caps), (totals - caps) / self.scale, -np.inf)
+        basis = [self._add(self._slack(row), 0.0) for row in range(self._num_rows)]
+        time = self._add(longest, 1.0)
+        self._overflow = self._add(overflow, _PENALTY)
+        basis[int(np.argmax(totals[: self._times]))] = time
+        if self._num_rows > self._times and excess.max() > 0:
+            basis[int(np.argmax(excess))] = self._overflow
+        basis += [self._add(self._path(kind, first[kind]), 0.0) for kind in range(self._kinds)]
+        self._basis = basis
+
+    def _slack(self, row: int) -> Floats:
+        column = np.zeros(self._num_rows + self._kinds)
+        column[row] = 1.0
+        return column
+
+    def _path(self, kind: int, rows: Floats) -> Floats:
+        # A variable of 1 is the whole kind on this path, so that all variables are of the same size.
+        column = np.zeros(self._num_rows + self._kinds)
+        column[: self._num_rows] = self._counts[kind] * rows / self.scale
+        column[self._num_rows + kind] = 1.0
+        return column
+
+    def _add(self, column: Floats, cost: float) -> int:
+        self._columns.append(column)
+        self._costs.append(cost)
+        return len(self._columns) - 1
+
+    def _matrix(self) -> Floats:
+        return np.stack([self._columns[index] for index in self._basis], axis=1)
+
+    def duals(self) -> tuple[Floats, Floats]:
+        """Price of each row (non-negative at the optimum) and value of each convexity row."""
+        costs = np.array([self._costs[index] for index in self._basis])
+        duals = np.linalg.solve(self._matrix().T, costs)
+        return -duals[: self._num_rows], duals[self._num_rows :]
+
+    def overflow(self) -> float:
+        """How far the mixture exceeds the caps, relatively."""
+        values = np.linalg.solve(self._matrix(), self._right)
+        return float(values[self._basis.index(self._overflow)]) if self._overflow in self._basis else 0.0
+
+    def enter_slack(self, prices: Floats) -> bool:
+        """Bring in the slack of the row with the most negative price, if any."""
+        row = int(np.argmin(prices))
+        return prices[row] < -_NEGATIVE and self._enter(row)
+
+    def enter_path(self, paths: Floats, prices: Floats, convexity: Floats) -> bool:
+        """Bring in the path with the most negative reduced cost, if any."""
+        reduced = self._counts * (paths @ (prices / self.scale)) - convexity
+        kind = int(np.argmin(reduced))
+        if reduced[kind] >= -_NEGATIVE:
+            return False
+        return self._enter(self._add(self._path(kind, paths[kind]), 0.0))
+
+    def _enter(self, column: int) -> bool:
+        matrix = self._matrix()
+        values = np.maximum(np.linalg.solve(matrix, self._right), 0.0)
+        direction = np.linalg.solve(matrix, self._columns[column])
+        growing = direction > 1e-11
+        if not growing.any() or column in self._basis:
+            return False
+        steps = np.where(growing, values / np.where(growing, direction, 1.0), np.inf)
+        # Of equal steps the largest pivot, for the basis' sake.
+        close = steps <= steps.min() + 1e-12
+        self._basis[int(np.argmax(np.where(close, direction, -np.inf)))] = column
+        return True
