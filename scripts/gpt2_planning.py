@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
+from osdp.cost.step import evaluate
+from osdp.plan import Mode, Unit
 from osdp.profiler.measure import profile_model
 from scripts.gpt2_model import Wrap, build
 from scripts.training_run import Settings
@@ -62,13 +64,28 @@ def make_planning(
     model_desc = ModelDesc.from_module(model, sample)
     devices = DeviceInfo.detect(_NO_LIMIT)
     profile = profile_model(model, model_desc, sample, training=training, progress=dist.get_rank() == 0)
-    ends = {
-        mode: make_plan(model, model_desc, devices, training=training, profile=profile, strategy=mode)
-        for mode in ("FULL_SHARD", "NO_SHARD")
-    }
-    low, high = (ends[mode].predicted.peak_bytes for mode in ("FULL_SHARD", "NO_SHARD"))
+    replicated = make_plan(None, model_desc, devices, training=training, profile=profile, strategy="NO_SHARD")
+    sharded = as_fsdp2(replicated, model_desc)
+    sharded = replace(sharded, predicted=evaluate(sharded, profile, devices, training, model_desc))
+    low, high = sharded.predicted.peak_bytes, replicated.predicted.peak_bytes
     devices = replace(devices, memory_limit=limit or round(low + fraction * (high - low)))
     chosen = (
-        Plan.load(plan) if plan else make_plan(model, model_desc, devices, training=training, profile=profile)
+        Plan.load(plan) if plan else make_plan(None, model_desc, devices, training=training, profile=profile)
     )
-    return Planning(model_desc, devices, training, chosen, ends["FULL_SHARD"], ends["NO_SHARD"])
+    return Planning(model_desc, devices, training, chosen, sharded, replicated)
+
+
+def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:
+    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2` instead of its own; its prediction is stale."""
+    blocks: dict[str | None, list[str]] = {None: []}
+    for operator in model_desc.operators:
+        blocks.setdefault(operator.block, []).append(operator.name)
+    units = tuple(
+        Unit(Mode.FULL_SHARD, tuple(names), (block,))
+        if block
+        else Unit(Mode.SHARD_GRAD_OP, tuple(names), ("",), root=True)
+        for block, names in blocks.items()
+    )
+    modes = {name: unit.mode for unit in units for name in unit.operators}
+    decisions = tuple(replace(decision, mode=modes[decision.operator]) for decision in plan.decisions)
+    return replace(plan, units=units, decisions=decisions, optimal=False)

@@ -166,8 +166,8 @@ def _predicted(plan: Plan) -> list[str]:
     return [
         f"predicted  {format_seconds(costs.step_seconds)} a step, {plan.samples_per_second:.1f} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
-        f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}; "
-        f"{format_bytes(costs.state_bytes)} of it live all the time",
+        f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}",
+        f"states     {format_bytes(costs.state_bytes)} of it live all the time",
     ]
 
 
