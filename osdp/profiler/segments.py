@@ -86,7 +86,7 @@ def profile_segments(
     bar = progress_bar(_WARMUP + repeats + 1, "profile", shown=progress)
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng([target] if target.type == "cuda" else []), torch.enable_grad():
             batch = SampleBatch.of(sample_inputs)
             blocks = find_repeats(model_desc)
 
