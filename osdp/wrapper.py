@@ -65,6 +65,7 @@ class OSDP(nn.Module):
 
     module: nn.Module
     plan: Plan
+    _applied: AppliedPlan
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
@@ -111,7 +112,7 @@ class OSDP(nn.Module):
         }
         options = with_marked_options(model, given)
         options["mesh"] = data_parallel_mesh(model, options["mesh"])
-        finds_unused = options.pop("find_unused_parameters")
+        finds_unused = options["find_unused_parameters"]
         chosen = options.pop("plan")
         if chosen is None:
             chosen = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
@@ -132,7 +133,8 @@ class OSDP(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all."""
-        return self._applied.no_sync()
+        context: AbstractContextManager[None] = self._applied.no_sync()
+        return context
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether the next backwards reduce gradients, or keep them for one that does."""
@@ -140,7 +142,8 @@ class OSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
-        return self._applied.clip_grad_norm_(max_norm, norm_type)
+        norm: torch.Tensor = self._applied.clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -157,9 +160,22 @@ class OSDP(nn.Module):
         """The model's state dict: original names, DTensors where sharded."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of this wrapper, or of any other plan's through ``osdp.runtime.checkpoint``."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what :meth:`state_dict` gave under the same plan.
+
+        What another plan saved, or no plan, is loaded by :mod:`osdp.runtime.checkpoint`.
+
+        Raises:
+            ValueError: ``assign`` is set.
+        """
+        if assign:
+            raise ValueError(
+                "assign=True would replace the parameters that the optimizer and the shards refer to; "
+                "load with assign=False, which copies into them"
+            )
+        return self.module.load_state_dict(state_dict, strict)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
@@ -186,7 +202,7 @@ class OSDP(nn.Module):
             if after.device != before.device or after.dtype != before.dtype:
                 raise RuntimeError(
                     f"an OSDP model cannot be moved from {before.device} {before.dtype} to {after.device} "
-                    f"{after.dtype}: its shards belong to the devices and the dtypes of the plan; convert the "
+                    f"{after.dtype}: its shards belong to the devices and dtypes of the plan; convert the "
                     "plain model before wrapping it, or pass param_dtype="
                 )
         return self

@@ -40,7 +40,9 @@ def gradients(net: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else whole(p.grad) for n, p in net.named_parameters()}
 
 
-def expected(work: Callable[[nn.Module, int], torch.Tensor], **options: Any) -> dict[str, torch.Tensor | None]:
+def expected(
+    work: Callable[[nn.Module, int], torch.Tensor], **options: Any
+) -> dict[str, torch.Tensor | None]:
     """Gradients of the mean over ranks of ``work(net, rank)``, in one process."""
     torch.manual_seed(7)
     net = Net(gated=False, **options)
@@ -187,7 +189,9 @@ def recomputes_the_whole() -> None:
         for reentrant in (False, True):
             net, _ = start(layout)
             batch = tokens(dist.get_rank(), 2, 6)
-            offset = torch.zeros((), requires_grad=True)  # reentrant checkpoints need an input with a gradient
+            offset = torch.zeros(
+                (), requires_grad=True
+            )  # reentrant checkpoints need an input with a gradient
             if reentrant and layout != "replicate all":
                 continue  # FSDP2 itself does not run in a reentrant checkpoint of the root
 
@@ -214,7 +218,12 @@ def freezes_later() -> None:
         plain.frozen.requires_grad_(True)
         (sum(one_loss(plain, r) for r in range(2)) / 2).backward()
         assert difference(got["frozen.weight"], plain.frozen.weight.grad) < 1e-5, layout
-        assert difference(got["head.weight"] if "head.weight" in got else got["embed.weight"], plain.embed.weight.grad) < 1e-5
+        assert (
+            difference(
+                got["head.weight"] if "head.weight" in got else got["embed.weight"], plain.embed.weight.grad
+            )
+            < 1e-5
+        )
 
 
 def autograd_grad_is_let_alone() -> None:
@@ -237,7 +246,9 @@ def clips() -> None:
             step(net)
             want = expected(one_loss)
             held = [g for g in want.values() if g is not None]
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, norm_type) for g in held]), norm_type)
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(g, norm_type) for g in held]), norm_type
+            )
             limit = norm.item() / 3
             if norm_type == 2.0:
                 other, _ = start(layout)

@@ -99,4 +99,3 @@ def _refuse(module: nn.Module, _args: object) -> NoReturn:
         f"this {type(module).__name__} was marked for OSDP by fairscale's wrap, but nothing has planned for it; "
         "add, after enable_wrap:\n    model = OSDP(model, sample_batch, memory_limit)"
     )
-

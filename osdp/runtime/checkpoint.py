@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,14 +32,12 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load what :func:`train_state` gave, under any plan."""
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it."""
-    dcp.save(train_state(model, optimizer), checkpoint_id=str(path))
+    state_dict_saver.save(train_state(model, optimizer), checkpoint_id=str(path))
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -51,15 +49,14 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         optimizer: An optimizer of the same class over its parameters.
     """
     state = train_state(model, optimizer)
-    dcp.load(state, checkpoint_id=str(path))
+    state_dict_loader.load(state, checkpoint_id=str(path))
     set_train_state(model, optimizer, state)
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state_dict(model: nn.Module) -> State:
     """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others. Every rank calls it.
 
     It loads into the plain model by ``load_state_dict``.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, torch.Tensor] = get_model_state_dict(model, options=options)
-    return state
+    return dict(get_model_state_dict(model, options=options))

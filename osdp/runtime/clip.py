@@ -83,7 +83,8 @@ def _join(
     shard = shard.to(whole.dtype)
     if math.isinf(norm_type):
         dist.all_reduce(shard, op=dist.ReduceOp.MAX, group=group)
-        return torch.maximum(whole, shard)
+        largest: torch.Tensor = torch.maximum(whole, shard)
+        return largest
     total: torch.Tensor = shard**norm_type
     dist.all_reduce(total, group=group)
     joined: torch.Tensor = torch.pow(total + whole**norm_type, 1 / norm_type)

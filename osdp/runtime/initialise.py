@@ -129,14 +129,13 @@ def _initialise(
     device: torch.device,
 ) -> None:
     inside = {id(module) for module in modules}
-    mine = [
-        entry
-        for entry in owned.values()
-        if entry.name not in done and any(id(module) in inside for module, _ in entry.places)
-    ]
+    mine = [entry for entry in owned.values() if any(id(module) in inside for module, _ in entry.places)]
     stored = [entry.parameter for entry in mine]
     for entry, parameter in zip(mine, stored, strict=True):
-        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        if entry.name in done:  # tied to a module of an earlier block; this one may initialise it again
+            whole = _whole(parameter)
+        else:
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         entry.register(nn.Parameter(whole, requires_grad=parameter.requires_grad))
         done.add(entry.name)
     with torch.no_grad():
@@ -147,6 +146,12 @@ def _initialise(
         for entry, parameter in zip(mine, stored, strict=True):
             _store(entry.parameter, parameter, mesh)
             entry.register(parameter)
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return whole.detach().clone()
 
 
 def _store(whole: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -74,7 +74,7 @@ class ReplicatedParameter:
             # Through ``data``: saved tensors of a pending backward must not see a new version.
             self.compute.data.copy_(self.local)
         elif self.compute.data_ptr() != self.local.data_ptr():
-            self.compute.data = self.local  # load_state_dict(assign=True) brought another storage
+            self.compute.data = self.local  # somebody gave it other storage
         self.owned.register(self.compute)
 
     def swap_out(self) -> None:

@@ -1,0 +1,203 @@
+"""``OSDP`` as a module: names, attributes, state dicts, and what it refuses."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
+from osdp.plan import Mode
+from tests.distributed import run
+from tests.nets import Net, loss_of, tokens
+from tests.plans import ROOT, plan_by_hand
+from tests.test_parity import LAYOUTS, difference, whole
+from tests.test_runtime_step import expected, fail_backward, failing, one_loss
+
+
+class Configured(Net):
+    """A model with attributes and methods of its own."""
+
+    config = {"width": 5}
+
+    def predict(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch).argmax(-1)
+
+
+def wrapped(layout: str = "mixed leaves", **options: Any) -> OSDP:
+    torch.manual_seed(7)
+    net = Configured(gated=False)
+    modes, groups = LAYOUTS[layout]
+    return OSDP(net, plan=plan_by_hand(net, modes, dist.get_world_size(), groups=groups), **options)
+
+
+def looks_like_the_model() -> None:
+    torch.manual_seed(7)
+    plain = Configured(gated=False)
+    for layout in LAYOUTS:
+        model = wrapped(layout)
+        assert isinstance(model, OSDP) and isinstance(model, nn.Module)
+        assert isinstance(model.module, Configured)
+        assert model.plan.world_size == 2
+        assert model.config == {"width": 5}
+        assert model.blocks[0].up.out_features == 7
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+        assert "module." not in repr([n for n, _ in model.named_buffers()])
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            model.nothing_like_it  # noqa: B018
+        with torch.no_grad():
+            assert torch.equal(model.predict(tokens(0, 2, 6)), plain.predict(tokens(0, 2, 6)))
+        assert not model.eval().training and not model.module.blocks[1].training
+        assert model.train().module.training
+        assert "blocks.0.up" in repr(model)
+
+
+def parameters_are_the_stored_ones_in_between() -> None:
+    """An optimizer made, or a norm taken, between forward and backward sees what is trained."""
+    for layout in LAYOUTS:
+        model = wrapped(layout)
+        before = dict(model.named_parameters())
+        loss = one_loss(model, dist.get_rank())
+        between = dict(model.named_parameters())
+        assert all(between[name] is before[name] for name in before), layout
+        state = model.state_dict()
+        assert all(isinstance(v, DTensor) == isinstance(before.get(n, v), DTensor) for n, v in state.items())
+        loss.backward()
+        want = expected(one_loss)
+        for name, parameter in model.named_parameters():
+            got = None if parameter.grad is None else whole(parameter.grad)
+            assert difference(got, want[name]) < 1e-5, (layout, name)
+
+
+def recovers_clips_and_keeps() -> None:
+    model = wrapped(find_unused_parameters=True)
+    with failing(model.blocks[0], fail_backward), pytest.raises(KeyError):
+        one_loss(model, dist.get_rank()).backward()
+    with model.no_sync():
+        one_loss(model, dist.get_rank()).backward()
+    model.set_requires_gradient_sync(True)
+    one_loss(model, dist.get_rank()).backward()
+    want = expected(lambda net, rank: 2 * one_loss(net, rank))
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(g) for g in want.values() if g is not None])
+    )
+    assert difference(model.clip_grad_norm_(1.0), norm) < 1e-5
+
+
+def refuses() -> None:
+    model = wrapped()
+    with pytest.raises(RuntimeError, match="cannot be copied.*before wrapping"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="cpu.*meta.*before wrapping"):
+        model.to("meta")
+    with pytest.raises(RuntimeError, match="float32.*float64.*param_dtype"):
+        model.double()
+    assert model.to("cpu") is model
+    assert model.float() is model
+    with pytest.raises(ValueError, match="wrapped already"):
+        OSDP(model, plan=model.plan)
+    with pytest.raises(ValueError, match="wrapped already"):
+        OSDP(model.module, plan=model.plan)
+    net = Net(gated=False)
+    plan = plan_by_hand(net, Mode.FULL_SHARD, 4, groups={"": ROOT})
+    with pytest.raises(PlanMismatchError, match=r"4 ranks, there are 2"):
+        OSDP(net, plan=plan)
+    two_axes = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="2 axes"):
+        OSDP(net, plan=plan, mesh=two_axes)
+
+
+def all_differences_at_once() -> None:
+    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    plan = plan_by_hand(Net(), Mode.NO_SHARD, 4)
+    with pytest.raises(PlanMismatchError) as caught:
+        OSDP(other, plan=plan)
+    text = str(caught.value)
+    for fault in ("4 ranks", "'blocks.0.up'", "'embed.weight'", "parameter '0.weight' of the model"):
+        assert fault in text
+    assert len(caught.value.differences) > 10
+    resized = Net(gated=False)
+    resized.frozen = nn.Linear(5, 6)
+    with pytest.raises(PlanMismatchError, match="'frozen' has 144 bytes, the plan says 120"):
+        OSDP(resized, plan=plan_by_hand(Net(gated=False), Mode.NO_SHARD, 2))
+    with pytest.raises(PlanMismatchError, match=r"'gate\.scale' has no dimension to shard"):
+        OSDP(Net(), plan=plan_by_hand(Net(), Mode.FULL_SHARD, 2, groups={"": ROOT}))
+    tied = plan_by_hand(Net(gated=False), Mode.FULL_SHARD, 2, groups={"blocks.0": "blocks.0"})
+    untied = plan_by_hand(Net(gated=False, tied=False), Mode.FULL_SHARD, 2)
+    assert OSDP(Net(gated=False), plan=tied).plan is tied
+    with pytest.raises(PlanMismatchError, match="head"):
+        OSDP(Net(gated=False), plan=untied)
+
+
+def compiles() -> None:
+    # Dynamo looks at gradients of inputs that are no leaves, and lets that warning through.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    want = expected(one_loss)
+    for layout in ("replicate all", "shard all", "mixed leaves"):
+        for dtype in (None, "bfloat16"):
+            torch._dynamo.reset()
+            torch.manual_seed(7)
+            net = Net(gated=False)
+            modes, groups = LAYOUTS[layout]
+            plan = plan_by_hand(net, modes, 2, groups=groups, param_dtype=dtype)
+            model = OSDP(net, plan=plan)
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+            for _ in range(4):
+                model.zero_grad()
+                one_loss(model, dist.get_rank()).backward()
+            for name, parameter in model.named_parameters():
+                got = None if parameter.grad is None else whole(parameter.grad)
+                tolerance = 5e-2 if dtype else 1e-5
+                assert difference(got, want[name]) < tolerance, (layout, dtype, name)
+
+
+def all_checks() -> None:
+    looks_like_the_model()
+    parameters_are_the_stored_ones_in_between()
+    recovers_clips_and_keeps()
+    refuses()
+    all_differences_at_once()
+
+
+def test_wrapper() -> None:
+    run(2, all_checks, timeout=100)
+
+
+def test_compiled_blocks() -> None:
+    run(2, compiles, timeout=150)
+
+
+def test_without_a_process_group_the_error_says_what_to_type() -> None:
+    net = Net(gated=False)
+    with pytest.raises(RuntimeError, match=r"torchrun --nproc-per-node=2 your_script\.py"):
+        OSDP(net, plan=plan_by_hand(net, Mode.NO_SHARD, 2))
+
+
+def test_the_long_name() -> None:
+    assert OptimalShardedDataParallel is OSDP
+
+
+def loss_goes_down() -> None:
+    model = wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(20):
+        batch = tokens(dist.get_rank(), 2, 6)
+        optimizer.zero_grad()
+        loss = loss_of(model(batch), batch)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_it_learns() -> None:
+    run(2, loss_goes_down)
