@@ -15,7 +15,7 @@ from benchmarks.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
 from osdp.device_info import COLLECTIVES
 from osdp.profile import Profile
-from osdp.profiler.segments import profile_segments
+from osdp.profiler.measure import profile_model
 
 BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
 
@@ -42,7 +42,7 @@ class Setting:
     def plan(self, device: DeviceInfo, memory_limit: int = UNLIMITED, strategy: str | None = None) -> Plan:
         """The plan for these devices under ``memory_limit`` bytes, or the one that ``strategy`` forces."""
         return make_plan(
-            self.case.model(device="meta"),
+            None,
             self.model_desc,
             replace(device, memory_limit=memory_limit),
             training=self.training,
@@ -126,16 +126,24 @@ def _already_reduced(state: object, bucket: Any) -> torch.futures.Future[torch.T
 
 
 def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
-    """Devices that nobody measured (20 us, 10 GB/s): for plans whose times do not matter."""
-    links = tuple(Link(name, "world", world_size, 2e-5, 1e10) for name in COLLECTIVES)
+    """Devices that nobody measured, for plans whose times do not matter.
+
+    Collectives are as slow as gloo's (0.5 ms, 200 MB/s), so that a searched plan uses the memory it may.
+    """
+    links = tuple(Link(name, "world", world_size, 5e-4, 2e8) for name in COLLECTIVES)
     return DeviceInfo(memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links)
 
 
-def make_setting(case: Case, training: Training, profile: Profile | None = None) -> Setting:
+def make_setting(
+    case: Case, training: Training, profile: Profile | None = None, device: str = "cpu"
+) -> Setting:
     """Describe and profile ``case`` on this machine (or take its ``profile``)."""
     sample = case.sample(training.local_batch)
-    model_desc = ModelDesc.from_module(case.model(device="meta"), sample)
-    measured = profile or profile_segments(case.model(), model_desc, sample, training=training)
+    model = case.model(device="meta" if profile else "cpu")
+    model_desc = ModelDesc.from_module(model, sample)
+    measured = profile or profile_model(
+        model, model_desc, sample, training=training, device=device, progress=False
+    )
     return Setting(case, training, model_desc, measured)
 
 

@@ -117,12 +117,15 @@ def check(point: Point, setting: Setting, device: str) -> Row:
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
     points = list(grid(options))
-    settings: dict[str, Setting] = {}
+    settings: dict[tuple[str, str | None], Setting] = {}
     result = Result(options, world_size=max(point.world_size for point in points), backend="fake")
     for point in harness.progress(points, len(points), "memory_accuracy"):
-        if point.case not in settings:
-            settings = {point.case: make_setting(CASES[point.case], BASE, device=options.device)}
-        result.rows.append(check(point, settings[point.case], options.device))
+        key = (point.case, point.training.param_dtype)
+        if key not in settings:
+            # One model at a time; a profile holds for every training that computes in its dtype.
+            settings = {known: setting for known, setting in settings.items() if known[0] == point.case}
+            settings[key] = make_setting(CASES[point.case], point.training, device=options.device)
+        result.rows.append(check(point, settings[key], options.device))
     result.summary = {
         "worst_error": max(abs(row["relative_error"]) for row in result.rows),
         "false_feasible": sum(row["exceeds"] for row in result.rows),
