@@ -1,5 +1,6 @@
 """Describe, profile and plan the model of a run; the only script that knows osdp."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def make_planning(
     model = build(settings.size, settings.seed)
     model_desc = ModelDesc.from_module(model, sample)
     devices = DeviceInfo.detect(_NO_LIMIT)
-    profile = profile_model(model, model_desc, sample, training=training, progress=dist.get_rank() == 0)
+    profile = profile_model(
+        model, model_desc, sample, training=training, progress=dist.get_rank() == 0 and sys.stderr.isatty()
+    )
     replicated = make_plan(None, model_desc, devices, training=training, profile=profile, strategy="NO_SHARD")
     sharded = as_fsdp2(replicated, model_desc)
     sharded = replace(sharded, predicted=evaluate(sharded, profile, devices, training, model_desc))
@@ -76,7 +79,7 @@ def make_planning(
 
 
 def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:
-    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2` instead of its own; its prediction is stale."""
+    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2`; its prediction is still that of its own."""
     blocks: dict[str | None, list[str]] = {None: []}
     for operator in model_desc.operators:
         blocks.setdefault(operator.block, []).append(operator.name)

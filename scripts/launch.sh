@@ -12,7 +12,7 @@ launch() {
         where=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
     fi
     # One thread per process unless told otherwise: processes share the cores.
-    # Kineto would announce each memory measurement on stderr.
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" KINETO_LOG_LEVEL=99 \
+    # Kineto and the allocator would comment on each memory measurement.
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" KINETO_LOG_LEVEL=99 TORCH_CPP_LOG_LEVEL=ERROR \
         torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m scripts.train_gpt2 "$@"
 }

@@ -61,7 +61,10 @@ class RunRow:
 
 
 def comparison_table(rows: Sequence[RunRow], memory_limit: int | None = None) -> str:
-    """Runs side by side, measured next to predicted; a peak above ``memory_limit`` is marked."""
+    """Runs side by side, measured next to predicted; a peak above ``memory_limit`` is marked.
+
+    The last column is the largest difference of a step's loss from the reference's.
+    """
     header = (
         "",
         "samples/s",
@@ -73,7 +76,7 @@ def comparison_table(rows: Sequence[RunRow], memory_limit: int | None = None) ->
         "last loss",
         "held out",
     )
-    table = [(*header, "largest difference")]
+    table = [(*header, "difference")]
     for row in rows:
         over = memory_limit is not None and row.peak_bytes is not None and row.peak_bytes > memory_limit
         table.append(
