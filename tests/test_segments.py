@@ -215,17 +215,14 @@ def test_saved_bytes_are_those_of_the_whole_model() -> None:
 
 
 def test_half_the_bits_save_half_the_bytes() -> None:
-    model, sample = _encoder()
+    model, sample = _mlp()
     desc, whole = _profile(model, sample)
     _, half = _profile(model, sample, param_dtype="bfloat16")
-    one, other = ({p.signature: p for p in profile} for profile in (whole, half))
-    linears = [s.signature for s in desc.segments if s.module.endswith(("linear1", "linear2"))]
-    assert linears
-    for signature in linears:
-        assert other[signature].forward.live_bytes * 2 == one[signature].forward.live_bytes
-    saved = [sum(p.saved_bytes for p in profile) for profile in (whole, half)]
-    # Dropout masks keep their byte, the statistics of norms their float32.
-    assert 0.5 < saved[1] / saved[0] < 0.75
+    for signature in (s.signature for s in desc.segments if s.module):
+        one, other = (next(p for p in profile if p.signature == signature) for profile in (whole, half))
+        assert other.forward.live_bytes * 2 == one.forward.live_bytes
+        assert other.saved_bytes * 2 == one.saved_bytes
+    assert sum(p.saved_bytes for p in half) > 0
 
 
 def test_frozen_models_have_no_backward() -> None:

@@ -13,7 +13,7 @@ class Repeat:
 
     Attributes:
         block: Its FQN.
-        exemplar: FQN of the last block before it that does run and returns the same.
+        exemplar: FQN of the last block like it, before it, that does run.
         inside: How often its forward calls which module.
     """
 
@@ -31,22 +31,19 @@ def find_repeats(model_desc: ModelDesc) -> tuple[Repeat, ...]:
     spans = _spans(model_desc)
     inside = {index for start, stop in spans.values() for index in range(start, stop)}
     covered = {s.signature for index, s in enumerate(model_desc.segments) if index not in inside}
-    exemplars: dict[tuple[str, ...], str] = {}
+    exemplars: dict[tuple[object, ...], str] = {}
     repeats = []
     for block, (start, stop) in spans.items():
         segments = model_desc.segments[start:stop]
-        returns = (_siblings(block), repr(segments[-1].outputs))
-        if returns in exemplars and covered.issuperset(s.signature for s in segments):
+        inner = tuple(s.module.removeprefix(block) for s in segments)
+        kind = (block.rpartition(".")[0], inner, segments[-1].outputs)
+        if kind in exemplars and covered.issuperset(s.signature for s in segments):
             calls = {(s.module, s.call) for s in segments}
-            repeats.append(Repeat(block, exemplars[returns], Counter(module for module, _ in calls)))
+            repeats.append(Repeat(block, exemplars[kind], Counter(module for module, _ in calls)))
         else:
-            exemplars[returns] = block
+            exemplars[kind] = block
             covered |= {s.signature for s in segments}
     return tuple(repeats)
-
-
-def _siblings(block: str) -> str:
-    return block.rpartition(".")[0]
 
 
 def _spans(model_desc: ModelDesc) -> dict[str, tuple[int, int]]:
