@@ -70,8 +70,9 @@ def cases() -> list[Case]:
     ]
     grid += [
         Case(layout, accumulate=accumulate, dtypes=dtypes)
-        for layout, accumulate, dtypes in itertools.product(LAYOUTS, ("none", "keep", "reduce"), low)
+        for layout, accumulate, dtypes in itertools.product(LAYOUTS, ("none", "keep"), low)
     ]
+    grid += [Case(layout, accumulate="reduce", dtypes=low[0]) for layout in LAYOUTS]
     # torch has no fused SGD for DTensors, only for the plain parameters of a plan that shards nothing.
     grid += [
         Case(layout, optimizer=name)
@@ -192,9 +193,9 @@ def faults(case: Case) -> list[str]:
         losses, grads, weights = train(case)
     except Exception as error:
         raise RuntimeError(f"{case}") from error
-    # Reducing in bfloat16 rounds each sum to 8 bits.
+    # Reducing in bfloat16 rounds the sum over ranks to 8 bits at each addition.
     low = "bfloat16" in ((case.dtypes[1] or case.dtypes[0]) or "")
-    tolerance = 3e-2 if low else TOLERANCE
+    tolerance = 4 * dist.get_world_size() * 2**-8 if low else TOLERANCE
     found = []
     for step, (got, want) in enumerate(zip(losses, want_losses[dist.get_rank()], strict=True)):
         if abs(got - want) > tolerance * abs(want):

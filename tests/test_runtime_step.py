@@ -1,6 +1,8 @@
 """What happens around a step: unused parameters, exceptions, evaluation, several forwards, frozen later."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -238,6 +240,40 @@ def autograd_grad_is_let_alone() -> None:
         assert_same(gradients(net), expected(one_loss), layout)
 
 
+def zeroed_gradients_are_added_to() -> None:
+    want = expected(one_loss)
+    for layout in LAYOUTS:
+        net, _ = start(layout)
+        step(net, seed=50)
+        net.zero_grad(set_to_none=False)
+        step(net)
+        got = gradients(net)
+        assert_same(
+            {n: g for n, g in got.items() if want[n] is not None},
+            {n: g for n, g in want.items() if g is not None},
+            layout,
+        )
+
+
+def models_can_be_freed() -> None:
+    for layout in LAYOUTS:
+        net, applied = start(layout, find_unused_parameters=True)
+        step(net)
+        alive = weakref.ref(net)
+        del net, applied
+        gc.collect()
+        assert alive() is None, layout
+
+
+def freezing_inside_an_accumulation_is_refused() -> None:
+    net, applied = start("mixed leaves")
+    with applied.no_sync():
+        step(net)
+    net.blocks[0].up.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="between the microbatches"):
+        step(net)
+
+
 def clips() -> None:
     torch.manual_seed(7)
     for norm_type in (2.0, 1.0, float("inf")):
@@ -274,6 +310,9 @@ def all_step_checks() -> None:
     freezes_later()
     autograd_grad_is_let_alone()
     clips()
+    zeroed_gradients_are_added_to()
+    models_can_be_freed()
+    freezing_inside_an_accumulation_is_refused()
 
 
 class Branches(nn.Module):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from tests.test_runtime_step import expected, fail_backward, failing, one_loss
 class Configured(Net):
     """A model with attributes and methods of its own."""
 
-    config = {"width": 5}
+    config: ClassVar = {"width": 5}
 
     def predict(self, batch: torch.Tensor) -> torch.Tensor:
         return self(batch).argmax(-1)
@@ -92,11 +92,11 @@ def recovers_clips_and_keeps() -> None:
 
 def refuses() -> None:
     model = wrapped()
-    with pytest.raises(RuntimeError, match="cannot be copied.*before wrapping"):
+    with pytest.raises(RuntimeError, match=r"cannot be copied.*before wrapping"):
         copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="cpu.*meta.*before wrapping"):
+    with pytest.raises(RuntimeError, match=r"cpu.*meta.*before wrapping"):
         model.to("meta")
-    with pytest.raises(RuntimeError, match="float32.*float64.*param_dtype"):
+    with pytest.raises(RuntimeError, match=r"float32.*float64.*param_dtype"):
         model.double()
     assert model.to("cpu") is model
     assert model.float() is model

@@ -1,4 +1,6 @@
-"""fairscale's ``wrap`` and ``auto_wrap``: inside ``enable_wrap(wrapper_cls=OSDP)`` they mark units of decision.
+"""fairscale's ``wrap`` and ``auto_wrap`` mark units of decision inside ``enable_wrap(wrapper_cls=OSDP)``.
+
+::
 
     with enable_wrap(wrapper_cls=OSDP):
         model = auto_wrap(model)
@@ -96,6 +98,6 @@ def unmark(model: nn.Module) -> None:
 
 def _refuse(module: nn.Module, _args: object) -> NoReturn:
     raise RuntimeError(
-        f"this {type(module).__name__} was marked for OSDP by fairscale's wrap, but nothing has planned for it; "
-        "add, after enable_wrap:\n    model = OSDP(model, sample_batch, memory_limit)"
+        f"this {type(module).__name__} was marked for OSDP by fairscale's wrap, but nothing has planned for "
+        "it; add, after enable_wrap:\n    model = OSDP(model, sample_batch, memory_limit)"
     )

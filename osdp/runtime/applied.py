@@ -1,6 +1,7 @@
 """A model that runs under a plan: what happens around its forward, its backward and an exception."""
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,6 +152,11 @@ class AppliedPlan:
             self.recover(drop_gradients=True)
         trainable = self._trainable_names()
         if trainable != self._trainable:
+            if self._reducer.holds_gradients:
+                raise RuntimeError(
+                    "parameters were frozen or unfrozen between the microbatches of an accumulation; do that "
+                    "between steps"
+                )
             self._trainable = trainable
             self._reducer.rebuild()
             self._sharded.watch()
@@ -160,7 +166,7 @@ class AppliedPlan:
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> None:
         if in_backward():
             return
-        if output is None:  # torch calls it so when the forward raised
+        if output is None and sys.exc_info()[0] is not None:  # torch calls it so when the forward raised
             self.recover(drop_gradients=False)
         elif not torch.is_grad_enabled():
             if not self._pending:

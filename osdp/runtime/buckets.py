@@ -81,6 +81,11 @@ class Bucket:
         """Whether every parameter got its gradient in this backward."""
         return len(self._arrived) == len(self.parameters)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds gradients that were not handed out."""
+        return self._flat is not None
+
     def receive(self, index: int) -> None:
         """Take the gradient autograd left on parameter ``index``.
 

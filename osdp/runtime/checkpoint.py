@@ -54,9 +54,9 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def whole_state_dict(model: nn.Module) -> State:
-    """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others. Every rank calls it.
+    """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others.
 
-    It loads into the plain model by ``load_state_dict``.
+    Every rank calls it. It loads into the plain model by ``load_state_dict``.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(model, options=options))

@@ -70,7 +70,8 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.devic
     if not grads:
         return torch.zeros((), device=device)
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_accumulation_dtype(grad)) for grad in grads]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return joined
 
 
 def _accumulation_dtype(grad: torch.Tensor) -> torch.dtype:

@@ -32,6 +32,11 @@ class GradientReducer:
         self._places: dict[str, tuple[Bucket, int]] = {}
         self.rebuild()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether an accumulation is under way."""
+        return any(bucket.is_open for bucket in self.buckets)
+
     def rebuild(self) -> None:
         """Form the buckets anew, from the parameters that are trainable now."""
         buckets = []
