@@ -138,12 +138,6 @@ def cached_segments(
     return segments
 
 
-def resident_bytes(model: nn.Module, sample_inputs: Any) -> int:
-    """Bytes of the buffers of ``model`` and of the sample batch, alive throughout a step."""
-    tensors = [*model.buffers(), *SampleBatch.of(sample_inputs).tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def device_kind(device: torch.device) -> str:
     """Name of the kind of ``device``: ``"cpu"`` or the GPU's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
