@@ -1,7 +1,6 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,7 @@ class Candidate:
         return {str(name): count for name, count in counter.get_comm_counts().items() if count}
 
 
-def _already_reduced(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     del state
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -151,7 +151,7 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
     cases = ("gpt2-small",) if options.quick else ("gpt2-deep", "gpt2-wide", "mlp")
-    rounds = 15 if options.quick else 60
+    rounds = 40 if options.quick else 60
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
     tasks = [(case, kind) for case in cases for kind in ("time", "count")]
     for case, kind in harness.progress(tasks, len(tasks), "overhead"):

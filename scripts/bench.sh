@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Runs benchmarks, each claim with its baselines beside it, and writes what was measured to
+# benchmarks/results/<claim>_<hardware>_<yyyymm>.{json,md}:  bash scripts/bench.sh [--quick] [claim ...]
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+
+CLAIMS=(memory_accuracy overhead throughput search_time time_accuracy)
+DEVICE="${DEVICE:-cpu}"
+
+hardware() {
+    python - "$DEVICE" <<'PYTHON'
+import os, platform, re, sys
+import torch
+name = torch.cuda.get_device_name() if sys.argv[1] == "cuda" else f"cpu{len(os.sched_getaffinity(0))}-{platform.machine()}"
+print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
+PYTHON
+}
+
+arguments=() chosen=()
+for word in "$@"; do
+    case "$word" in
+        -*) arguments+=("$word") ;;
+        *) chosen+=("$word") ;;
+    esac
+done
+[ ${#chosen[@]} -gt 0 ] || chosen=("${CLAIMS[@]}")
+[ "$DEVICE" = cpu ] || arguments+=(--device "$DEVICE")
+
+mkdir -p benchmarks/results
+machine="$(hardware)"
+worst=0
+for claim in "${chosen[@]}"; do
+    [ -f "benchmarks/$claim.py" ] || fail "no benchmark is called $claim; there are ${CLAIMS[*]}"
+    result="benchmarks/results/${claim}_${machine}_$(date +%Y%m)"
+    status=0
+    python -m "benchmarks.$claim" "${arguments[@]}" --json "$result.json" | tee "$result.txt" || status=$?
+    {
+        echo "# $claim"
+        echo
+        echo "\`python -m benchmarks.$claim ${arguments[*]}\` on $machine, $(date +%Y-%m-%d); exit status $status."
+        echo "Environment and every row are in the JSON file of the same name."
+        echo
+        echo '```'
+        cat "$result.txt"
+        echo '```'
+    } >"$result.md"
+    rm "$result.txt"
+    # Wrong (1) outranks not measurable (3).
+    if [ "$status" -ne 0 ] && [ "$worst" -ne 1 ]; then worst=$status; fi
+done
+exit "$worst"

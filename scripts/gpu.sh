@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# On a machine with one GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
+# process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results.
+# Uses the torch and transformers that are there and installs nothing.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON="${PYTHON:-python3}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    { echo "error: $PYTHON sees no CUDA device" >&2; exit 3; }
+
+machine="$("$PYTHON" -c 'import re, torch; print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))')"
+results="${OUT:-benchmarks/results}"
+mkdir -p "$results"
+worst=0
+
+if "$PYTHON" -c 'import pytest, pytest_timeout' 2>/dev/null; then
+    "$PYTHON" -m pytest -q -m cuda tests || worst=1
+else
+    echo "pytest and pytest-timeout are not installed: the tests marked cuda were not run" >&2
+    worst=3
+fi
+for claim in memory_accuracy time_accuracy; do
+    result="$results/${claim}_${machine}_$(date +%Y%m)"
+    "$PYTHON" -m "benchmarks.$claim" --device cuda "$@" --json "$result.json" | tee "$result.txt"
+    status=${PIPESTATUS[0]}
+    {
+        echo "# $claim"
+        echo
+        echo "On $machine, $(date +%Y-%m-%d); exit status $status. Every row is in the JSON file of the same name."
+        echo
+        echo '```'
+        cat "$result.txt"
+        echo '```'
+    } >"$result.md"
+    rm "$result.txt"
+    [ "$status" -eq 0 ] || worst=$status
+done
+exit "$worst"
