@@ -79,7 +79,7 @@ def make_planning(
 
 
 def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:
-    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2`; its prediction is still that of its own."""
+    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2`; its prediction stays that of its own."""
     blocks: dict[str | None, list[str]] = {None: []}
     for operator in model_desc.operators:
         blocks.setdefault(operator.block, []).append(operator.name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scripts.gpt2_planning import Planning
 
 STRATEGIES = ("OSDP", "FSDP2", "DDP")
-NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 40, "seed": 0}
+NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 30, "seed": 0}
 
 
 def main() -> None:
