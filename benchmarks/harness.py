@@ -16,12 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-# Kineto announces each recording on stderr, into the progress bar, and the allocator each older block;
-# both, and transformers, are told to be quiet before they are loaded.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
 import torch
 
 MEASURED, WRONG, UNMEASURED = 0, 1, 3

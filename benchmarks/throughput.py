@@ -38,7 +38,7 @@ from osdp.units import format_bytes
 
 WORLD_SIZE = 2
 LOCAL_BATCH = 4
-FRACTIONS = (0.25, 0.5, 0.75)
+FRACTIONS, QUICK_FRACTIONS = (0.25, 0.5, 0.75), (0.5,)
 LOSS_TOLERANCE = 1e-3
 WARMUP = 2
 
@@ -60,7 +60,7 @@ class Network:
 
 LOOPBACK = Network("loopback", None, 20)
 NETWORKS = (LOOPBACK, Network("1 Gbit/s", 10**9, 10), Network("200 Mbit/s", 2 * 10**8, 6))
-QUICK_NETWORKS = (Network("loopback", None, 4), Network("1 Gbit/s", 10**9, 3))
+QUICK_NETWORKS = (Network("loopback", None, 8), Network("1 Gbit/s", 10**9, 5))
 
 
 def training() -> Training:
@@ -113,11 +113,11 @@ def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds:
     }
 
 
-def rows_of(case: str, network: Network) -> list[Row]:
+def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[Row]:
     """All rows of one shape on one network; with a reason where they cannot be measured."""
     known = peaks(case)
     low, high = known["FULL_SHARD"], known["NO_SHARD"]
-    limits = [int(low + fraction * (high - low)) for fraction in FRACTIONS]
+    limits = [int(low + fraction * (high - low)) for fraction in fractions]
     name = f"{case} {network.name}"
     arguments = {"case": case, "limits": limits, "rounds": network.rounds}
     try:
@@ -131,15 +131,15 @@ def rows_of(case: str, network: Network) -> list[Row]:
                 environment=hosts.environment if hosts else None,
             )[0]
     except NetworkUnavailableError as error:
-        return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in FRACTIONS]
+        return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in fractions]
     except WorkerError as error:
-        return [_empty(f"{name} {fraction}", error=str(error)) for fraction in FRACTIONS]
+        return [_empty(f"{name} {fraction}", error=str(error)) for fraction in fractions]
     total = network.rounds + WARMUP
     expected = reference_losses(CASES[case], training(), WORLD_SIZE, total)[-1]
     return [
         {"name": f"{name} {fraction}", "case": case, "network": network.name, "fraction": fraction}
         | _row(case, limit, known, measured, expected)
-        for fraction, limit in zip(FRACTIONS, limits, strict=True)
+        for fraction, limit in zip(fractions, limits, strict=True)
     ]
 
 
@@ -224,7 +224,7 @@ def measure(options: Options) -> Result:
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
     tasks = [(case, network) for case in shapes for network in networks]
     for case, network in harness.progress(tasks, len(tasks), "throughput"):
-        result.rows += rows_of(case, network)
+        result.rows += rows_of(case, network, QUICK_FRACTIONS if options.quick else FRACTIONS)
     result.summary = summarize(result.rows)
     return result
 
