@@ -134,21 +134,29 @@ def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
 
 
 def make_setting(
-    case: Case, training: Training, profile: Profile | None = None, device: str = "cpu"
+    case: Case,
+    training: Training,
+    profile: Profile | None = None,
+    *,
+    device: str = "cpu",
+    mesh: DeviceMesh | None = None,
 ) -> Setting:
-    """Describe and profile ``case`` on this machine (or take its ``profile``)."""
+    """Describe and profile ``case`` on this machine (or take its ``profile``).
+
+    With a ``mesh`` the optimizer is timed on DTensors, as it runs under a plan.
+    """
     sample = case.sample(training.local_batch)
     model = case.model(device="meta" if profile else "cpu")
     model_desc = ModelDesc.from_module(model, sample)
     measured = profile or profile_model(
-        model, model_desc, sample, training=training, device=device, progress=False
+        model, model_desc, sample, training=training, device=device, mesh=mesh, progress=False
     )
     return Setting(case, training, model_desc, measured)
 
 
-def make_setting_on_first(case: Case, training: Training) -> Setting:
+def make_setting_on_first(case: Case, training: Training, mesh: DeviceMesh) -> Setting:
     """As :func:`make_setting`, with the profile that rank 0 measures while the others wait."""
-    shared: list[Setting | None] = [make_setting(case, training) if dist.get_rank() == 0 else None]
+    shared: list[Setting | None] = [make_setting(case, training, mesh=mesh) if dist.get_rank() == 0 else None]
     profiles = [None if shared[0] is None else shared[0].profile]
     dist.broadcast_object_list(profiles)
     return shared[0] or make_setting(case, training, profiles[0])

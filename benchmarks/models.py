@@ -6,7 +6,7 @@ same order.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -299,15 +299,3 @@ FAMILIES = ("gpt2-small", "bert", "opt", "llama", "vit", "resnet", "mlp", "trans
 
 #: The two shapes of the throughput claim.
 SHAPES = ("gpt2-deep", "gpt2-wide")
-
-
-def without_bias(case: Case) -> Case:
-    """The same model with every bias frozen: parameters without gradients in every unit."""
-
-    def build() -> nn.Module:
-        model = case.build()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.endswith("bias"))
-        return model
-
-    return replace(case, name=f"{case.name}-frozen-bias", build=build)

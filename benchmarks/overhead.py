@@ -35,8 +35,8 @@ def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, ro
     """Worker: seconds of every candidate's steps, alternating, and its last loss."""
     del rank, world_size
     training = Training(local_batch=local_batch)
-    setting = make_setting_on_first(CASES[case], training)
     mesh = live_mesh()
+    setting = make_setting_on_first(CASES[case], training, mesh)
     device = given_device(dist.get_world_size())
     candidates: dict[str, Candidate] = {}
     for strategy, baseline in PAIRS.items():

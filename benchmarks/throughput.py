@@ -81,14 +81,14 @@ def peaks(case: str) -> dict[str, int]:
 def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds: int) -> dict[str, Any]:
     """Worker: plan for the live network, then time every candidate's steps in turn."""
     del rank, world_size
-    setting = make_setting_on_first(CASES[case], training())
+    mesh = live_mesh()
+    setting = make_setting_on_first(CASES[case], training(), mesh)
     device = DeviceInfo.detect(limits[0])
     free = setting.plan(device)
     plans = {str(limit): setting.plan(device, limit) for limit in limits}
     candidates = {kind: Candidate(kind, setting) for kind in BASELINES}
     candidates["fsdp2 again"] = Candidate("fsdp2", setting)
     candidates |= {name: setting.candidate(device, plan) for name, plan in plans.items()}
-    mesh = live_mesh()
     steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
     done = dict.fromkeys(steps, 0)
     losses = dict.fromkeys(steps, 0.0)

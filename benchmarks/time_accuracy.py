@@ -1,14 +1,13 @@
 """Claim: the predicted time of a step is the measured one where nothing has to be communicated.
 
 Each model is trained on one device by itself, and under a fake process group (all of FSDP2's copies and
-hooks, no communication), and the median of whole steps is set beside the prediction made with free
-collectives. What real collectives add is measured by :mod:`benchmarks.throughput`.
+hooks, no communication), and the median of whole steps is set beside the prediction for a group
+measured alike. What real collectives add is measured by :mod:`benchmarks.throughput`.
 
     python -m benchmarks.time_accuracy [--quick] [--json FILE] [--device cuda]
 """
 
 import sys
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -20,27 +19,20 @@ from benchmarks.harness import Options, Result, Row
 from benchmarks.memory_oracle import fake_group
 from benchmarks.models import CASES, FAMILIES, FULL_SIZE
 from benchmarks.timing import alternate
-from osdp import DeviceInfo, Link, Training
-from osdp.device_info import COLLECTIVES
+from osdp import DeviceInfo, Training
 
 TRAINING = Training(local_batch=4)
 
 
-def free_device(world_size: int, kind: str) -> DeviceInfo:
-    """Devices between which nothing costs time."""
-    links = tuple(Link(name, "world", world_size, 0.0, float(2**60)) for name in COLLECTIVES)
-    return DeviceInfo(
-        memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links, blocking=False
-    )
-
-
 def check(case: str, world_size: int, strategy: str, options: Options) -> Row:
     """Predict and measure one model."""
-    setting = make_setting(CASES[case], TRAINING, device=options.device)
-    devices = replace(free_device(world_size, setting.profile.device), unit_overhead=0.0)
-    plan = setting.plan(devices, strategy=strategy)
     with fake_group(world_size):
-        step = setting.candidate(devices, plan).build_step(init_device_mesh(options.device, (world_size,)))
+        mesh = init_device_mesh(options.device, (world_size,))
+        setting = make_setting(CASES[case], TRAINING, device=options.device, mesh=mesh)
+        # What a unit costs besides moving data is measured as it would be on a live group.
+        devices = DeviceInfo.detect(UNLIMITED, device=options.device)
+        plan = setting.plan(devices, strategy=strategy)
+        step = setting.candidate(devices, plan).build_step(mesh)
         synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
         rounds = 5 if options.quick else 20
         seconds = alternate({case: step}, rounds=rounds, warmup=3, synchronize=synchronize)[case]
