@@ -16,6 +16,8 @@ A bounded number of labels is kept at a time. The least bound of those dropped i
 up to that, and the search widens until it is proven whole.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +29,9 @@ from osdp.search.linear import relax
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Labels kept at a time, from the first attempt to the last.
-WIDTHS = (256, 4096, 65536)
+#: Labels kept at a time: a first look, which proves small problems, and the last word.
+FIRST_LOOK: tuple[int, ...] = (16,)
+LAST_WORD: tuple[int, ...] = (16, 512)
 #: Times closer than this, relatively, count as equal: below the rounding of sums of thousands of terms.
 TOLERANCE = 1e-11
 
@@ -71,34 +74,61 @@ class ChainProblem:
 
 @dataclass(frozen=True)
 class ChainSolution:
-    """The best path.
+    """What a search says.
 
     Attributes:
-        value: Its largest time row.
-        paths: The candidates taken in each item.
-        bound: No path has a lower value; equal to ``value`` if the path is proven best.
+        value: The largest time row of the best path; infinite without one.
+        paths: The candidates taken in each item; ``None`` if no path is better than what was known.
+        bound: No path has a lower value. The answer is proven if this is its value, or without a path what was
+            known.
     """
 
     value: float
-    paths: tuple[tuple[int, ...], ...]
+    paths: tuple[tuple[int, ...], ...] | None
     bound: float
 
 
-def solve_chain(problem: ChainProblem, upper: float = np.inf) -> ChainSolution | None:
-    """The best path if its value is below ``upper``, else ``None``.
+def solve_chain(
+    problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = LAST_WORD
+) -> ChainSolution:
+    """The best path if its value is below ``upper``.
 
     Args:
         problem: The chain.
         upper: Only better paths count.
+        widths: Labels to keep at a time, in one attempt after the other until the answer is proven.
 
     Returns:
         A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search dropped
-        labels; ``None`` if no path is better than ``upper``.
+        labels.
     """
     if not problem.kinds:
         return _empty(problem, upper)
-    distinct = sorted(set(problem.kinds))
-    counts = np.array([problem.kinds.count(kind) for kind in distinct], dtype=float)
+    prices = row_prices(problem)
+    if prices is None:
+        return ChainSolution(np.inf, None, upper)
+    search = _Search(problem, *_distinct(problem), prices)
+    best, paths, bound = np.inf, None, search.bound
+    for width in widths:
+        known = min(best, upper)
+        if search.bound >= known * (1 - TOLERANCE):
+            bound = known
+            break
+        found, dropped = search.run(known, width)
+        if found is not None and found[0] < known:
+            best, paths = found
+        bound = max(bound, min(dropped, best, upper))
+        if dropped >= min(best, upper) * (1 - TOLERANCE):
+            bound = min(best, upper)
+            break
+    return ChainSolution(best, paths, bound)
+
+
+def row_prices(problem: ChainProblem) -> Floats | None:
+    """What a unit of each row is worth in the linear relaxation, shape ``(R,)``; ``None`` if no caps can be kept."""
+    if not problem.kinds:
+        return np.ones(len(problem.constant))
+    distinct, counts = _distinct(problem)
     relaxed = relax(
         lambda weights: _cheapest(problem, distinct, weights),
         counts,
@@ -106,29 +136,20 @@ def solve_chain(problem: ChainProblem, upper: float = np.inf) -> ChainSolution |
         problem.caps,
         problem.num_time_rows,
     )
-    if not relaxed.feasible:
-        return None
-    search = _Search(problem, distinct, counts, relaxed.weights)
-    best: tuple[float, tuple[tuple[int, ...], ...]] | None = None
-    dropped = search.bound
-    for width in WIDTHS:
-        if search.bound >= upper * (1 - TOLERANCE):
-            dropped = search.bound
-            break
-        found, dropped = search.run(upper, width)
-        if found is not None and found[0] < upper:
-            best, upper = found, found[0]
-        if dropped >= upper * (1 - TOLERANCE):
-            break
-    if best is None:
-        return None
-    return ChainSolution(best[0], best[1], min(best[0], dropped))
+    return relaxed.weights if relaxed.feasible else None
 
 
-def _empty(problem: ChainProblem, upper: float) -> ChainSolution | None:
+def _distinct(problem: ChainProblem) -> tuple[list[tuple[int, int]], Floats]:
+    """The kinds of a chain, and how many items each has."""
+    counted = Counter(problem.kinds)
+    distinct = sorted(counted)
+    return distinct, np.array([counted[kind] for kind in distinct], dtype=float)
+
+
+def _empty(problem: ChainProblem, upper: float) -> ChainSolution:
     value = float(problem.constant[: problem.num_time_rows].max())
     fits = bool((problem.constant <= problem.caps).all()) and value < upper
-    return ChainSolution(value, (), value) if fits else None
+    return ChainSolution(value, (), value) if fits else ChainSolution(np.inf, None, upper)
 
 
 # -- shortest paths through one kind of item --------------------------------------------------------------
@@ -214,7 +235,13 @@ class _Search:
             later = least[number + 1] if number + 1 < len(kinds) else np.zeros(len(room))
             last = number + 1 == len(kinds)
             labels, lost = expand(
-                labels, kind, room - later, gap, width, last=last, num_time_rows=problem.num_time_rows
+                labels,
+                kind,
+                room - later,
+                gap,
+                width,
+                last=last,
+                times=problem.constant[: problem.num_time_rows],
             )
             dropped = min(dropped, self.bound + lost)
         if not labels.size:

@@ -115,7 +115,7 @@ def expand(
     width: int,
     *,
     last: bool,
-    num_time_rows: int,
+    times: Floats,
 ) -> tuple[Labels, float]:
     """Every label with every choice for the items of ``kind`` that can still be the best.
 
@@ -126,7 +126,7 @@ def expand(
         gap: Excess that the best solution known leaves.
         width: Labels to keep.
         last: Whether no kind follows.
-        num_time_rows: How many of the first rows are times.
+        times: Constants of the time rows, which come first.
 
     Returns:
         The labels, and the least excess of those dropped for want of width.
@@ -147,11 +147,12 @@ def expand(
         gain = gains[path:].min(axis=0)
         labels = _promising(labels, kind, room, gain, gap)
         if last and path == len(kind.paths) - 1:
-            labels = _filled(labels, kind, path, room, num_time_rows)
+            labels = _filled(labels, kind, path, room, times)
             break
         labels = _with_path(labels, kind, path, room, gain, gap)
-        labels, dropped = _narrowed(labels, width)
-        lost = min(lost, dropped)
+        if labels.size > 2 * width:
+            labels, dropped = _narrowed(labels, width)
+            lost = min(lost, dropped)
     labels = _promising(labels, kind, room, np.zeros(len(room)), gap)
     labels, dropped = _narrowed(labels, width)
     return labels, min(lost, dropped)
@@ -174,24 +175,39 @@ def _with_path(labels: Labels, kind: Kind, path: int, room: Floats, gain: Floats
     return Labels.joined(found)
 
 
-def _filled(labels: Labels, kind: Kind, path: int, room: Floats, times: int) -> Labels:
-    """Labels with as many items on the last path as fit; every number if it does not shorten all times."""
+def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Floats) -> Labels:
+    """Each label with the best number of items on the last path.
+
+    The largest time is convex in that number, so it is least at the most that fits, the fewest that do, or where two
+    times cross.
+    """
     delta = kind.rows[path] - kind.rows[0]
-    if (delta[:times] > 0).any():
-        return _every(labels, kind, path)
+    times = len(constant)
+    now = labels.rows[:, :times] + constant
     growing = delta > 0
     slack = room[growing] - labels.rows[:, growing]
     fits = np.floor(slack / delta[growing]).min(axis=1, initial=np.inf)
     most = np.clip(np.minimum(fits, kind.count - labels.used), 0, None).astype(np.int64)
-    return labels.with_more(kind, path, most)
+    saving = (delta < 0) & np.isfinite(room)
+    needs = np.ceil((labels.rows[:, saving] - room[saving]) / -delta[saving]).max(axis=1, initial=0.0)
+    fewest = np.minimum(np.clip(needs, 0, 2**31).astype(np.int64), most)
+    numbers = [most, fewest] + [
+        np.clip(crossing, fewest, most)
+        for i in range(times)
+        for j in range(i)
+        if delta[i] != delta[j]
+        for crossing in _crossings(now[:, i] - now[:, j], delta[j] - delta[i])
+    ]
+    options = np.stack(numbers, axis=1)
+    reached = now[:, None, :] + options[:, :, None] * delta[:times]
+    best = reached.max(axis=2).argmin(axis=1)
+    return labels.with_more(kind, path, options[np.arange(labels.size), best])
 
 
-def _every(labels: Labels, kind: Kind, path: int) -> Labels:
-    found = [labels]
-    for times in range(1, kind.count + 1):
-        some = labels.pick(labels.used + times <= kind.count)
-        found.append(some.with_more(kind, path, np.full(some.size, times, dtype=np.int64)))
-    return Labels.joined(found)
+def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
+    """The whole numbers around ``distance / speed``."""
+    where = np.clip(np.floor(distance / speed), -1, 2**31).astype(np.int64)
+    return where, where + 1
 
 
 def _narrowed(labels: Labels, width: int) -> tuple[Labels, float]:

@@ -62,7 +62,8 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
             if not master.enter_path(paths, prices, convexity):
                 break
     prices, _ = master.duals()
-    weights = np.maximum(prices, 0.0) / master.scale
+    # Below the rounding of the duals a price is nothing.
+    weights = np.where(prices > _NEGATIVE, prices, 0.0) / master.scale
     total = float(weights[:num_time_rows].sum())
     return Relaxation(weights / total if total > 0 else start, master.overflow() <= 1e-9)
 

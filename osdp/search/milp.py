@@ -4,6 +4,8 @@ A path is a unit flow through the positions of the chain: one binary variable pe
 operator boundary, one row per time and memory row, and a variable for the largest time. Needs scipy.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -14,8 +16,10 @@ from osdp.search.chain import ChainProblem, ChainSolution
 Floats = NDArray[np.float64]
 
 
-def solve_milp(problem: ChainProblem, upper: float = np.inf) -> ChainSolution | None:
-    """As :func:`osdp.search.chain.solve_chain`, by HiGHS to a relative gap of 0."""
+def solve_milp(
+    problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = (), *, time_limit: float = 60.0
+) -> ChainSolution:
+    """As :func:`osdp.search.chain.solve_chain`, by HiGHS, to a relative gap of 0 or for ``time_limit`` seconds."""
     places, rows = _candidates(problem)
     count = len(places)
     times = problem.num_time_rows
@@ -36,15 +40,16 @@ def solve_milp(problem: ChainProblem, upper: float = np.inf) -> ChainSolution | 
         integrality=np.concatenate([np.ones(count), [0.0]]),
         bounds=Bounds(np.zeros(count + 1), np.concatenate([np.ones(count), [np.inf]])),
         constraints=LinearConstraint(matrix.tocsc(), low, high),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "time_limit": time_limit},
     )
     if answer.x is None:
-        return None
+        return ChainSolution(np.inf, None, upper)
     taken = np.flatnonzero(answer.x[:count] > 0.5)
     value = float((rows[taken].sum(axis=0) + problem.constant)[:times].max())
     if value >= upper:
-        return None
-    return ChainSolution(value, _paths(problem, places, taken), value)
+        return ChainSolution(np.inf, None, upper)
+    bound = min(value, float(answer.mip_dual_bound) * scale[0])
+    return ChainSolution(value, _paths(problem, places, taken), bound)
 
 
 def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int]], Floats]:

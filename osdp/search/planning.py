@@ -20,6 +20,8 @@ from osdp.training import Training
 from osdp.units import format_bytes, format_seconds
 
 _LARGEST_SHOWN = 3
+#: A relative gap that is rounding.
+_PROVEN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,16 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         units=tuple(units),
         predicted=prediction(situation, found.outcome),
         measured_profile=situation.profile.measured,
-        optimal=True,
-        notes=(f"{found.cuts} moments of the step decided the search",),
+        optimal=found.gap <= _PROVEN,
+        notes=_notes(found),
     )
+
+
+def _notes(found: Assignment) -> tuple[str, ...]:
+    cuts = f"{found.cuts} moments of the step decided the search"
+    if found.gap <= _PROVEN:
+        return (cuts,)
+    return (cuts, f"proven to be within {found.gap:.2e} of the best time")
 
 
 class _Reasons:

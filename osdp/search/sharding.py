@@ -9,7 +9,7 @@ when the judge agrees with the rows, the answer is optimal under the judge.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -23,11 +23,20 @@ from osdp.cost.time import TimeCut, time_row
 from osdp.layout import can_shard
 from osdp.model_desc import Operator
 from osdp.plan import Mode
-from osdp.search.chain import TOLERANCE, ChainProblem, ChainSolution, Template, solve_chain
+from osdp.search.chain import (
+    FIRST_LOOK,
+    LAST_WORD,
+    TOLERANCE,
+    ChainProblem,
+    ChainSolution,
+    Template,
+    row_prices,
+    solve_chain,
+)
 from osdp.search.space import Space, build_space
 
 Floats = NDArray[np.float64]
-Solver = Callable[[ChainProblem, float], ChainSolution | None]
+Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
 
 #: Operators outside the chain that are decided one by one; the smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
@@ -44,6 +53,7 @@ class Assignment:
         root_replicated: Operators outside the chain that are replicated.
         outcome: What the judge says.
         cuts: How many rows the search needed.
+        bound: No assignment takes fewer seconds; equal to the outcome's if it is proven best.
     """
 
     units: tuple[tuple[int, int, int], ...]
@@ -51,6 +61,12 @@ class Assignment:
     root_replicated: tuple[Operator, ...]
     outcome: Outcome
     cuts: int
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """By how much of its time a better assignment could be faster."""
+        return max(0.0, 1 - self.bound / self.outcome.seconds) if self.bound < self.outcome.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -91,14 +107,16 @@ def solve(
         The best assignment, proven, or ``None`` if nothing fits or beats ``upper``.
     """
     best: Assignment | None = None
+    bound = np.inf
     for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
         search = _Search(situation, root, limit, rules, solver)
         found = search.fastest(upper)
-        if found is not None and found[0].seconds < upper:
+        bound = min(bound, search.bound)
+        if found is not None:
             upper = found[0].seconds
-            best = Assignment(found[1], root_sharded, root_replicated, found[0], search.num_cuts)
-    return best
+            best = Assignment(found[1], root_sharded, root_replicated, found[0], search.num_cuts, bound)
+    return replace(best, bound=min(bound, upper)) if best else None
 
 
 def least_peak(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solve_chain) -> float:
@@ -148,6 +166,7 @@ class _Search:
         self._candidates = price_units(
             situation.prices, self._space.start, self._space.stop, self._space.mode, situation.device
         )
+        self.bound = np.inf
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
 
@@ -159,42 +178,44 @@ class _Search:
     def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
         """The fastest feasible units that beat ``upper`` seconds."""
         self._cut_time(TimeCut())
-        for moment in (Moment("step"), Moment("final")):
-            self._cut_moment(moment)
-        best = None
+        self._cut_moment(Moment("step"))
+        best, widths = None, FIRST_LOOK
         for _ in range(_MOST_CUTS):
-            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper)
-            if found is None:
-                return best
-            value, chosen, units = found
-            outcome = judge(self._situation, units, self._root)
-            if outcome.peak <= self._limit and outcome.seconds < upper:
-                best, upper = (outcome, chosen), outcome.seconds
-            if outcome.peak <= self._limit and outcome.seconds <= value * (1 + 2 * TOLERANCE):
-                return best
-            progress = self._cut_time(outcome.cut)
-            for peak, moment in outcome.moments:
-                if peak > self._limit:
-                    progress |= self._cut_moment(moment)
-            if not progress:
+            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
+            self.bound = min(upper, found.bound)
+            proven = found.bound >= min(found.value, upper) * (1 - TOLERANCE)
+            if found.units is None:
+                if proven or widths == LAST_WORD:
+                    return best
+                widths = LAST_WORD
+                continue
+            outcome = judge(self._situation, found.units, self._root)
+            fits = outcome.peak <= self._limit
+            if fits and outcome.seconds < upper:
+                best, upper = (outcome, found.chosen), outcome.seconds
+            if fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE):
+                if proven or widths == LAST_WORD:
+                    return best
+                widths = LAST_WORD
+                continue
+            # One moment at a time: every further row makes equal items different.
+            progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
+            if not (progress | (not fits and self._cut_moment(outcome.moment))):
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
         raise RuntimeError(f"no proof after {_MOST_CUTS} rounds of cuts")
 
     def leanest(self, upper: float) -> float:
         """The lowest peak of any units, if it is below ``upper``; bytes."""
-        for moment in (Moment("step"), Moment("final")):
-            self._cut_moment(moment)
+        self._cut_moment(Moment("step"))
         for _ in range(_MOST_CUTS):
-            found = self._relaxed(list(self._moments.values()), [], upper)
-            if found is None:
+            found = self._relaxed(list(self._moments.values()), [], upper, LAST_WORD)
+            if found.units is None:
                 return upper
-            value, _, units = found
-            outcome = judge(self._situation, units, self._root)
+            outcome = judge(self._situation, found.units, self._root)
             upper = min(upper, outcome.peak)
-            if outcome.peak <= value * (1 + 2 * TOLERANCE):
+            if outcome.peak <= found.value * (1 + 2 * TOLERANCE):
                 return upper
-            progress = [self._cut_moment(moment) for peak, moment in outcome.moments if peak > value]
-            if not any(progress):
+            if not self._cut_moment(outcome.moment):
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment}")
         raise RuntimeError(f"no proof after {_MOST_CUTS} rounds of cuts")
 
@@ -211,34 +232,52 @@ class _Search:
         return True
 
     def _relaxed(
-        self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]], upper: float
-    ) -> tuple[float, tuple[tuple[int, int, int], ...], Units] | None:
-        """The best units under the rows so far: value, units, and their prices."""
-        rows = [*objectives, *bounded]
-        problem = chain_problem(
-            self._space,
-            np.stack([row for row, _ in rows], axis=1),
-            np.array([constant for _, constant in rows]),
-            np.array([np.inf] * len(objectives) + [self._limit] * len(bounded)),
-            len(objectives),
+        self,
+        objectives: list[tuple[Floats, float]],
+        bounded: list[tuple[Floats, float]],
+        upper: float,
+        widths: tuple[int, ...],
+    ) -> "_Relaxed":
+        """The best units under the rows so far."""
+        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
+        constant = np.array([constant for _, constant in (*objectives, *bounded)])
+        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
+        times = len(objectives)
+        prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
+        if prices is None:
+            return _Relaxed(np.inf, upper)
+        # Rows that are worth nothing only make equal items different: they come in when they are violated.
+        active = [row for row in range(len(caps)) if prices[row] > 0 or row == 0]
+        while True:
+            num_times = sum(row < times for row in active)
+            problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
+            solution = self._solver(problem, upper, widths)
+            if solution.paths is None:
+                return _Relaxed(solution.value, solution.bound)
+            index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
+            reached = rows[index].sum(axis=0) + constant
+            excess = reached / np.where(np.isfinite(caps), caps, solution.value * (1 + TOLERANCE))
+            excess[active] = 0.0
+            worst = int(np.argmax(excess))
+            if excess[worst] <= 1:
+                break
+            active = sorted([*active, worst])
+        start, stop, mode = (
+            column[index] for column in (self._space.start, self._space.stop, self._space.mode)
         )
-        solution = self._solver(problem, upper)
-        if solution is None:
-            return None
-        index = np.array(candidates_of(self._space, solution), dtype=np.int64)
-        space, device = self._space, self._situation.device
-        chosen = tuple(
-            zip(
-                space.start[index].tolist(),
-                space.stop[index].tolist(),
-                space.mode[index].tolist(),
-                strict=True,
-            )
-        )
-        units = price_units(
-            self._situation.prices, space.start[index], space.stop[index], space.mode[index], device
-        )
-        return solution.value, chosen, units
+        units = price_units(self._situation.prices, start, stop, mode, self._situation.device)
+        chosen = tuple(zip(start.tolist(), stop.tolist(), mode.tolist(), strict=True))
+        return _Relaxed(solution.value, solution.bound, chosen, units)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """The best units under some rows, and no units' lower bound."""
+
+    value: float
+    bound: float
+    chosen: tuple[tuple[int, int, int], ...] = ()
+    units: Units | None = None
 
 
 def chain_problem(
@@ -287,10 +326,8 @@ def _template(space: Space, rows: Floats, items: list[int]) -> Template:
     )
 
 
-def candidates_of(space: Space, solution: ChainSolution) -> list[int]:
-    """Indices of the candidates on a solution's path, in trace order."""
+def candidates_of(space: Space, paths: Sequence[Sequence[int]]) -> list[int]:
+    """Indices of the candidates on the paths through all items, in trace order."""
     return [
-        inner.start + candidate
-        for inner, path in zip(space.inner, solution.paths, strict=True)
-        for candidate in path
+        inner.start + candidate for inner, path in zip(space.inner, paths, strict=True) for candidate in path
     ]
