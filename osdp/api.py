@@ -1,4 +1,4 @@
-"""The sentence of the library: describe the model, profile it, price every choice, search, and hand on a plan."""
+"""The sentence of the library: describe the model, profile it, price every choice, search, hand on a plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,8 +52,8 @@ def make_plan(
         model: The plain model; may be on ``meta``. ``None`` if ``profile`` is given, or if an estimate from
             ``device_info``'s speeds will do.
         model_desc: Its ModelDesc, or a sample batch to describe it with.
-        device_info: The DeviceInfo; or a memory limit such as ``"8GiB"``, or ``None`` for all memory there is,
-            to measure the live process group.
+        device_info: The DeviceInfo; or a memory limit such as ``"8GiB"``, or ``None`` for all memory there
+            is, to measure the live process group.
         training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
         profile: A profile at the training's local batch, or one for each of ``local_batches``.
         mesh: The data-parallel mesh.
@@ -63,7 +63,8 @@ def make_plan(
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
         loss_fn: How the loss is made of the model's output.
-        find_unused_parameters: Whether parts of the model may go unused in a step; units are then whole blocks.
+        find_unused_parameters: Whether parts of the model may go unused in a step; units are then whole
+            blocks.
         cache_dir: Where measured segments are kept.
 
     Raises:
@@ -102,8 +103,8 @@ def _described(
     if isinstance(given, ModelDesc):
         if policy is not None:
             raise ValueError(
-                "auto_wrap_policy sets what a description calls an operator: pass the sample batch instead of a "
-                "finished ModelDesc"
+                "auto_wrap_policy sets what a description calls an operator: pass the sample batch instead "
+                "of a finished ModelDesc"
             )
         return given, None
     if model is None or given is None:
@@ -120,9 +121,15 @@ def _trained(
     reduce_dtype: str | torch.dtype | None,
 ) -> Training:
     training = training or Training(local_batch=description.local_batch)
-    given = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    changes = {name: str(dtype).removeprefix("torch.") for name, dtype in given.items() if dtype is not None}
-    return replace(training, **changes) if changes else training
+    if param_dtype is not None:
+        training = replace(training, param_dtype=_dtype_name(param_dtype))
+    if reduce_dtype is not None:
+        training = replace(training, reduce_dtype=_dtype_name(reduce_dtype))
+    return training
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _detected(device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None") -> DeviceInfo:

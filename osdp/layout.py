@@ -1,4 +1,4 @@
-"""Arithmetic that estimator and runtime must agree on: shard sizes, padding, and which modules make a unit."""
+"""Arithmetic that estimator and runtime must agree on: shard sizes, padding, which modules make a unit."""
 
 from collections.abc import Collection, Iterable, Sequence
 

@@ -23,7 +23,9 @@ def random_situation(seed: int, num_blocks: int = 1, per_block: int = 2, **optio
         reduce_dtype=options.pop("reduce_dtype", None),
     )
     reduce_each = bool(options.pop("reduce_each", True))
-    return build_situation(model_desc, profile, random_device(seed, **options), training, reduce_each=reduce_each)
+    return build_situation(
+        model_desc, profile, random_device(seed, **options), training, reduce_each=reduce_each
+    )
 
 
 def random_device(seed: int, **options: object) -> DeviceInfo:
@@ -31,7 +33,8 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
     rng = random.Random(seed + 2)
     world_size = rng.choice([2, 3, 4, 8])
     links = tuple(
-        Link(name, "world", world_size, rng.uniform(0, 2e-3), rng.choice([2e7, 1e8, 1e9])) for name in COLLECTIVES
+        Link(name, "world", world_size, rng.uniform(0, 2e-3), rng.choice([2e7, 1e8, 1e9]))
+        for name in COLLECTIVES
     )
     facts = {
         "memory_limit": 2**30,
@@ -44,7 +47,9 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
     return DeviceInfo(**(facts | options))
 
 
-def random_model(seed: int, num_blocks: int, per_block: int, *, tied: bool = False) -> tuple[ModelDesc, Profile]:
+def random_model(
+    seed: int, num_blocks: int, per_block: int, *, tied: bool = False
+) -> tuple[ModelDesc, Profile]:
     """A model of equal blocks between an embedding and a head, and its profile."""
     rng = random.Random(seed)
     shapes = [(rng.choice([7, 64, 128, 300]), rng.choice([16, 64, 256])) for _ in range(per_block)]

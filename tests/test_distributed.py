@@ -33,7 +33,7 @@ def test_results_come_back_by_rank_and_ranks_talk() -> None:
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankError, match="rank 1 raised KeyError.*\n(.*\n)*.*on purpose") as caught:
+    with pytest.raises(RankError, match=r"rank 1 raised KeyError.*\n(.*\n)*.*on purpose") as caught:
         run(2, _fail_on_one)
     assert (caught.value.rank, caught.value.error) == (1, "KeyError")
 

@@ -1,8 +1,8 @@
 """Peak memory of a step: the maximum over the moments at which a buffer appears.
 
-:func:`step_peaks` finds the highest moment of a set of units; :func:`memory_row` writes one moment as a linear
-function of candidate units. The row never exceeds what :func:`step_peaks` says of any plan, and equals it for
-plans with the same neighbours around that moment, which is what the search's cutting planes need.
+:func:`step_peaks` finds the highest moment of a set of units; :func:`memory_row` writes one moment as a
+linear function of candidate units. The row never exceeds what :func:`step_peaks` says of any plan, and equals
+it for plans with the same neighbours around that moment, which is what the search's cutting planes need.
 """
 
 from dataclasses import dataclass
@@ -221,7 +221,7 @@ def _windows(units: Units) -> tuple[Ints, Ints]:
 
 
 def _nearest(units: Units, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
-    """``values`` of the nearest eligible unit, if it is the one that starts at ``start``; linear, never too much."""
+    """``values`` of the nearest eligible unit, if that starts at ``start``; linear, never too much."""
     chosen = eligible & (units.start == start)
     most = float(np.max(values[chosen], initial=0.0))
     nearer = eligible & ((units.start > start) if is_last else (units.start < start))

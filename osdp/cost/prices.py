@@ -1,11 +1,11 @@
 """Bytes and seconds of operators and of the units made of them, under each mode.
 
 Everything is additive over the operators of a unit except the latency of its collectives, so the price of any
-contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in ``torch.distributed.fsdp`` (2.13),
-the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
+contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in ``torch.distributed.fsdp``
+(2.13), the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,7 +105,8 @@ class Units:
             all-gather's output is as large.
         gradient: Bytes of the unsharded gradients as autograd makes them.
         reduce_input: Bytes of the reduce-scatter's input.
-        reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into it.
+        reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into
+            it.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated.
         largest_gradient: Bytes of the largest single gradient if they are copied into a bucket.
@@ -202,7 +203,7 @@ def _gradients(operator: Operator, training: Training) -> list[int]:
 
 
 def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
-    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a copy of all where the dtype changes."""
+    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a copy of all if the dtype changes."""
     total = 0
     for p in _trainable(operator):
         computed = training.param_dtype or p.dtype
@@ -245,7 +246,7 @@ def _low_precision(operator: Operator, world_size: int, training: Training) -> i
     )
 
 
-_COLUMNS = {
+_COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "unsharded": _gathered,
     "gradient": lambda op, n, training: sum(_gradients(op, training)),
     "reduce_input": _reduce_input,

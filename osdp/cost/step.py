@@ -1,4 +1,4 @@
-"""``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction comes from here."""
+"""``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment

@@ -1,8 +1,8 @@
 """Time of a step on two resources, the device and the link between devices.
 
-``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may start;
-collectives that block count on both. It is a maximum of functions that are linear in the units, which is what
-makes exact search possible: :func:`time_row` gives the one that decides.
+``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
+start; collectives that block count on both. It is a maximum of functions that are linear in the units, which
+is what makes exact search possible: :func:`time_row` gives the one that decides.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 class TimeCut(NamedTuple):
-    """Operators at which the link decides: before ``forward``'s compute, after ``backward``'s; -1: nowhere."""
+    """Operators where the link decides, before ``forward``'s compute and after ``backward``'s; -1: none."""
 
     forward: int = -1
     backward: int = -1

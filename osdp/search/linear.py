@@ -4,9 +4,10 @@ The master problem takes any mixture of known paths per kind of item,
 
     min T   s.t.   times <= T,   memory <= caps,   mixtures of kind k add up to its number of items,
 
-and is solved by the revised simplex method (Dantzig and Wolfe, Operations Research 8(1), 1960). Its dual prices say
-what a byte and a second are worth; a shortest path under those prices is the next column. It has a few dozen rows,
-so each basis is solved afresh. scipy's HiGHS would do as well, but is no requirement of the library.
+and is solved by the revised simplex method (Dantzig and Wolfe, Operations Research 8(1), 1960). Its dual
+prices say what a byte and a second are worth; a shortest path under those prices is the next column. It has a
+few dozen rows, so each basis is solved afresh. scipy's HiGHS would do as well, but is no requirement of the
+library.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,8 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
         num_time_rows: How many of the first rows are times.
 
     Returns:
-        Prices that are optimal within rounding, or as good as the pivots allowed; any prices give a valid bound.
+        Prices that are optimal within rounding, or as good as the pivots allowed; any prices give a valid
+        bound.
     """
     start = np.zeros(len(constant))
     start[0] = 1.0
@@ -69,7 +71,7 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
 
 
 class _Master:
-    """A basis of the master problem. Rows: times, memory, one convexity row per kind; all scaled to about 1."""
+    """A basis of the master problem; rows: times, memory, one convexity row per kind, scaled to about 1."""
 
     def __init__(self, counts: Floats, constant: Floats, caps: Floats, num_times: int, first: Floats) -> None:
         self._num_rows, self._kinds, self._times = len(constant), len(counts), num_times

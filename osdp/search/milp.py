@@ -1,7 +1,7 @@
 """The chain as a mixed-integer linear program for HiGHS: an independent checker of :mod:`osdp.search.chain`.
 
-A path is a unit flow through the positions of the chain: one binary variable per candidate, one flow balance per
-operator boundary, one row per time and memory row, and a variable for the largest time. Needs scipy.
+A path is a unit flow through the positions of the chain: one binary variable per candidate, one flow balance
+per operator boundary, one row per time and memory row, and a variable for the largest time. Needs scipy.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 def solve_milp(
     problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = (), *, time_limit: float = 60.0
 ) -> ChainSolution:
-    """As :func:`osdp.search.chain.solve_chain`, by HiGHS, to a relative gap of 0 or for ``time_limit`` seconds."""
+    """As :func:`osdp.search.chain.solve_chain`, by HiGHS: to no gap at all or for ``time_limit`` seconds."""
     places, rows = _candidates(problem)
     count = len(places)
     times = problem.num_time_rows

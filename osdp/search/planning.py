@@ -1,4 +1,4 @@
-"""From a model, its profiles and the devices to the best Plan: batch, modes, units, and the reason of each."""
+"""From a model, its profiles and the devices to the best Plan: batch, modes, units, the reason of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -245,7 +245,6 @@ def _difference(chosen: Outcome, others: Sequence[tuple[Mode, Outcome]], limit: 
     return "; ".join(parts)
 
 
-#: Kept for callers that vary the batch: the same training with other batches.
 def batches(
     training: Training, local_batches: Sequence[int], profile: Callable[[int], Profile]
 ) -> list[Candidate]:

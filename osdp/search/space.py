@@ -1,8 +1,8 @@
 """The decision space of sharding: which units may be formed, and how they may live.
 
-The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside blocks
-and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in any mode its
-operators allow. An operator outside blocks may also join the root's unit. A plan is any set of
+The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
+blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
+any mode its operators allow. An operator outside blocks may also join the root's unit. A plan is any set of
 units that partitions the chain, with the operators outside the chain replicated or in the root's unit.
 """
 
