@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.device_info import DeviceInfo
-from osdp.layout import shard_numel
+from osdp.layout import padded_numel, shard_numel
 from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
 from osdp.plan import Mode
 from osdp.profile import OptimizerProfile
@@ -207,7 +207,7 @@ def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
     total = 0
     for p in _trainable(operator):
         computed = training.param_dtype or p.dtype
-        padded = world_size * shard_numel(p.shape, world_size) * DTYPE_BYTES[computed]
+        padded = padded_numel(p.shape, world_size) * DTYPE_BYTES[computed]
         uneven = bool(p.shape) and p.shape[0] % world_size != 0
         total += padded * (uneven + (training.reduce_dtype not in (None, computed)))
     return total
@@ -215,15 +215,14 @@ def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
 
 def _gathered(operator: Operator, world_size: int, training: Training) -> int:
     return sum(
-        world_size * shard_numel(p.shape, world_size) * DTYPE_BYTES[training.param_dtype or p.dtype]
+        padded_numel(p.shape, world_size) * DTYPE_BYTES[training.param_dtype or p.dtype]
         for p in operator.parameters
     )
 
 
 def _reduce_input(operator: Operator, world_size: int, training: Training) -> int:
     return sum(
-        world_size
-        * shard_numel(p.shape, world_size)
+        padded_numel(p.shape, world_size)
         * DTYPE_BYTES[training.reduce_dtype or training.param_dtype or p.dtype]
         for p in _trainable(operator)
     )

@@ -165,14 +165,22 @@ def _promising(labels: Labels, kind: Kind, room: Floats, gain: Floats, gap: floa
 
 
 def _with_path(labels: Labels, kind: Kind, path: int, room: Floats, gain: Floats, gap: float) -> Labels:
-    """Labels with 0, 1, 2 ... items on ``path``."""
-    found, current = [labels], labels
-    while current.size:
-        current = current.pick(current.used < kind.count)
-        current = current.with_more(kind, path, np.ones(current.size, dtype=np.int64))
-        current = _promising(current, kind, room, gain, gap)
-        found.append(current)
-    return Labels.joined(found)
+    """Labels with 0, 1, 2 ... items on ``path``, up to the number that can still fit within the gap."""
+    free = kind.count - labels.used
+    most = free.astype(float)
+    dearer = kind.excess[path] - kind.excess[0]
+    if dearer > 0:
+        most = np.minimum(most, (gap - labels.excess) / dearer)
+    # Each item on this path no longer saves the most that a later path might.
+    growth = kind.rows[path] - kind.rows[0] - gain
+    grows = (growth > 0) & np.isfinite(room)
+    if grows.any():
+        left = room[grows] - labels.rows[:, grows] - free[:, None] * gain[grows]
+        most = np.minimum(most, (left / growth[grows]).min(axis=1))
+    numbers = np.clip(np.floor(most), 0, free).astype(np.int64) + 1
+    index = np.repeat(np.arange(labels.size), numbers)
+    times = np.arange(len(index)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    return labels.pick(index).with_more(kind, path, times)
 
 
 def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Floats) -> Labels:

@@ -24,7 +24,7 @@ def solve_milp(
     count = len(places)
     times = problem.num_time_rows
     scale = np.abs(rows).max(axis=0, initial=0.0) + np.abs(problem.constant) + 1e-30
-    flow = _flow(problem, places)
+    flow = _flow(places)
     balance = np.zeros(flow.shape[0])
     balance[0], balance[-1] = 1.0, -1.0
     # Times: rows - T <= -constant; memory: rows <= cap - constant; each divided by its size.
@@ -66,7 +66,7 @@ def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int]],
     return places, np.concatenate(rows)
 
 
-def _flow(problem: ChainProblem, places: list[tuple[int, int, int, int]]) -> csr_matrix:
+def _flow(places: list[tuple[int, int, int, int]]) -> csr_matrix:
     boundaries = 1 + max((place[1] for place in places), default=0)
     index = np.arange(len(places))
     start = np.array([place[0] for place in places])
