@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
+from osdp.model_desc import Operator
 
 
 def padded_numel(shape: Sequence[int], num_shards: int) -> int:
@@ -31,14 +31,6 @@ def shard_numel(shape: Sequence[int], num_shards: int) -> int:
 def can_shard(operator: Operator) -> bool:
     """Whether FSDP2 can shard it: it rejects 0-dim parameters."""
     return all(parameter.shape for parameter in operator.parameters)
-
-
-def sharded_bytes(parameters: Iterable[Parameter], num_shards: int, dtype: str | None = None) -> int:
-    """Bytes of one rank's shards, in ``dtype`` or each parameter's own."""
-    return sum(
-        shard_numel(parameter.shape, num_shards) * DTYPE_BYTES[dtype or parameter.dtype]
-        for parameter in parameters
-    )
 
 
 def unit_modules(
