@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 #: Labels kept at a time: a first look, which proves small problems, and the last word.
 FIRST_LOOK: tuple[int, ...] = (16,)
-LAST_WORD: tuple[int, ...] = (16, 256)
+LAST_WORD: tuple[int, ...] = (16, 64)
 #: Times closer than this, relatively, count as equal: below the rounding of sums of thousands of terms.
 TOLERANCE = 1e-11
 

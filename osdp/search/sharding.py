@@ -41,7 +41,7 @@ Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
 #: Operators outside the chain that are decided one by one; the smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
 #: Rounds of cuts in which the search is as wide as it gets; where they do not suffice the answer keeps its gap.
-_LAST_ROUNDS = 6
+_LAST_ROUNDS = 3
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -170,6 +170,7 @@ class _Search:
             situation.prices, self._space.start, self._space.stop, self._space.mode, situation.device
         )
         self.bound = 0.0
+        self._needed: set[TimeCut | Moment] = set()
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
 
@@ -243,8 +244,9 @@ class _Search:
         prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
         if prices is None:
             return _Relaxed(np.inf, upper)
-        # Rows that are worth nothing only make equal items different: they come in when they are violated.
-        active = [row for row in range(len(caps)) if prices[row] > 0 or row == 0]
+        # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
+        names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
+        active = [k for k, name in enumerate(names) if prices[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
             problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
@@ -258,6 +260,7 @@ class _Search:
             worst = int(np.argmax(excess))
             if excess[worst] <= 1:
                 break
+            self._needed.add(names[worst])
             active = sorted([*active, worst])
         start, stop, mode = (
             column[index] for column in (self._space.start, self._space.stop, self._space.mode)
