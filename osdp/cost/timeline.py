@@ -21,7 +21,8 @@ from osdp.profile import Profile
 Floats = NDArray[np.float64]
 
 #: Bytes of scalars and index tensors that belong to no segment or parameter: the most that was seen beside a
-#: prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up generously.
+#: prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
+#: generously.
 LOOSE_BYTES = 16384
 
 #: Below any real memory: an empty region is never the peak.
@@ -89,8 +90,8 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
     missing = {s.signature for s in model_desc.segments} - set(profile.by_signature)
     if missing:
         raise ValueError(
-            f"the profile lacks {len(missing)} of {len(model_desc.distinct_segments)} distinct segments: it was "
-            "made from another model or batch; profile again"
+            f"the profile lacks {len(missing)} of {len(model_desc.distinct_segments)} distinct segments: it "
+            "was made from another model or batch; profile again"
         )
     found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
     forward, backward = [s.forward for s in found], [s.backward for s in found]

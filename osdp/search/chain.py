@@ -1,19 +1,19 @@
 """Exact search for the best path along a chain under several additive rows.
 
-Problem: choose candidates that partition the chain so that ``max_t time_t`` is least while every memory row stays
-under its cap; each row is a sum over the chosen candidates. Items with the same rows are of one *kind*; only how
-many of a kind take which path matters, not which.
+Problem: choose candidates that partition the chain so that ``max_t time_t`` is least while every memory row
+stays under its cap; each row is a sum over the chosen candidates. Items with the same rows are of one *kind*;
+only how many of a kind take which path matters, not which.
 
 Algorithm, in three parts that prove each other:
 
-1. The linear relaxation (:mod:`osdp.search.linear`): a lower bound, and prices under which the *excess* of a path
-   over its kind's cheapest says how much taking it must cost at least.
+1. The linear relaxation (:mod:`osdp.search.linear`): a lower bound, and prices under which the *excess* of a
+   path over its kind's cheapest says how much taking it must cost at least.
 2. Per kind, its paths whose excess lies within the gap between the bounds, without dominated ones.
-3. Kind by kind, how many items leave the cheapest path for which other (the core of a multiple-choice knapsack,
-   Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by dominance.
+3. Kind by kind, how many items leave the cheapest path for which other (the core of a multiple-choice
+   knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by dominance.
 
-A bounded number of labels is kept at a time. The least bound of those dropped is remembered: the answer is proven
-up to that, and the search widens until it is proven whole.
+A bounded number of labels is kept at a time. The least bound of those dropped is remembered: the answer is
+proven up to that, and the search widens until it is proven whole.
 """
 
 from collections import Counter
@@ -79,8 +79,8 @@ class ChainSolution:
     Attributes:
         value: The largest time row of the best path; infinite without one.
         paths: The candidates taken in each item; ``None`` if no path is better than what was known.
-        bound: No path has a lower value. The answer is proven if this is its value, or without a path what was
-            known.
+        bound: No path has a lower value. The answer is proven if this is its value, or without a path what
+            was known.
     """
 
     value: float
@@ -99,8 +99,8 @@ def solve_chain(
         widths: Labels to keep at a time, in one attempt after the other until the answer is proven.
 
     Returns:
-        A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search dropped
-        labels.
+        A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search
+        dropped labels.
     """
     if not problem.kinds:
         return _empty(problem, upper)
@@ -125,7 +125,7 @@ def solve_chain(
 
 
 def row_prices(problem: ChainProblem) -> Floats | None:
-    """What a unit of each row is worth in the linear relaxation, shape ``(R,)``; ``None`` if no caps can be kept."""
+    """What a unit of each row is worth in the relaxation, shape ``(R,)``; ``None`` if caps cannot be kept."""
     if not problem.kinds:
         return np.ones(len(problem.constant))
     distinct, counts = _distinct(problem)
@@ -172,7 +172,7 @@ def _cheapest(problem: ChainProblem, distinct: list[tuple[int, int]], weights: F
 
 
 def _last_edges(template: Template, edges: Floats) -> list[Ints]:
-    """The last edge of the cheapest path to each position in each distinct item, ``size + 1`` of shape ``(D,)``."""
+    """The last edge of the cheapest path to each position in each item, ``size + 1`` of shape ``(D,)``."""
     distance = np.full((len(edges), template.size + 1), np.inf)
     distance[:, 0] = 0.0
     last = [np.zeros(len(edges), dtype=np.int64)]
@@ -254,7 +254,7 @@ class _Search:
     def _kind(
         self, template: Template, index: int, count: int, cheapest: float, gap: float, width: int
     ) -> tuple[Kind, float]:
-        """The paths through one kind whose excess is within ``gap``, and the least excess of those dropped."""
+        """The paths through one kind with an excess within ``gap``, and the least excess of those dropped."""
         rows, edges = template.rows[index], template.rows[index] @ self._weights
         remaining = _to_end(template, edges)
         none = np.zeros((1, rows.shape[1]))

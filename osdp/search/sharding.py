@@ -1,11 +1,12 @@
 """Sharding: modes and units of all operators that make a step fastest under a memory limit.
 
-Decision space: :mod:`osdp.search.space`, with every operator outside the chain replicated or in the root's unit.
+Decision space: :mod:`osdp.search.space`, with every operator outside the chain replicated or in the root's
+unit.
 
-Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves on
-a few of them (:mod:`osdp.search.chain`), lets the judge price the answer, adds the moments that were violated and
-solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Every row is a lower bound of the judge for all plans;
-when the judge agrees with the rows, the answer is optimal under the judge.
+Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
+on a few of them (:mod:`osdp.search.chain`), lets the judge price the answer, adds the moments that were
+violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Every row is a lower bound of the
+judge for all plans; when the judge agrees with the rows, the answer is optimal under the judge.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +39,9 @@ from osdp.search.space import Space, build_space
 Floats = NDArray[np.float64]
 Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
 
-#: Operators outside the chain that are decided one by one; the smaller ones beyond follow the mode of the last.
+#: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
-#: Rounds of cuts in which the search is as wide as it gets; where they do not suffice the answer keeps its gap.
+#: Rounds of cuts in which the search is as wide as it gets; where they do not suffice a gap is left.
 _LAST_ROUNDS = 3
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
@@ -134,7 +135,7 @@ def least_peak(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver 
 def _root_choices(
     operators: Sequence[Operator], rules: Rules
 ) -> list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]]:
-    """Ways to split the operators outside the chain into root unit and replicated, and whether there is a unit."""
+    """Ways to split the operators outside the chain into root unit and replicated; and is there a unit."""
     shards = any(mode.sharded for mode in rules.allowed)
     free = sorted((op for op in operators if can_shard(op)), key=lambda op: -op.nbytes) if shards else []
     forced = Mode.NO_SHARD not in rules.allowed
