@@ -160,7 +160,7 @@ def price_units(
     unsharded = span(prices.unsharded)
     trains = count > 0
     # The copy-in holds all gradients; afterwards only the last parameter's lingers beside the output.
-    last = np.array([prices.last_gradient[i:j][-1:].sum() for i, j in zip(a, b, strict=True)])
+    last = np.append(prices.last_gradient, 0.0)[b - 1]
     copying = np.maximum(
         span(prices.gradient) + span(prices.copy_in), last + reduce_input / prices.world_size
     )
@@ -274,4 +274,8 @@ def _prefix(values: Sequence[float]) -> Floats:
 
 
 def _range_max(values: Floats, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Floats:
-    return np.array([values[a:b].max(initial=0.0) for a, b in zip(start, stop, strict=True)])
+    if not len(start):
+        return np.zeros(0)
+    # reduceat takes the maximum over start..stop at even places, over stop..start at odd ones.
+    bounds = np.stack([start, stop], axis=1).ravel()
+    return np.asarray(np.maximum.reduceat(np.append(values, 0.0), bounds)[::2])

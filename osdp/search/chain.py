@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.search.kinds import Kind, Labels, expand, undominated
-from osdp.search.linear import relax
+from osdp.search.kinds import Frame, Kind, Labels, expand, undominated
+from osdp.search.linear import Relaxation, relax
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -104,10 +104,11 @@ def solve_chain(
     """
     if not problem.kinds:
         return _empty(problem, upper)
-    prices = row_prices(problem)
-    if prices is None:
+    distinct, counts = _distinct(problem)
+    relaxed = _relaxation(problem, distinct, counts)
+    if not relaxed.feasible:
         return ChainSolution(np.inf, None, upper)
-    search = _Search(problem, *_distinct(problem), prices)
+    search = _Search(problem, distinct, counts, relaxed)
     best, paths, bound = np.inf, None, search.bound
     for width in widths:
         known = min(best, upper)
@@ -128,15 +129,18 @@ def row_prices(problem: ChainProblem) -> Floats | None:
     """What a unit of each row is worth in the relaxation, shape ``(R,)``; ``None`` if caps cannot be kept."""
     if not problem.kinds:
         return np.ones(len(problem.constant))
-    distinct, counts = _distinct(problem)
-    relaxed = relax(
+    relaxed = _relaxation(problem, *_distinct(problem))
+    return relaxed.weights if relaxed.feasible else None
+
+
+def _relaxation(problem: ChainProblem, distinct: list[tuple[int, int]], counts: Floats) -> Relaxation:
+    return relax(
         lambda weights: _cheapest(problem, distinct, weights),
         counts,
         problem.constant,
         problem.caps,
         problem.num_time_rows,
     )
-    return relaxed.weights if relaxed.feasible else None
 
 
 def _distinct(problem: ChainProblem) -> tuple[list[tuple[int, int]], Floats]:
@@ -204,8 +208,9 @@ class _Search:
     """Labels over the kinds of a chain under fixed prices."""
 
     def __init__(
-        self, problem: ChainProblem, distinct: list[tuple[int, int]], counts: Floats, weights: Floats
+        self, problem: ChainProblem, distinct: list[tuple[int, int]], counts: Floats, relaxed: Relaxation
     ) -> None:
+        weights = relaxed.weights
         self._problem, self._weights = problem, weights
         cheapest = _cheapest(problem, distinct, weights) @ weights
         caps = np.where(np.isfinite(problem.caps), problem.caps, 0.0)
@@ -215,6 +220,8 @@ class _Search:
         self._distinct = [distinct[k] for k in order]
         self._counts = [int(counts[k]) for k in order]
         self._cheapest = [float(cheapest[k]) for k in order]
+        #: What the rows of the kinds so far come to in the relaxation: labels near it are kept first.
+        self._targets = np.cumsum(relaxed.totals[order], axis=0)
 
     def run(self, upper: float, width: int) -> tuple[tuple[float, tuple[tuple[int, ...], ...]] | None, float]:
         """The best paths found, one per item, and the least bound of anything dropped."""
@@ -237,11 +244,8 @@ class _Search:
             labels, lost = expand(
                 labels,
                 kind,
-                room - later,
-                gap,
-                width,
-                last=last,
-                times=problem.constant[: problem.num_time_rows],
+                Frame(room - later, gap, width, self._targets[number], self._weights),
+                times=problem.constant[: problem.num_time_rows] if last else None,
             )
             dropped = min(dropped, self.bound + lost)
         if not labels.size:

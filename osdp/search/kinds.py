@@ -10,7 +10,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 #: Pairwise comparison pays up to this many labels; beyond, only equal ones are merged.
-_PAIRWISE = 256
+_PAIRWISE = 128
+#: How much of a label's distance from the relaxation counts as excess when labels must be dropped.
+_NEARNESS = 0.05
+#: Labels that are compared for each that is kept.
+_SPARE = 8
 #: Row sums closer than this, relative to the largest, count as equal: the rounding of sums in another order.
 _RESOLUTION = 1e-12
 
@@ -107,26 +111,38 @@ class Labels:
         )
 
 
-def expand(
-    labels: Labels,
-    kind: Kind,
-    room: Floats,
-    gap: float,
-    width: int,
-    *,
-    last: bool,
-    times: Floats,
-) -> tuple[Labels, float]:
+@dataclass(frozen=True)
+class Frame:
+    """What labels of one kind must stay within, and which are kept if there are too many.
+
+    Attributes:
+        room: What row sums may reach, later kinds at their least, shape ``(R,)``.
+        gap: Excess that the best solution known leaves.
+        width: Labels to keep.
+        target: Row sums of the relaxation at this place.
+        weights: What a unit of each row is worth.
+    """
+
+    room: Floats
+    gap: float
+    width: int
+    target: Floats
+    weights: Floats
+
+    def rank(self, labels: Labels) -> Floats:
+        """Lower is kept first: little excess, and among equals near the relaxation."""
+        distance = np.abs(labels.rows - self.target) @ self.weights
+        return np.asarray(labels.excess + _NEARNESS * distance)
+
+
+def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) -> tuple[Labels, float]:
     """Every label with every choice for the items of ``kind`` that can still be the best.
 
     Args:
         labels: Choices for the kinds before.
         kind: The kind to choose for.
-        room: What row sums may reach, later kinds at their least.
-        gap: Excess that the best solution known leaves.
-        width: Labels to keep.
-        last: Whether no kind follows.
-        times: Constants of the time rows, which come first.
+        frame: Limits and ranking.
+        times: For the last kind, constants of the time rows, which come first; else ``None``.
 
     Returns:
         The labels, and the least excess of those dropped for want of width.
@@ -145,34 +161,35 @@ def expand(
     for path in range(1, len(kind.paths)):
         # What the paths from here on can still save, per item.
         gain = gains[path:].min(axis=0)
-        labels = _promising(labels, kind, room, gain, gap)
-        if last and path == len(kind.paths) - 1:
-            labels = _filled(labels, kind, path, room, times)
+        labels = _promising(labels, kind, frame, gain)
+        if times is not None and path == len(kind.paths) - 1:
+            labels = _filled(labels, kind, path, frame.room, times)
             break
-        labels = _with_path(labels, kind, path, room, gain, gap)
-        if labels.size > 2 * width:
-            labels, dropped = _narrowed(labels, width)
+        labels = _with_path(labels, kind, path, frame, gain)
+        if labels.size > 2 * frame.width:
+            labels, dropped = _narrowed(labels, frame)
             lost = min(lost, dropped)
-    labels = _promising(labels, kind, room, np.zeros(len(room)), gap)
-    labels, dropped = _narrowed(labels, width)
+    labels = _promising(labels, kind, frame, np.zeros(len(frame.room)))
+    labels, dropped = _narrowed(labels, frame)
     return labels, min(lost, dropped)
 
 
-def _promising(labels: Labels, kind: Kind, room: Floats, gain: Floats, gap: float) -> Labels:
+def _promising(labels: Labels, kind: Kind, frame: Frame, gain: Floats) -> Labels:
     """Labels that can still fit and whose excess is within the gap."""
     reachable = labels.rows + (kind.count - labels.used)[:, None] * gain
-    return labels.pick((reachable <= room).all(axis=1) & (labels.excess < gap))
+    return labels.pick((reachable <= frame.room).all(axis=1) & (labels.excess < frame.gap))
 
 
-def _with_path(labels: Labels, kind: Kind, path: int, room: Floats, gain: Floats, gap: float) -> Labels:
+def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats) -> Labels:
     """Labels with 0, 1, 2 ... items on ``path``, up to the number that can still fit within the gap."""
     free = kind.count - labels.used
     most = free.astype(float)
     dearer = kind.excess[path] - kind.excess[0]
     if dearer > 0:
-        most = np.minimum(most, (gap - labels.excess) / dearer)
+        most = np.minimum(most, (frame.gap - labels.excess) / dearer)
     # Each item on this path no longer saves the most that a later path might.
     growth = kind.rows[path] - kind.rows[0] - gain
+    room = frame.room
     grows = (growth > 0) & np.isfinite(room)
     if grows.any():
         left = room[grows] - labels.rows[:, grows] - free[:, None] * gain[grows]
@@ -186,8 +203,8 @@ def _with_path(labels: Labels, kind: Kind, path: int, room: Floats, gain: Floats
 def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Floats) -> Labels:
     """Each label with the best number of items on the last path.
 
-    The largest time is convex in that number, so it is least at the most that fits, the fewest that do, or where two
-    times cross.
+    The largest time is convex in that number, so it is least at the most that fits, the fewest that do, or
+    where two times cross.
     """
     delta = kind.rows[path] - kind.rows[0]
     times = len(constant)
@@ -218,14 +235,21 @@ def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
     return where, where + 1
 
 
-def _narrowed(labels: Labels, width: int) -> tuple[Labels, float]:
+def _narrowed(labels: Labels, frame: Frame) -> tuple[Labels, float]:
     """Undominated labels, at most ``width``, and the least excess of those dropped."""
+    labels, dropped = _best(labels, frame, _SPARE * frame.width)
     # A label that leaves more items free can do what the other can.
     labels = labels.pick(undominated(np.concatenate([labels.rows, labels.used[:, None]], axis=1)))
+    labels, also = _best(labels, frame, frame.width)
+    return labels, min(dropped, also)
+
+
+def _best(labels: Labels, frame: Frame, width: int) -> tuple[Labels, float]:
+    """The ``width`` labels of least rank, and the least excess of the others."""
     if labels.size <= width:
         return labels, np.inf
-    order = np.argsort(labels.excess, kind="stable")
-    return labels.pick(np.sort(order[:width])), float(labels.excess[order[width]])
+    order = np.argsort(frame.rank(labels), kind="stable")
+    return labels.pick(np.sort(order[:width])), float(labels.excess[order[width:]].min())
 
 
 def undominated(rows: Floats) -> Ints:

@@ -34,10 +34,12 @@ class Relaxation:
     Attributes:
         weights: Price of each row: time rows sum to one.
         feasible: Whether some mixture keeps all caps.
+        totals: Rows of the best mixture of each kind, shape ``(kinds, R)``.
     """
 
     weights: Floats
     feasible: bool
+    totals: Floats
 
 
 def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_time_rows: int) -> Relaxation:
@@ -67,7 +69,8 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
     # Below the rounding of the duals a price is nothing.
     weights = np.where(prices > _NEGATIVE, prices, 0.0) / master.scale
     total = float(weights[:num_time_rows].sum())
-    return Relaxation(weights / total if total > 0 else start, master.overflow() <= 1e-9)
+    feasible = master.overflow() <= 1e-9
+    return Relaxation(weights / total if total > 0 else start, feasible, master.totals())
 
 
 class _Master:
@@ -82,6 +85,7 @@ class _Master:
         room = np.where(np.isfinite(caps), caps, 0.0) - constant
         self._right = np.concatenate([room / self.scale, np.ones(self._kinds)])
         self._columns: list[Floats] = []
+        self._paths: dict[int, int] = {}  # column to kind
         self._costs: list[float] = []
         self._start_basis(first, totals, caps)
 
@@ -99,7 +103,7 @@ class _Master:
         basis[int(np.argmax(totals[: self._times]))] = time
         if self._num_rows > self._times and excess.max() > 0:
             basis[int(np.argmax(excess))] = self._overflow
-        basis += [self._add(self._path(kind, first[kind]), 0.0) for kind in range(self._kinds)]
+        basis += [self._add_path(kind, first[kind]) for kind in range(self._kinds)]
         self._basis = basis
 
     def _slack(self, row: int) -> Floats:
@@ -107,12 +111,13 @@ class _Master:
         column[row] = 1.0
         return column
 
-    def _path(self, kind: int, rows: Floats) -> Floats:
+    def _add_path(self, kind: int, rows: Floats) -> int:
         # A variable of 1 is the whole kind on this path, so that all variables are of the same size.
         column = np.zeros(self._num_rows + self._kinds)
         column[: self._num_rows] = self._counts[kind] * rows / self.scale
         column[self._num_rows + kind] = 1.0
-        return column
+        self._paths[len(self._columns)] = kind
+        return self._add(column, 0.0)
 
     def _add(self, column: Floats, cost: float) -> int:
         self._columns.append(column)
@@ -133,6 +138,15 @@ class _Master:
         values = np.linalg.solve(self._matrix(), self._right)
         return float(values[self._basis.index(self._overflow)]) if self._overflow in self._basis else 0.0
 
+    def totals(self) -> Floats:
+        """Rows of the present mixture of each kind."""
+        values = np.linalg.solve(self._matrix(), self._right)
+        totals = np.zeros((self._kinds, self._num_rows))
+        for value, index in zip(values, self._basis, strict=True):
+            if index in self._paths:
+                totals[self._paths[index]] += value * self._columns[index][: self._num_rows] * self.scale
+        return totals
+
     def enter_slack(self, prices: Floats) -> bool:
         """Bring in the slack of the row with the most negative price, if any."""
         row = int(np.argmin(prices))
@@ -144,7 +158,7 @@ class _Master:
         kind = int(np.argmin(reduced))
         if reduced[kind] >= -_NEGATIVE:
             return False
-        return self._enter(self._add(self._path(kind, paths[kind]), 0.0))
+        return self._enter(self._add_path(kind, paths[kind]))
 
     def _enter(self, column: int) -> bool:
         matrix = self._matrix()

@@ -202,6 +202,7 @@ class _Search:
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
             if not (progress | (not fits and self._cut_moment(outcome.moment))):
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
+            widths = FIRST_LOOK
         return best
 
     def leanest(self, upper: float) -> float:

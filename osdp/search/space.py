@@ -68,12 +68,17 @@ def build_space(
     bounds = item_bounds(chain)
     candidates: list[tuple[int, int, int]] = []
     inner: list[slice] = []
+    facts = [_Facts.of(operator) for operator in chain]
     for first, end in pairwise(bounds):
         begin = len(candidates)
-        for a, b in _ranges(first, end, whole_blocks):
-            candidates += [(a, b, mode) for mode in _modes(chain[a:b], allowed)]
-            if root_unit and b == a + 1 and chain[a].block is None and _joins_root(chain[a], allowed):
-                candidates.append((a, b, ROOT))
+        for a in range(first, first + 1 if whole_blocks else end):
+            joint = facts[a]
+            for b in range(a + 1, end + 1):
+                joint = joint.joined(facts[b - 1])
+                if not whole_blocks or b == end:
+                    candidates += [(a, b, mode) for mode in _modes(joint, b - a, allowed)]
+            if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
+                candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed) else []
         inner.append(slice(begin, len(candidates)))
     columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
     return Space(
@@ -98,20 +103,34 @@ def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
     return (*bounds, len(chain)) if chain else (0,)
 
 
-def _ranges(first: int, end: int, whole: bool) -> list[tuple[int, int]]:
-    if whole:
-        return [(first, end)]
-    return [(a, b) for a in range(first, end) for b in range(a + 1, end + 1)]
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides whether operators may share a sharded unit.
+
+    Attributes:
+        shardable: Whether FSDP2 can shard each of them.
+        dtypes: Dtypes of their trainable parameters.
+    """
+
+    shardable: bool
+    dtypes: frozenset[str]
+
+    @classmethod
+    def of(cls, operator: Operator) -> "_Facts":
+        return cls(can_shard(operator), frozenset(p.dtype for p in operator.parameters if p.trainable))
+
+    def joined(self, other: "_Facts") -> "_Facts":
+        if self == other:
+            return self
+        return _Facts(self.shardable and other.shardable, self.dtypes | other.dtypes)
 
 
-def _modes(operators: Sequence[Operator], allowed: Sequence[Mode]) -> list[int]:
-    """Modes a unit of ``operators`` may have: FSDP2 wants one dtype and no 0-dim parameter in a unit."""
-    dtypes = {p.dtype for operator in operators for p in operator.parameters if p.trainable}
-    shardable = len(dtypes) <= 1 and all(can_shard(operator) for operator in operators)
+def _modes(facts: _Facts, count: int, allowed: Sequence[Mode]) -> list[int]:
+    """Modes of a unit of ``count`` operators: FSDP2 wants one dtype and no 0-dim parameter in a unit."""
     modes = [mode for mode in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if MODES[mode] in allowed]
-    if shardable:
+    if facts.shardable and len(facts.dtypes) <= 1:
         return modes
-    alone = len(operators) == 1 and not can_shard(operators[0])
+    alone = count == 1 and not facts.shardable
     return [NO_SHARD] if NO_SHARD in modes or alone else []
 
 
