@@ -1,8 +1,9 @@
 """Gradients of replicated parameters: one all-reduce for each bucket, overlapped with backward.
 
-A bucket is the gradients of one NO_SHARD unit, in one flat tensor. As gradients arrive from autograd they are
-scaled by 1/N into their slice of it and freed; with the last one an asynchronous all-reduce starts. Buckets
-start in one fixed order, the reverse of the plan's, whatever the order in which they fill: ranks must agree.
+A bucket is the gradients of one NO_SHARD unit, or of several joined, in one flat tensor. As gradients arrive
+from autograd they are scaled by 1/N into their slice of it and freed; with the last one an asynchronous
+all-reduce starts. Buckets start in one fixed order, the reverse of first use, whatever the order in which
+they fill: ranks must agree.
 
 The mean is linear, so a gradient that is there already (the same on all ranks) may be reduced once more with
 what is added to it: accumulation over microbatches needs no second buffer.
@@ -71,6 +72,7 @@ class Bucket:
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self._numel = sum(sizes)
         self._flat: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
         self._content = [_Content.NOTHING] * len(sizes)
         self._arrived: set[int] = set()
         self._work: dist.Work | None = None
@@ -116,9 +118,9 @@ class Bucket:
             assert self._flat is not None
             for index, content in enumerate(self._content):
                 if content is _Content.NOTHING:
-                    self._view(self._flat, index).zero_()
+                    self._view(index).zero_()
                 elif content is _Content.REDUCED:
-                    self._view(self._flat, index).mul_(self._reduction.scale)
+                    self._view(index).mul_(self._reduction.scale)
         self._work = self._reduction.start(self._flat)
         self.started = True
 
@@ -134,11 +136,12 @@ class Bucket:
             self._work.wait()
         with torch.no_grad():
             if flat.dtype != self._stored_dtype:
-                flat = flat.to(self._stored_dtype)
+                self._flat = flat.to(self._stored_dtype)
+                self._views.clear()
             for index, parameter in enumerate(self.parameters):
                 had_gradient = self._content[index] is not _Content.NOTHING
                 if had_gradient or parameter.name not in without_gradient:
-                    _hand_over(parameter, self._view(flat, index))
+                    _hand_over(parameter, self._view(index))
         self.reset()
 
     def reset(self) -> None:
@@ -146,6 +149,7 @@ class Bucket:
         if self._work is not None and not self._work.is_completed():
             self._work.wait()
         self._flat = None
+        self._views.clear()
         self._work = None
         self.started = False
         self._content = [_Content.NOTHING] * len(self.parameters)
@@ -158,7 +162,7 @@ class Bucket:
     def _add(self, index: int, grad: torch.Tensor) -> None:
         scale = self._reduction.scale
         assert self._flat is not None
-        view = self._view(self._flat, index)
+        view = self._view(index)
         content = self._content[index]
         if view.data_ptr() == grad.data_ptr():
             # The gradient is the bucket: autograd added to what an earlier backward left, or it is all of it.
@@ -199,7 +203,7 @@ class Bucket:
             if not keeps or grad is None or (shared and index == arriving):
                 continue
             if self._content[index] is _Content.NOTHING:
-                self._view(self._flat, index).copy_(grad)
+                self._view(index).copy_(grad)
                 self._content[index] = _Content.REDUCED
             elif shared:
                 continue
@@ -222,9 +226,16 @@ class Bucket:
                 return None
         return first.as_strided((self._numel,), (1,), 0)
 
-    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        compute = self.parameters[index].compute
-        return flat.as_strided(compute.shape, compute.stride(), flat.storage_offset() + self._offsets[index])
+    def _view(self, index: int) -> torch.Tensor:
+        view = self._views.get(index)
+        if view is None:
+            flat = self._flat
+            assert flat is not None
+            compute = self.parameters[index].compute
+            offset = flat.storage_offset() + self._offsets[index]
+            view = flat.as_strided(compute.shape, compute.stride(), offset)
+            self._views[index] = view
+        return view
 
 
 def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
