@@ -8,7 +8,7 @@ import numpy as np
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.prices import MODES, ROOT, price_units
 from osdp.cost.situation import Situation, build_situation, price_root
-from osdp.cost.step import prediction
+from osdp.cost.step import prediction, price_plan
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import unit_modules
@@ -128,7 +128,7 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
     if in_root:
         units.insert(0, Unit(Mode.SHARD_GRAD_OP, tuple(op.name for op in in_root), ("",), root=True))
     training, device = situation.training, situation.device
-    return Plan(
+    plan = Plan(
         model=model_desc.fingerprint,
         device=device.fingerprint,
         training=training.fingerprint,
@@ -150,6 +150,9 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         optimal=found.gap <= _PROVEN,
         notes=_notes(found),
     )
+    # The units as the runtime will form them: a root unit that nobody joined is none.
+    outcome = judge(situation, *price_plan(situation, plan))
+    return replace(plan, predicted=prediction(situation, outcome))
 
 
 def _notes(found: Assignment) -> tuple[str, ...]:
@@ -179,7 +182,7 @@ class _Reasons:
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
         key = (shapes, mode, neighbours)
         if key not in self._known:
-            forced = len(self._modes) == 1 and mode != ROOT
+            forced = len(self._modes) == 1
             self._known[key] = "forced" if forced else self._compare(index)
         return self._known[key]
 

@@ -9,6 +9,7 @@ violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Every r
 judge for all plans; when the judge agrees with the rows, the answer is optimal under the judge.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
-from osdp.cost.prices import Units, price_units
+from osdp.cost.prices import price_units
 from osdp.cost.situation import RootPrice, Situation, price_root
 from osdp.cost.time import TimeCut, time_row
 from osdp.layout import can_shard
@@ -34,6 +35,7 @@ from osdp.search.chain import (
     row_prices,
     solve_chain,
 )
+from osdp.search.polish import polish
 from osdp.search.space import Space, build_space
 
 Floats = NDArray[np.float64]
@@ -41,6 +43,9 @@ Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
 
 #: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
+#: Chains of at most so many items are small: there the search may be wider still.
+_SMALL = 6
+SMALL_WORD = 512
 #: Rounds of cuts in which the search is as wide as it gets; where they do not suffice a gap is left.
 _LAST_ROUNDS = 3
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
@@ -118,8 +123,9 @@ def solve(
         found = search.fastest(upper)
         bound = min(bound, search.bound)
         if found is not None:
-            upper = found[0].seconds
-            best = Assignment(found[1], root_sharded, root_replicated, found[0], search.num_cuts, bound)
+            outcome, units = search.polished(*found)
+            upper = outcome.seconds
+            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
     return replace(best, bound=min(bound, upper)) if best else None
 
 
@@ -172,6 +178,7 @@ class _Search:
         )
         self.bound = 0.0
         self._needed: set[TimeCut | Moment] = set()
+        self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
 
@@ -186,17 +193,17 @@ class _Search:
         self._cut_moment(Moment("step"))
         best, widths, rounds = None, FIRST_LOOK, 0
         while rounds < _LAST_ROUNDS:
-            rounds += widths == LAST_WORD
+            rounds += widths == self._last_word
             found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
             self.bound = min(upper, max(found.bound, self.bound))
-            outcome = None if found.units is None else judge(self._situation, found.units, self._root)
+            outcome = found.outcome
             fits = outcome is not None and outcome.peak <= self._limit
             if outcome is not None and fits and outcome.seconds < upper:
                 best, upper = (outcome, found.chosen), outcome.seconds
             if outcome is None or (fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE)):
-                if widths == LAST_WORD or found.bound >= upper * (1 - CLOSE_ENOUGH):
+                if widths == self._last_word or found.bound >= upper * (1 - CLOSE_ENOUGH):
                     return best
-                widths = LAST_WORD
+                widths = self._last_word
                 continue
             # One moment at a time: every further row makes equal items different.
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
@@ -205,14 +212,22 @@ class _Search:
             widths = FIRST_LOOK
         return best
 
+    def polished(
+        self, outcome: Outcome, chosen: tuple[tuple[int, int, int], ...]
+    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """An answer that is not proven best, after a bounded number of improvements."""
+        if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
+            return outcome, chosen
+        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome)
+
     def leanest(self, upper: float) -> float:
         """The lowest peak of any units, if it is below ``upper``; bytes."""
         self._cut_moment(Moment("step"))
         while True:
-            found = self._relaxed(list(self._moments.values()), [], upper, LAST_WORD)
-            if found.units is None:
+            found = self._relaxed(list(self._moments.values()), [], upper, self._last_word)
+            outcome = found.outcome
+            if outcome is None:
                 return upper
-            outcome = judge(self._situation, found.units, self._root)
             upper = min(upper, outcome.peak)
             if outcome.peak <= found.value * (1 + 2 * TOLERANCE):
                 return upper
@@ -264,12 +279,19 @@ class _Search:
                 break
             self._needed.add(names[worst])
             active = sorted([*active, worst])
+        options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
+        chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
+        return _Relaxed(solution.value, solution.bound, chosen, outcome)
+
+    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
+        """Units of the paths through all items, and what the judge says of them."""
+        index = np.array(candidates_of(self._space, paths), dtype=np.int64)
         start, stop, mode = (
             column[index] for column in (self._space.start, self._space.stop, self._space.mode)
         )
         units = price_units(self._situation.prices, start, stop, mode, self._situation.device)
         chosen = tuple(zip(start.tolist(), stop.tolist(), mode.tolist(), strict=True))
-        return _Relaxed(solution.value, solution.bound, chosen, units)
+        return chosen, judge(self._situation, units, self._root)
 
 
 @dataclass(frozen=True)
@@ -279,7 +301,35 @@ class _Relaxed:
     value: float
     bound: float
     chosen: tuple[tuple[int, int, int], ...] = ()
-    units: Units | None = None
+    outcome: Outcome | None = None
+
+
+def arrangements(
+    kinds: Sequence[tuple[int, int]], paths: Sequence[tuple[int, ...]]
+) -> list[list[tuple[int, ...]]]:
+    """Ways to give items of one kind the same paths: as they are, the other way round, and spread evenly.
+
+    The rows cannot tell them apart; the judge can.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for item, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(item)
+    reverse, even = list(paths), list(paths)
+    for items in places.values():
+        given = [paths[item] for item in items]
+        for item, back, spread in zip(items, reversed(given), _evenly(given), strict=True):
+            reverse[item], even[item] = back, spread
+    unique = {tuple(option): option for option in (list(paths), reverse, even)}
+    return list(unique.values())
+
+
+def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same paths, each kind of them at equal distances."""
+    counts = Counter(paths)
+    marks = [
+        ((number + 0.5) / counts[path], path) for path in sorted(counts) for number in range(counts[path])
+    ]
+    return [path for _, path in sorted(marks)]
 
 
 def chain_problem(
