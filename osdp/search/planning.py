@@ -15,6 +15,7 @@ from osdp.layout import unit_modules
 from osdp.model_desc import ModelDesc, Operator
 from osdp.plan import Decision, Mode, Plan, Unit
 from osdp.profile import Profile
+from osdp.search.polish import share_buckets
 from osdp.search.sharding import ANYTHING, Assignment, Rules, least_peak, solve
 from osdp.training import Training
 from osdp.units import format_bytes, format_seconds
@@ -62,7 +63,19 @@ def best_plan(
                 best, rate = (situation, found), samples / found.outcome.seconds
     if best is None:
         raise _infeasible(model_desc, candidates, device, rules)
-    return _plan(model_desc, *best, rules)
+    situation, found = best
+    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules)
+
+
+def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
+    """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
+    if not found.units:
+        return found
+    has_unit = bool(found.root_sharded) or any(mode == ROOT for _, _, mode in found.units)
+    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=has_unit)
+    limit = situation.device.memory_limit
+    outcome, units = share_buckets(situation, root, limit, found.units, found.outcome)
+    return replace(found, units=units, outcome=outcome)
 
 
 def _situations(model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo) -> list[Situation]:

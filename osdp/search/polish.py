@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from osdp.cost.judge import Outcome, judge
-from osdp.cost.prices import price_units
+from osdp.cost.prices import NO_SHARD, price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.search.space import Space
 
@@ -41,8 +41,7 @@ def polish(
                 return outcome, _joined(items)
             looks += 1
             trial = _joined([*items[:item], units, *items[item + 1 :]])
-            start, stop, mode = zip(*trial, strict=True)
-            seen = judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)
+            seen = _judged(situation, root, trial)
             if seen.peak <= limit and seen.seconds < outcome.seconds:
                 outcome, improved = seen, True
                 items[item] = units
@@ -80,3 +79,31 @@ def _neighbours(
             units = tuple((a + first, b + first, m) for a, b, m in pattern)
             if size == sizes[item] and pattern != own[item] and all(unit in allowed for unit in units):
                 yield item, units
+
+
+def share_buckets(
+    situation: Situation, root: RootPrice, limit: float, chosen: Units, outcome: Outcome
+) -> tuple[Outcome, Units]:
+    """Neighbouring replicated units joined, across blocks too, wherever the judge finds that no slower.
+
+    Fewer, larger all-reduces; what they cost is memory earlier in backward and a later start.
+    """
+    units, place = list(chosen), 0
+    for _ in range(LOOKS):
+        while place + 1 < len(units) and (units[place][2], units[place + 1][2]) != (NO_SHARD, NO_SHARD):
+            place += 1
+        if place + 1 >= len(units):
+            break
+        joint = (units[place][0], units[place + 1][1], NO_SHARD)
+        trial = (*units[:place], joint, *units[place + 2 :])
+        seen = _judged(situation, root, trial)
+        if seen.peak <= limit and seen.seconds <= outcome.seconds:
+            outcome, units = seen, list(trial)
+        else:
+            place += 1
+    return outcome, tuple(units)
+
+
+def _judged(situation: Situation, root: RootPrice, units: Units) -> Outcome:
+    start, stop, mode = zip(*units, strict=True)
+    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)
