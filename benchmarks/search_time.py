@@ -38,8 +38,8 @@ GIB = 2**30
 #: Seconds the search may take.
 BAR = 1.0
 #: Seconds HiGHS may take for each of its problems, and how many of them a row may take in time.
-MILP_SECONDS, QUICK_MILP_SECONDS = 20, 2
-MILP_ROUNDS = 20
+MILP_SECONDS, QUICK_MILP_SECONDS = 5, 2
+MILP_ROUNDS = 16
 
 
 @dataclass(frozen=True)

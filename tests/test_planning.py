@@ -212,7 +212,8 @@ def test_accumulation_reduces_when_that_is_faster_and_fits(seed: int) -> None:
         if not found:
             continue
         plan = best_plan(model_desc, [Candidate(training, profile)], device)
-        assert plan.predicted.step_seconds == pytest.approx(min(found.values()), rel=1e-9)
+        # Joined buckets may make it faster still.
+        assert plan.predicted.step_seconds <= min(found.values()) * (1 + 1e-9)
         assert found[plan.reduce_each_microbatch] == min(found.values())
 
 
