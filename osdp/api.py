@@ -92,7 +92,8 @@ def make_plan(
             progress=_rank(mesh) == 0,
         )  # fmt: skip
 
-    candidates = batches(training, local_batches or (training.local_batch,), profiled)
+    sizes = local_batches or (training.local_batch or description.local_batch,)
+    candidates = batches(training, sizes, profiled)
     return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
 
 
@@ -120,7 +121,8 @@ def _trained(
     param_dtype: str | torch.dtype | None,
     reduce_dtype: str | torch.dtype | None,
 ) -> Training:
-    training = training or Training(local_batch=description.local_batch)
+    training = training or Training()
+    training = replace(training, local_batch=training.local_batch or description.local_batch)
     if param_dtype is not None:
         training = replace(training, param_dtype=_dtype_name(param_dtype))
     if reduce_dtype is not None:

@@ -77,6 +77,11 @@ class DeviceInfo:
     measured: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.memory_limit, int):
+            raise TypeError(
+                f"memory_limit is a number of bytes, got {self.memory_limit!r}; DeviceInfo.detect() and OSDP() "
+                "read text such as '8GiB', and osdp.units.parse_bytes() turns it into bytes"
+            )
         faults = [
             f"{name} must be positive, got {getattr(self, name)}"
             for name in ("memory_limit", "nodes", "devices_per_node")

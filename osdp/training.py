@@ -154,7 +154,7 @@ class Training:
         fused: As the optimizer's argument; ``None`` is torch's default for the device.
         param_dtype: Dtype parameters are gathered and computed in; ``None`` keeps their own.
         reduce_dtype: Dtype gradients are reduced in; ``None`` is the dtype they are computed in.
-        local_batch: Samples per device and microbatch.
+        local_batch: Samples per device and microbatch; ``None`` is the batch the model is described with.
         microbatches: Microbatches whose gradients are accumulated before a step.
     """
 
@@ -168,7 +168,7 @@ class Training:
     fused: bool | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
-    local_batch: int = 1
+    local_batch: int | None = None
     microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -180,8 +180,9 @@ class Training:
             if dtype is not None and dtype not in DTYPE_BYTES:
                 faults.append(f"{name} {dtype!r} is unknown; there are {', '.join(DTYPE_BYTES)}")
         for name in ("local_batch", "microbatches"):
-            if getattr(self, name) < 1:
-                faults.append(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                faults.append(f"{name} must be at least 1, got {value}")
         if faults:
             raise ValueError("; ".join(faults))
 

@@ -1,7 +1,7 @@
 """``OSDP``: the module that stands where ``FSDP(model)`` stood."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.api import make_plan
+from osdp.errors import PlanMismatchError
 from osdp.integrations.fairscale import mark, marks_here, unmark, with_marked_options
+from osdp.model_desc import ModelDesc
 from osdp.plan import Plan
 from osdp.profile import Profile
 from osdp.runtime import AppliedPlan, apply
@@ -22,7 +24,27 @@ from osdp.training import Training
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
-    from osdp.model_desc import ModelDesc
+
+
+#: Options that say how to plan: with a finished plan they would be ignored.
+_PLANNING = ("strategy", "auto_wrap_policy", "profile", "param_dtype", "reduce_dtype", "local_batches")
+
+
+def _check_reuse(plan: Plan | None, options: Mapping[str, Any]) -> None:
+    """Refuse planning options beside a finished plan, and a plan for another model."""
+    if plan is None:
+        return
+    idle = [name for name in _PLANNING if options.get(name)]
+    if idle:
+        raise ValueError(
+            f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
+            "to plan again"
+        )
+    described = options.get("model_desc")
+    if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
+        raise PlanMismatchError(
+            [f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"]
+        )
 
 
 class OSDP(nn.Module):
@@ -45,6 +67,7 @@ class OSDP(nn.Module):
         profile: A profile to plan with, which saves measuring.
         mesh: A mesh with one axis; one over all ranks if ``None``.
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
+        local_batches: Local batches to choose from; the plan with the most samples per second wins.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
@@ -84,6 +107,7 @@ class OSDP(nn.Module):
         profile: Profile | None = None,
         mesh: DeviceMesh | None = None,
         strategy: str | None = None,
+        local_batches: Sequence[int] = (),
         auto_wrap_policy: Callable[..., Any] | None = None,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -103,6 +127,7 @@ class OSDP(nn.Module):
             "profile": profile,
             "mesh": mesh,
             "strategy": strategy,
+            "local_batches": local_batches,
             "auto_wrap_policy": auto_wrap_policy,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
@@ -114,6 +139,7 @@ class OSDP(nn.Module):
         options["mesh"] = data_parallel_mesh(model, options["mesh"])
         finds_unused = options["find_unused_parameters"]
         chosen = options.pop("plan")
+        _check_reuse(chosen, options)
         if chosen is None:
             chosen = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
         unmark(model)
@@ -132,7 +158,11 @@ class OSDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside keep their gradients; the first one outside reduces them all."""
+        """Backwards inside keep their gradients; the first one outside reduces them all.
+
+        ``plan.reduce_each_microbatch`` says which way the plan was priced: if it is false, run all
+        microbatches but the last in here; if it is true, keeping gradients takes more memory than planned.
+        """
         context: AbstractContextManager[None] = self._applied.no_sync()
         return context
 

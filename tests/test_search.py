@@ -13,6 +13,7 @@ from osdp.cost.memory import memory_row
 from osdp.cost.prices import price_units
 from osdp.cost.situation import Situation, price_root
 from osdp.cost.time import time_row
+from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 from osdp.search.milp import solve_milp
 from osdp.search.sharding import Rules, _root_choices, least_peak, solve
@@ -147,3 +148,36 @@ def test_same_input_same_answer() -> None:
     assert first is not None and second is not None
     assert first.units == second.units
     assert list(itertools.chain(*first.units)) == list(itertools.chain(*second.units))
+
+
+@pytest.mark.parametrize("seed", [7, 10, 12])
+def test_a_limit_that_the_leanest_plan_fits_is_never_called_infeasible(seed: int) -> None:
+    """A search of bounded width once dropped all plans that fit, and the limit was called infeasible."""
+    situation = random_situation(seed, 9, 2)
+    lowest = least_peak(situation)
+    for share in (1.0, 1.003, 1.02, 1.05):
+        answer = solve(situation, lowest * share)
+        assert answer is not None
+        assert answer.outcome.peak <= lowest * share
+
+
+def test_operators_of_two_dtypes_never_share_a_sharded_unit() -> None:
+    """FSDP2 wants one dtype in a unit, the root's included."""
+    chain = [
+        Operator(name, (name,), (Parameter(f"{name}.weight", (8, 8), dtype),), None, place, place)
+        for place, (name, dtype) in enumerate([("a", "float32"), ("b", "bfloat16"), ("c", "float32")])
+    ]
+    space = build_space(chain, root_unit=True, root_dtype="float32")
+    for start, stop, mode in zip(space.start, space.stop, space.mode, strict=True):
+        dtypes = {op.parameters[0].dtype for op in chain[start:stop]}
+        assert mode == 0 or len(dtypes) == 1
+        assert mode != 3 or dtypes == {"float32"}
+
+
+def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
+    """It once left the search without a path, and looping."""
+    mixed = (Parameter("a.w", (8, 8), "float32"), Parameter("a.v", (8, 8), "bfloat16"))
+    space = build_space(
+        [Operator("a", ("a",), mixed, None, 0, 0)], allowed=(Mode.FULL_SHARD,), root_unit=False
+    )
+    assert space.mode.tolist() == [0]

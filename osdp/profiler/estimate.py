@@ -51,7 +51,7 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
             f"DeviceInfo({given}), or measure with DeviceInfo.detect()"
         )
     training = training or Training(local_batch=model_desc.local_batch)
-    batch = training.local_batch
+    batch = training.local_batch or model_desc.local_batch
     if batch != model_desc.local_batch and not model_desc.batch_is_free:
         raise ValueError(
             f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not {batch}; "

@@ -44,9 +44,15 @@ def profile_model(
     Raises:
         ValueError: The batch cannot be made from the description, or the model takes no other batch size.
     """
-    training = training or Training(local_batch=model_desc.local_batch)
+    training = training or Training()
+    local_batch = training.local_batch or model_desc.local_batch
+    if local_batch != model_desc.local_batch and not model_desc.batch_is_free:
+        raise ValueError(
+            f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not {local_batch}; "
+            f"trace it again with a sample batch of {local_batch}"
+        )
     given = SampleBatch.from_desc(model_desc) if sample_inputs is None else SampleBatch.of(sample_inputs)
-    batch = given.resized(training.local_batch)
+    batch = given.resized(local_batch)
     target = torch.device(device) if device is not None else default_device()
     options: dict[str, Any] = {
         "device": target,
@@ -61,7 +67,7 @@ def profile_model(
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Profile(
         device=device_kind(target),
-        local_batch=training.local_batch,
+        local_batch=local_batch,
         segments=segments,
         optimizer=profile_optimizer(training, device=target, mesh=mesh),
         resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors),

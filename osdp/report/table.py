@@ -151,11 +151,22 @@ def _facts(plan: Plan) -> list[str]:
         f"{len(plan.units)} units; {plan.optimizer}",
         f"devices    {plan.world_size}, each limited to {format_bytes(plan.memory_limit)}",
         f"batch      {samples} samples a step: {plan.local_batch} per device x {microbatches} x "
-        f"{plan.world_size} devices",
+        f"{plan.world_size} devices{_reduction(plan)}",
         *_predicted(plan),
         f"basis      {'measured' if plan.measured_profile else 'estimated'} profile; "
         f"{'proven optimal' if plan.optimal else 'not proven optimal'}",
     ]
+
+
+def _reduction(plan: Plan) -> str:
+    """How often gradients are reduced, where that is a choice."""
+    if plan.microbatches == 1:
+        return ""
+    return (
+        "; gradients reduced each microbatch"
+        if plan.reduce_each_microbatch
+        else "; gradients reduced once a step: all microbatches but the last inside no_sync()"
+    )
 
 
 def _predicted(plan: Plan) -> list[str]:

@@ -33,6 +33,7 @@ class ReplicatedParameter:
         self.owned = owned
         self.stored = owned.parameter
         local = self.local
+        self._copied = -1
         self._casts = compute_dtype is not None and local.is_floating_point() and local.dtype != compute_dtype
         if self._casts:
             copy = torch.empty_like(local, dtype=compute_dtype)
@@ -71,11 +72,21 @@ class ReplicatedParameter:
             self.compute.requires_grad_(self.stored.requires_grad)
         if self._casts:
             _allocate(self.compute)
-            # Through ``data``: saved tensors of a pending backward must not see a new version.
-            self.compute.data.copy_(self.local)
+            self._copy()
         elif self.compute.data_ptr() != self.local.data_ptr():
             self.compute.data = self.local  # somebody gave it other storage
         self.owned.register(self.compute)
+
+    def refresh(self) -> None:
+        """Copy the stored values again if an optimizer changed them since."""
+        if self._casts and self.local._version != self._copied:
+            self._copy()
+
+    def _copy(self) -> None:
+        # Through ``data``: saved tensors of a pending backward must not see a new version.
+        local = self.local
+        self.compute.data.copy_(local)
+        self._copied = local._version
 
     def swap_out(self) -> None:
         """Register what is stored."""
@@ -107,6 +118,8 @@ class ReplicatedParameters:
     def swap_in(self) -> bool:
         """Let modules compute with the plain parameters; whether that changed anything."""
         if self.swapped_in:
+            for parameter in self.parameters:
+                parameter.refresh()
             return False
         for parameter in self.parameters:
             parameter.swap_in()

@@ -55,7 +55,7 @@ def best_plan(
     best: tuple[Situation, Assignment] | None = None
     rate = 0.0
     for candidate in candidates:
-        samples = candidate.training.local_batch * candidate.training.microbatches
+        samples = candidate.profile.local_batch * candidate.training.microbatches
         for situation in _situations(model_desc, candidate, device):
             upper = samples / rate if rate else np.inf
             found = solve(situation, device.memory_limit, rules=rules, upper=upper)
@@ -106,10 +106,9 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
     training, device = situation.training, situation.device
     state = float(situation.prices.state_sharded[-1])
     found = []
-    if training.local_batch > 1:
-        found.append(
-            f"a local batch below {training.local_batch}; more microbatches keep the global batch as it is"
-        )
+    batch = situation.profile.local_batch
+    if batch > 1:
+        found.append(f"a local batch below {batch}; more microbatches keep the global batch as it is")
     if rules.allowed != tuple(Mode):
         found.append("leaving strategy= out, so that every mode may be used")
     if training.param_dtype is None:
@@ -147,7 +146,7 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         training=training.fingerprint,
         world_size=device.world_size,
         memory_limit=device.memory_limit,
-        local_batch=training.local_batch,
+        local_batch=situation.profile.local_batch,
         microbatches=training.microbatches,
         reduce_each_microbatch=situation.conditions.reduce_each,
         optimizer=training.optimizer,

@@ -15,7 +15,7 @@ from osdp.search.space import Space
 Units = tuple[tuple[int, int, int], ...]
 
 #: Plans that are judged at most.
-LOOKS = 240
+LOOKS = 160
 
 
 def polish(

@@ -40,6 +40,7 @@ from osdp.search.chain import (
     solve_chain,
 )
 from osdp.search.polish import polish
+from osdp.search.seeds import best_seed
 from osdp.search.space import Space, build_space
 
 Floats = NDArray[np.float64]
@@ -130,15 +131,29 @@ def solve(
             outcome, units = search.polished(*found)
             upper = outcome.seconds
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
-    return replace(best, bound=min(bound, upper)) if best else None
+    if best is None and np.isinf(upper):
+        # Nothing was found, which a search of bounded width need not mean: the leanest plan decides.
+        leanest = lean(situation, rules=rules, solver=solver)
+        best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
+    return replace(best, bound=min(bound, best.outcome.seconds)) if best else None
 
 
 def least_peak(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solve_chain) -> float:
-    """The lowest peak of any assignment; bytes."""
-    best = np.inf
+    """The lowest peak of any assignment that was found; bytes."""
+    return lean(situation, rules=rules, solver=solver).outcome.peak
+
+
+def lean(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solve_chain) -> Assignment:
+    """The assignment with the lowest peak that was found."""
+    best: Assignment | None = None
     for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        best = min(best, _Search(situation, root, np.inf, rules, solver).leanest(best))
+        search = _Search(situation, root, np.inf, rules, solver)
+        outcome, units = search.leanest()
+        if best is None or outcome.peak < best.outcome.peak:
+            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
+    if best is None:
+        raise RuntimeError("a model without operators outside the chain has one choice of root at least")
     return best
 
 
@@ -147,7 +162,9 @@ def _root_choices(
 ) -> list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]]:
     """Ways to split the operators outside the chain into root unit and replicated; and is there a unit."""
     shards = any(mode.sharded for mode in rules.allowed)
-    free = sorted((op for op in operators if can_shard(op)), key=lambda op: -op.nbytes) if shards else []
+    dtype = root_dtype(operators)
+    fitting = [op for op in operators if can_shard(op) and _dtypes(op) <= {dtype}]
+    free = sorted(fitting, key=lambda op: -op.nbytes) if shards else []
     forced = Mode.NO_SHARD not in rules.allowed
     heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
     groups = [*((op,) for op in heads), *([tail] if tail else [])]
@@ -166,6 +183,15 @@ def _root_choices(
     return list(dict.fromkeys(choices))
 
 
+def root_dtype(operators: Sequence[Operator]) -> str | None:
+    """The dtype of the root's unit: that of the first operator of one trainable dtype; FSDP2 wants one."""
+    return next((dtype for op in operators for dtype in _dtypes(op) if len(_dtypes(op)) == 1), None)
+
+
+def _dtypes(operator: Operator) -> set[str]:
+    return {parameter.dtype for parameter in operator.parameters if parameter.trainable}
+
+
 class _Search:
     """Cutting planes for one choice of root."""
 
@@ -175,7 +201,11 @@ class _Search:
         chain = situation.timeline.chain
         self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
         self._space = build_space(
-            chain, allowed=rules.allowed, root_unit=root.has_unit, whole_blocks=rules.whole_blocks
+            chain,
+            allowed=rules.allowed,
+            root_unit=root.has_unit,
+            root_dtype=root_dtype((*situation.timeline.root, *chain)),
+            whole_blocks=rules.whole_blocks,
         )
         self._candidates = price_units(
             situation.prices, self._space.start, self._space.stop, self._space.mode, situation.device
@@ -195,7 +225,15 @@ class _Search:
         """The fastest feasible units that beat ``upper`` seconds."""
         self._cut_time(TimeCut())
         self._cut_moment(Moment("step"))
-        best, widths, rounds = None, FIRST_LOOK, 0
+        probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
+        self.bound = min(upper, probe.bound)
+        if probe.bound >= upper:
+            return None
+        best = best_seed(self._situation, self._space, self._root, self._limit)
+        if best is not None and best[0].seconds >= upper:
+            best = None
+        upper = best[0].seconds if best is not None else upper
+        widths, rounds = FIRST_LOOK, 0
         while rounds < _LAST_ROUNDS:
             rounds += widths == self._last_word
             found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
@@ -224,29 +262,41 @@ class _Search:
             return outcome, chosen
         return polish(self._situation, self._space, self._root, self._limit, chosen, outcome)
 
-    def leanest(self, upper: float) -> float:
-        """The lowest peak of any units, if it is below ``upper``; bytes."""
+    def leanest(self) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """The units with the lowest peak that was found."""
         self._cut_moment(Moment("step"))
+        best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
+        if best is None:
+            raise RuntimeError("no limit, and yet no plan to start from")
         while True:
+            upper = best[0].peak
             found = self._relaxed(list(self._moments.values()), [], upper, self._last_word)
             outcome = found.outcome
             if outcome is None:
-                return upper
-            upper = min(upper, outcome.peak)
+                return best
+            if outcome.peak < upper:
+                best = outcome, found.chosen
             if outcome.peak <= found.value * (1 + 2 * TOLERANCE):
-                return upper
+                return best
             if not self._cut_moment(outcome.moment):
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment}")
 
     def _cut_time(self, cut: TimeCut) -> bool:
         if cut in self._times:
-            return False
+            return self._need(cut)
         self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
+        return True
+
+    def _need(self, name: TimeCut | Moment) -> bool:
+        """Keep a known row in the search: another arrangement of equal items may break it."""
+        if name in self._needed:
+            return False
+        self._needed.add(name)
         return True
 
     def _cut_moment(self, moment: Moment) -> bool:
         if moment in self._moments:
-            return False
+            return self._need(moment)
         self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
         return True
 

@@ -52,6 +52,7 @@ def build_space(
     *,
     allowed: Sequence[Mode] = tuple(Mode),
     root_unit: bool,
+    root_dtype: str | None = "float32",
     whole_blocks: bool = False,
 ) -> Space:
     """All candidate units over ``chain``.
@@ -60,6 +61,7 @@ def build_space(
         chain: Operators in trace order.
         allowed: Modes that may be used; operators that cannot be sharded stay NO_SHARD whatever it says.
         root_unit: Whether operators outside blocks may join the root's unit.
+        root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
         whole_blocks: Whether units must be whole items (conditionally executed operators).
 
     Returns:
@@ -76,9 +78,10 @@ def build_space(
             for b in range(a + 1, end + 1):
                 joint = joint.joined(facts[b - 1])
                 if not whole_blocks or b == end:
-                    candidates += [(a, b, mode) for mode in _modes(joint, b - a, allowed)]
+                    only = b == a + 1 or whole_blocks
+                    candidates += [(a, b, mode) for mode in _modes(joint, allowed, only=only)]
             if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
-                candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed) else []
+                candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed, root_dtype) else []
         inner.append(slice(begin, len(candidates)))
     columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
     return Space(
@@ -125,14 +128,18 @@ class _Facts:
         return _Facts(self.shardable and other.shardable, self.dtypes | other.dtypes)
 
 
-def _modes(facts: _Facts, count: int, allowed: Sequence[Mode]) -> list[int]:
-    """Modes of a unit of ``count`` operators: FSDP2 wants one dtype and no 0-dim parameter in a unit."""
+def _modes(facts: _Facts, allowed: Sequence[Mode], *, only: bool) -> list[int]:
+    """Modes of a unit: FSDP2 wants one dtype and no 0-dim parameter. The ``only`` unit needs one anyway."""
     modes = [mode for mode in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if MODES[mode] in allowed]
     if facts.shardable and len(facts.dtypes) <= 1:
         return modes
-    alone = count == 1 and not facts.shardable
-    return [NO_SHARD] if NO_SHARD in modes or alone else []
+    return [NO_SHARD] if NO_SHARD in modes or only else []
 
 
-def _joins_root(operator: Operator, allowed: Sequence[Mode]) -> bool:
-    return can_shard(operator) and (Mode.SHARD_GRAD_OP in allowed or Mode.FULL_SHARD in allowed)
+def _joins_root(operator: Operator, allowed: Sequence[Mode], dtype: str | None) -> bool:
+    dtypes = {p.dtype for p in operator.parameters if p.trainable}
+    return (
+        can_shard(operator)
+        and dtypes <= {dtype}
+        and (Mode.SHARD_GRAD_OP in allowed or Mode.FULL_SHARD in allowed)
+    )

@@ -1,0 +1,95 @@
+"""Plans to start from: the blocks up to some place in one mode, the others in another.
+
+They are judged, not solved for: a search that starts from a plan that fits never ends without one, and has a
+bound to prune with from the beginning.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise, permutations
+
+import numpy as np
+
+from osdp.cost.judge import Outcome, judge
+from osdp.cost.prices import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, price_units
+from osdp.cost.situation import RootPrice, Situation
+from osdp.search.space import Space
+
+Units = tuple[tuple[int, int, int], ...]
+
+
+def best_seed(
+    situation: Situation, space: Space, root: RootPrice, limit: float, *, lean: bool = False
+) -> tuple[Outcome, Units] | None:
+    """The fastest seed that fits ``limit`` (the one with the lowest peak if ``lean``), or ``None``.
+
+    For each pair of modes the number of items in the first is bisected: memory need not be monotonic in it,
+    so this is a start and no answer.
+    """
+    if not space.num_items:
+        outcome = _judged(situation, root, ())
+        return (outcome, ()) if outcome.peak <= limit else None
+    best: tuple[Outcome, Units] | None = None
+    for build in _patterns(space):
+        low, high = 0, space.num_items
+        while low <= high:
+            middle = (low + high + 1) // 2
+            units = build(middle)
+            outcome = _judged(situation, root, units)
+            better = best is None or _merit(outcome, lean) < _merit(best[0], lean)
+            if outcome.peak <= limit and better:
+                best = outcome, units
+            low, high = (middle + 1, high) if outcome.peak <= limit and not lean else (low, middle - 1)
+    return best
+
+
+def _merit(outcome: Outcome, lean: bool) -> float:
+    return outcome.peak if lean else outcome.seconds
+
+
+class _Pattern:
+    """The first (or last) items in one mode, the others in another."""
+
+    def __init__(self, items: dict[int, list[Units]], first: int, rest: int, *, from_end: bool) -> None:
+        self._items, self._first, self._rest, self._from_end = items, first, rest, from_end
+
+    def __call__(self, count: int) -> Units:
+        size = len(self._items[self._first])
+        inside = range(size - count, size) if self._from_end else range(count)
+        modes = [self._first if item in inside else self._rest for item in range(size)]
+        return tuple(unit for item, mode in enumerate(modes) for unit in self._items[mode][item])
+
+
+def _patterns(space: Space) -> Iterator[_Pattern]:
+    modes = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
+    items = {mode: _in_mode(space, mode) for mode in modes}
+    for first, rest in permutations(modes, 2):
+        if first < rest:
+            yield _Pattern(items, first, rest, from_end=False)
+            yield _Pattern(items, first, rest, from_end=True)
+
+
+def _in_mode(space: Space, mode: int) -> list[Units]:
+    """Each item as one unit of ``mode``, or as near to that as its candidates come."""
+    return [
+        _nearest(space, item, first, end, mode) for item, (first, end) in enumerate(pairwise(space.bounds))
+    ]
+
+
+def _nearest(space: Space, item: int, first: int, end: int, mode: int) -> Units:
+    """Candidates of ``mode`` as long as possible, of any mode where there is none."""
+    inner = space.inner[item]
+    found = list(
+        zip(space.start[inner].tolist(), space.stop[inner].tolist(), space.mode[inner].tolist(), strict=True)
+    )
+    units, place = [], first
+    while place < end:
+        here = [unit for unit in found if unit[0] == place]
+        best = max(here, key=lambda unit: (unit[2] == mode, unit[1], -unit[2]))
+        units.append(best)
+        place = best[1]
+    return tuple(units)
+
+
+def _judged(situation: Situation, root: RootPrice, units: Units) -> Outcome:
+    start, stop, mode = np.array(units, dtype=np.int64).reshape(-1, 3).T
+    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)
