@@ -79,7 +79,7 @@ class DeviceInfo:
     def __post_init__(self) -> None:
         if not isinstance(self.memory_limit, int):
             raise TypeError(
-                f"memory_limit is a number of bytes, got {self.memory_limit!r}; DeviceInfo.detect() and OSDP() "
+                f"memory_limit is a number of bytes, got {self.memory_limit!r}; detect() and OSDP() "
                 "read text such as '8GiB', and osdp.units.parse_bytes() turns it into bytes"
             )
         faults = [

@@ -1,4 +1,4 @@
-"""Predicted peaks against the true peak of live bytes, measured on real tensors under the fake process group."""
+"""Predicted peaks against the true peak of live bytes, of real tensors under the fake process group."""
 
 import pytest
 import torch
