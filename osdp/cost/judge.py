@@ -19,12 +19,13 @@ Time is that of two resources, the device and the link: ``max_k (device until k 
 moments *k* of backward, where collectives that block are on both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from osdp.cost.memory import Moment, step_peaks
-from osdp.cost.prices import Units
+from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.time import TimeCut, step_time
 
@@ -79,3 +80,9 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
         optimizer_seconds=optimizer,
         state=float(np.sum(units.state)) + root.state,
     )
+
+
+def judge_choice(situation: Situation, chosen: Sequence[tuple[int, int, int]], root: RootPrice) -> Outcome:
+    """As :func:`judge`, of units that are given as first operator, one past the last, and mode index."""
+    start, stop, mode = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
+    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from osdp.cost.judge import Outcome, judge
-from osdp.cost.prices import MODES, ROOT, price_units
+from osdp.cost.judge import Outcome, judge, judge_choice
+from osdp.cost.prices import MODES, ROOT
 from osdp.cost.situation import Situation, build_situation, price_root
 from osdp.cost.step import prediction, price_plan
 from osdp.device_info import DeviceInfo
@@ -71,8 +71,7 @@ def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
-    has_unit = bool(found.root_sharded) or any(mode == ROOT for _, _, mode in found.units)
-    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=has_unit)
+    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
     limit = situation.device.memory_limit
     outcome, units = share_buckets(situation, root, limit, found.units, found.outcome)
     return replace(found, units=units, outcome=outcome)
@@ -182,8 +181,7 @@ class _Reasons:
         self._limit = situation.device.memory_limit
         self._modes = [k for k in range(ROOT) if MODES[k] in rules.allowed]
         sharded, replicated = found.root_sharded, found.root_replicated
-        has_unit = bool(sharded) or any(mode == ROOT for _, _, mode in found.units)
-        self._root = price_root(situation, sharded, replicated, has_unit=has_unit)
+        self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
         self._known: dict[tuple[object, ...], str] = {}
 
     def of_unit(self, index: int) -> str:
@@ -206,13 +204,8 @@ class _Reasons:
                 continue
             units = list(self._found.units)
             units[index] = (a, b, other)
-            others.append((MODES[other], self._judged(units)))
+            others.append((MODES[other], judge_choice(self._situation, units, self._root)))
         return _difference(self._found.outcome, others, self._limit)
-
-    def _judged(self, units: Sequence[tuple[int, int, int]]) -> Outcome:
-        starts, stops, modes = zip(*units, strict=True)
-        prices = price_units(self._situation.prices, starts, stops, modes, self._situation.device)
-        return judge(self._situation, prices, self._root)
 
     def of_root(self, operator: Operator) -> str:
         """The reason of an operator in the root's unit."""
@@ -233,9 +226,8 @@ class _Reasons:
             return "forced"
         has_unit = bool(sharded) or any(m == ROOT for _, _, m in self._found.units)
         root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
-        starts, stops, modes = zip(*self._found.units, strict=True) if self._found.units else ((), (), ())
-        prices = price_units(self._situation.prices, starts, stops, modes, self._situation.device)
-        return _difference(self._found.outcome, [(mode, judge(self._situation, prices, root))], self._limit)
+        seen = judge_choice(self._situation, self._found.units, root)
+        return _difference(self._found.outcome, [(mode, seen)], self._limit)
 
 
 def _difference(chosen: Outcome, others: Sequence[tuple[Mode, Outcome]], limit: int) -> str:

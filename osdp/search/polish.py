@@ -7,8 +7,8 @@ shape has, or one unit of all its operators in some mode. The sweep is determini
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from osdp.cost.judge import Outcome, judge
-from osdp.cost.prices import NO_SHARD, price_units
+from osdp.cost.judge import Outcome, judge_choice
+from osdp.cost.prices import NO_SHARD
 from osdp.cost.situation import RootPrice, Situation
 from osdp.search.space import Space
 
@@ -41,7 +41,7 @@ def polish(
                 return outcome, _joined(items)
             looks += 1
             trial = _joined([*items[:item], units, *items[item + 1 :]])
-            seen = _judged(situation, root, trial)
+            seen = judge_choice(situation, trial, root)
             if seen.peak <= limit and seen.seconds < outcome.seconds:
                 outcome, improved = seen, True
                 items[item] = units
@@ -96,14 +96,9 @@ def share_buckets(
             break
         joint = (units[place][0], units[place + 1][1], NO_SHARD)
         trial = (*units[:place], joint, *units[place + 2 :])
-        seen = _judged(situation, root, trial)
+        seen = judge_choice(situation, trial, root)
         if seen.peak <= limit and seen.seconds <= outcome.seconds:
             outcome, units = seen, list(trial)
         else:
             place += 1
     return outcome, tuple(units)
-
-
-def _judged(situation: Situation, root: RootPrice, units: Units) -> Outcome:
-    start, stop, mode = zip(*units, strict=True)
-    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)

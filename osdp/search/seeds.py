@@ -7,10 +7,8 @@ bound to prune with from the beginning.
 from collections.abc import Iterator
 from itertools import pairwise, permutations
 
-import numpy as np
-
-from osdp.cost.judge import Outcome, judge
-from osdp.cost.prices import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, price_units
+from osdp.cost.judge import Outcome, judge_choice
+from osdp.cost.prices import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from osdp.cost.situation import RootPrice, Situation
 from osdp.search.space import Space
 
@@ -26,7 +24,7 @@ def best_seed(
     so this is a start and no answer.
     """
     if not space.num_items:
-        outcome = _judged(situation, root, ())
+        outcome = judge_choice(situation, (), root)
         return (outcome, ()) if outcome.peak <= limit else None
     best: tuple[Outcome, Units] | None = None
     for build in _patterns(space):
@@ -34,7 +32,7 @@ def best_seed(
         while low <= high:
             middle = (low + high + 1) // 2
             units = build(middle)
-            outcome = _judged(situation, root, units)
+            outcome = judge_choice(situation, units, root)
             better = best is None or _merit(outcome, lean) < _merit(best[0], lean)
             if outcome.peak <= limit and better:
                 best = outcome, units
@@ -88,8 +86,3 @@ def _nearest(space: Space, item: int, first: int, end: int, mode: int) -> Units:
         units.append(best)
         place = best[1]
     return tuple(units)
-
-
-def _judged(situation: Situation, root: RootPrice, units: Units) -> Outcome:
-    start, stop, mode = np.array(units, dtype=np.int64).reshape(-1, 3).T
-    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)

@@ -13,7 +13,6 @@ reach of a search in a second: then the answer is improved by :mod:`osdp.search.
 that was proven, as :attr:`Assignment.gap` tells.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
-from osdp.cost.prices import price_units
+from osdp.cost.prices import ROOT, price_units
 from osdp.cost.situation import RootPrice, Situation, price_root
 from osdp.cost.time import TimeCut, time_row
 from osdp.layout import can_shard
@@ -35,13 +34,13 @@ from osdp.search.chain import (
     TOLERANCE,
     ChainProblem,
     ChainSolution,
-    Template,
     row_prices,
     solve_chain,
 )
 from osdp.search.polish import polish
+from osdp.search.problem import arrangements, candidates_of, chain_problem
 from osdp.search.seeds import best_seed
-from osdp.search.space import Space, build_space
+from osdp.search.space import build_space
 
 Floats = NDArray[np.float64]
 Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
@@ -76,6 +75,11 @@ class Assignment:
     outcome: Outcome
     cuts: int
     bound: float
+
+    @property
+    def has_root_unit(self) -> bool:
+        """Whether anything is in the root's unit."""
+        return bool(self.root_sharded) or any(mode == ROOT for _, _, mode in self.units)
 
     @property
     def gap(self) -> float:
@@ -356,84 +360,3 @@ class _Relaxed:
     bound: float
     chosen: tuple[tuple[int, int, int], ...] = ()
     outcome: Outcome | None = None
-
-
-def arrangements(
-    kinds: Sequence[tuple[int, int]], paths: Sequence[tuple[int, ...]]
-) -> list[list[tuple[int, ...]]]:
-    """Ways to give items of one kind the same paths: as they are, the other way round, and spread evenly.
-
-    The rows cannot tell them apart; the judge can.
-    """
-    places: dict[tuple[int, int], list[int]] = {}
-    for item, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(item)
-    reverse, even = list(paths), list(paths)
-    for items in places.values():
-        given = [paths[item] for item in items]
-        for item, back, spread in zip(items, reversed(given), _evenly(given), strict=True):
-            reverse[item], even[item] = back, spread
-    unique = {tuple(option): option for option in (list(paths), reverse, even)}
-    return list(unique.values())
-
-
-def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same paths, each kind of them at equal distances."""
-    counts = Counter(paths)
-    marks = [
-        ((number + 0.5) / counts[path], path) for path in sorted(counts) for number in range(counts[path])
-    ]
-    return [path for _, path in sorted(marks)]
-
-
-def chain_problem(
-    space: Space, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
-) -> ChainProblem:
-    """The chain of ``space`` under the given rows; items with equal rows are told once.
-
-    Args:
-        space: Candidates.
-        rows: What each adds to each row, shape ``(E, R)``.
-        constant: Added to each row.
-        caps: Upper bound of each row; infinite for times.
-        num_time_rows: How many of the first rows are times.
-    """
-    shapes: dict[bytes, int] = {}
-    contents: list[dict[bytes, int]] = []
-    members: list[list[int]] = []
-    kinds = []
-    for item in range(space.num_items):
-        inner, first = space.inner[item], space.bounds[item]
-        shape = (space.start[inner] - first).tobytes() + (space.stop[inner] - first).tobytes()
-        template = shapes.setdefault(shape, len(shapes))
-        if template == len(contents):
-            contents.append({})
-            members.append([])
-        distinct = contents[template].setdefault(rows[inner].tobytes(), len(contents[template]))
-        if distinct == len(members[template]):
-            members[template].append(item)
-        kinds.append((template, distinct))
-    return ChainProblem(
-        templates=tuple(_template(space, rows, items) for items in members),
-        kinds=tuple(kinds),
-        num_time_rows=num_time_rows,
-        constant=constant,
-        caps=caps,
-    )
-
-
-def _template(space: Space, rows: Floats, items: list[int]) -> Template:
-    inner, first = space.inner[items[0]], space.bounds[items[0]]
-    return Template(
-        size=space.bounds[items[0] + 1] - first,
-        start=space.start[inner] - first,
-        stop=space.stop[inner] - first,
-        rows=np.stack([rows[space.inner[item]] for item in items]),
-    )
-
-
-def candidates_of(space: Space, paths: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of the candidates on the paths through all items, in trace order."""
-    return [
-        inner.start + candidate for inner, path in zip(space.inner, paths, strict=True) for candidate in path
-    ]

@@ -1,0 +1,93 @@
+"""Between a decision space and the chain solver: rows to a problem, and a solution back to candidates."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.search.chain import ChainProblem, Template
+from osdp.search.space import Space
+
+Floats = NDArray[np.float64]
+
+
+def arrangements(
+    kinds: Sequence[tuple[int, int]], paths: Sequence[tuple[int, ...]]
+) -> list[list[tuple[int, ...]]]:
+    """Ways to give items of one kind the same paths: as they are, the other way round, and spread evenly.
+
+    The rows cannot tell them apart; the judge can.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for item, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(item)
+    reverse, even = list(paths), list(paths)
+    for items in places.values():
+        given = [paths[item] for item in items]
+        for item, back, spread in zip(items, reversed(given), _evenly(given), strict=True):
+            reverse[item], even[item] = back, spread
+    unique = {tuple(option): option for option in (list(paths), reverse, even)}
+    return list(unique.values())
+
+
+def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same paths, each kind of them at equal distances."""
+    counts = Counter(paths)
+    marks = [
+        ((number + 0.5) / counts[path], path) for path in sorted(counts) for number in range(counts[path])
+    ]
+    return [path for _, path in sorted(marks)]
+
+
+def chain_problem(
+    space: Space, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
+) -> ChainProblem:
+    """The chain of ``space`` under the given rows; items with equal rows are told once.
+
+    Args:
+        space: Candidates.
+        rows: What each adds to each row, shape ``(E, R)``.
+        constant: Added to each row.
+        caps: Upper bound of each row; infinite for times.
+        num_time_rows: How many of the first rows are times.
+    """
+    shapes: dict[bytes, int] = {}
+    contents: list[dict[bytes, int]] = []
+    members: list[list[int]] = []
+    kinds = []
+    for item in range(space.num_items):
+        inner, first = space.inner[item], space.bounds[item]
+        shape = (space.start[inner] - first).tobytes() + (space.stop[inner] - first).tobytes()
+        template = shapes.setdefault(shape, len(shapes))
+        if template == len(contents):
+            contents.append({})
+            members.append([])
+        distinct = contents[template].setdefault(rows[inner].tobytes(), len(contents[template]))
+        if distinct == len(members[template]):
+            members[template].append(item)
+        kinds.append((template, distinct))
+    return ChainProblem(
+        templates=tuple(_template(space, rows, items) for items in members),
+        kinds=tuple(kinds),
+        num_time_rows=num_time_rows,
+        constant=constant,
+        caps=caps,
+    )
+
+
+def _template(space: Space, rows: Floats, items: list[int]) -> Template:
+    inner, first = space.inner[items[0]], space.bounds[items[0]]
+    return Template(
+        size=space.bounds[items[0] + 1] - first,
+        start=space.start[inner] - first,
+        stop=space.stop[inner] - first,
+        rows=np.stack([rows[space.inner[item]] for item in items]),
+    )
+
+
+def candidates_of(space: Space, paths: Sequence[Sequence[int]]) -> list[int]:
+    """Indices of the candidates on the paths through all items, in trace order."""
+    return [
+        inner.start + candidate for inner, path in zip(space.inner, paths, strict=True) for candidate in path
+    ]
