@@ -154,12 +154,12 @@ def make_setting(
     return Setting(case, training, model_desc, measured)
 
 
-def make_setting_on_first(case: Case, training: Training, mesh: DeviceMesh) -> Setting:
-    """As :func:`make_setting`, with the profile that rank 0 measures while the others wait."""
-    shared: list[Setting | None] = [make_setting(case, training, mesh=mesh) if dist.get_rank() == 0 else None]
-    profiles = [None if shared[0] is None else shared[0].profile]
+def make_setting_together(case: Case, training: Training, mesh: DeviceMesh) -> Setting:
+    """As :func:`make_setting`, on all ranks at once, as they train; all get rank 0's profile."""
+    measured = make_setting(case, training, mesh=mesh)
+    profiles = [measured.profile]
     dist.broadcast_object_list(profiles)
-    return shared[0] or make_setting(case, training, profiles[0])
+    return replace(measured, profile=profiles[0])
 
 
 def live_mesh() -> DeviceMesh:

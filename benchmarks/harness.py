@@ -69,6 +69,17 @@ class Result:
             return UNMEASURED
         return MEASURED
 
+    def add(self, *rows: Row) -> None:
+        """Keep ``rows``, in the JSON file too: a long run that is ended has measured something."""
+        self.rows += rows
+        self.write()
+
+    def write(self) -> None:
+        """Write what there is to the JSON file, if one was asked for."""
+        if self.options.json is not None:
+            self.options.json.parent.mkdir(parents=True, exist_ok=True)
+            self.options.json.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
         return {
@@ -178,7 +189,5 @@ def finish(result: Result) -> int:
         if complaint:
             kind = "wrong" if row.get("error") else "not measured"
             print(f"{kind}: {row.get('name', '')}: {complaint}", file=sys.stderr)
-    if result.options.json is not None:
-        result.options.json.parent.mkdir(parents=True, exist_ok=True)
-        result.options.json.write_text(json.dumps(result.as_json(), indent=1, allow_nan=False) + "\n")
+    result.write()
     return result.status

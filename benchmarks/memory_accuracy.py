@@ -129,7 +129,7 @@ def measure(options: Options) -> Result:
             # One model at a time; a profile holds for every training that computes in its dtype.
             settings = {known: setting for known, setting in settings.items() if known[0] == point.case}
             settings[key] = make_setting(CASES[point.case], point.training, device=options.device)
-        result.rows.append(check(point, settings[key], options.device))
+        result.add(check(point, settings[key], options.device))
     result.summary = {
         "worst_error": max(abs(row["relative_error"]) for row in result.rows),
         "false_feasible": sum(row["exceeds"] for row in result.rows),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.baselines import mean_loss, reference_losses
-from benchmarks.candidates import Candidate, given_device, live_mesh, make_setting, make_setting_on_first
+from benchmarks.candidates import Candidate, given_device, live_mesh, make_setting, make_setting_together
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import CASES
@@ -36,7 +36,7 @@ def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, ro
     del rank, world_size
     training = Training(local_batch=local_batch)
     mesh = live_mesh()
-    setting = make_setting_on_first(CASES[case], training, mesh)
+    setting = make_setting_together(CASES[case], training, mesh)
     device = given_device(dist.get_world_size())
     candidates: dict[str, Candidate] = {}
     for strategy, baseline in PAIRS.items():
@@ -155,7 +155,7 @@ def measure(options: Options) -> Result:
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
     tasks = [(case, kind) for case in cases for kind in ("time", "count")]
     for case, kind in harness.progress(tasks, len(tasks), "overhead"):
-        result.rows += time_rows(case, 4, rounds) if kind == "time" else count_rows(case, 4)
+        result.add(*(time_rows(case, 4, rounds) if kind == "time" else count_rows(case, 4)))
     result.summary = summarize(result.rows)
     return result
 

@@ -231,7 +231,7 @@ def measure(options: Options) -> Result:
     limit = QUICK_MILP_SECONDS if options.quick else MILP_SECONDS
     result = Result(options)
     for problem in harness.progress(problems, len(problems), "search_time"):
-        result.rows.append(row_of(problem, repeats=2 if options.quick else 5, milp_seconds=limit))
+        result.add(row_of(problem, repeats=2 if options.quick else 5, milp_seconds=limit))
     result.world_size = max(problem.world_size for problem in problems)
     result.summary = summarize(result.rows)
     return result

@@ -26,7 +26,7 @@ from benchmarks.candidates import (
     given_device,
     live_mesh,
     make_setting,
-    make_setting_on_first,
+    make_setting_together,
 )
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
@@ -82,7 +82,7 @@ def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds:
     """Worker: plan for the live network, then time every candidate's steps in turn."""
     del rank, world_size
     mesh = live_mesh()
-    setting = make_setting_on_first(CASES[case], training(), mesh)
+    setting = make_setting_together(CASES[case], training(), mesh)
     device = DeviceInfo.detect(limits[0])
     free = setting.plan(device)
     plans = {str(limit): setting.plan(device, limit) for limit in limits}
@@ -224,7 +224,7 @@ def measure(options: Options) -> Result:
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
     tasks = [(case, network) for case in shapes for network in networks]
     for case, network in harness.progress(tasks, len(tasks), "throughput"):
-        result.rows += rows_of(case, network, QUICK_FRACTIONS if options.quick else FRACTIONS)
+        result.add(*rows_of(case, network, QUICK_FRACTIONS if options.quick else FRACTIONS))
     result.summary = summarize(result.rows)
     return result
 

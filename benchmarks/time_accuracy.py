@@ -52,7 +52,7 @@ def measure(options: Options) -> Result:
     points = [(case, *way) for case in cases for way in (ways[:2] if options.quick else ways)]
     result = Result(options, world_size=64, backend="fake")
     for case, world_size, strategy in harness.progress(points, len(points), "time_accuracy"):
-        result.rows.append(check(case, world_size, strategy, options))
+        result.add(check(case, world_size, strategy, options))
     errors = [abs(row["relative_error"]) for row in result.rows]
     result.summary = {"median_error": median(errors), "worst_error": max(errors)}
     return result

@@ -36,6 +36,7 @@ def make_plan(
     mesh: "DeviceMesh | None" = None,
     strategy: str | Mode | None = None,
     local_batches: Sequence[int] = (),
+    microbatches: Sequence[int] = (),
     auto_wrap_policy: Callable[..., Any] | None = None,
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
@@ -59,6 +60,7 @@ def make_plan(
         mesh: The data-parallel mesh.
         strategy: A mode to force on all operators.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
+        microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
@@ -93,7 +95,7 @@ def make_plan(
         )  # fmt: skip
 
     sizes = local_batches or (training.local_batch or description.local_batch,)
-    candidates = batches(training, sizes, profiled)
+    candidates = batches(training, sizes, microbatches or (training.microbatches,), profiled)
     return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
 
 

@@ -60,13 +60,19 @@ def profile(
     out: _Out = Path("described"),
 ) -> None:
     """Describe MODEL and its device, time it, and save what was found in a folder."""
-    from torch import distributed
+    from torch import cuda, distributed
+    from torch.distributed.device_mesh import init_device_mesh
 
     from osdp.profiler.estimate import estimate as estimate_profile
     from osdp.profiler.measure import profile_model
 
+    mesh = None
     if distributed.is_torchelastic_launched():
-        distributed.init_process_group()
+        on_gpus = cuda.is_available()
+        if on_gpus:
+            cuda.set_device(distributed.get_node_local_rank())
+        distributed.init_process_group("nccl" if on_gpus else "gloo")
+        mesh = init_device_mesh("cuda" if on_gpus else "cpu", (distributed.get_world_size(),))
     module, sample = build(model, _parse_fields(fields), batch, seq)
     training = Training(optimizer=optimizer, local_batch=batch)
     model_desc = ModelDesc.from_module(module, sample)
@@ -74,7 +80,7 @@ def profile(
     if estimate:
         timed = estimate_profile(model_desc, device_info, training)
     else:
-        timed = profile_model(module, model_desc, sample, training=training)
+        timed = profile_model(module, model_desc, sample, training=training, mesh=mesh)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: timed, _TRAINING: training}
         for name, value in named.items():

@@ -37,7 +37,7 @@ class InfeasibleError(ValueError):
 
     Attributes:
         limit: The memory limit, bytes per device.
-        best_peak: The lowest predicted peak of any plan, bytes per device.
+        best_peak: The lowest predicted peak of any plan that the search found, bytes per device.
         largest: The largest operators, largest first.
         suggestions: What would help, one sentence each.
     """

@@ -1,4 +1,4 @@
-"""Arithmetic that estimator and runtime must agree on: shards, padding, what makes a unit or a bucket."""
+"""Arithmetic that estimator and runtime must agree on: shards, padding, the modules of a unit."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -74,35 +74,3 @@ def is_inside(fqn: str, ancestor: str) -> bool:
     (True, False, True)
     """
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
-
-
-def reduction_groups(
-    unit_nbytes: Sequence[int], most_nbytes: int, first_nbytes: int = 2**20
-) -> tuple[range, ...]:
-    """Which consecutive replicated units share one all-reduce.
-
-    Few large all-reduces cost less than many small ones; the first group is small, so that communication
-    starts early, as in DDP.
-
-    Args:
-        unit_nbytes: Bytes of each unit, in the order backward reaches them.
-        most_nbytes: Units are joined while they have no more bytes than this together; 0 joins none.
-        first_nbytes: The first group takes no further unit once it has as many bytes.
-
-    Returns:
-        Indices of the units in each group.
-
-    >>> reduction_groups((100, 2**20, 5, 5, 2**25, 7), most_nbytes=2**24)
-    (range(0, 2), range(2, 4), range(4, 5), range(5, 6))
-    """
-    groups: list[range] = []
-    start, nbytes = 0, 0
-    for index, size in enumerate(unit_nbytes):
-        is_done = not groups and nbytes >= first_nbytes
-        if index > start and (is_done or nbytes + size > most_nbytes):
-            groups.append(range(start, index))
-            start, nbytes = index, 0
-        nbytes += size
-    if unit_nbytes:
-        groups.append(range(start, len(unit_nbytes)))
-    return tuple(groups)

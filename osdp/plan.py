@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from osdp import codec
+from osdp.training import Training
 
 PLAN_VERSION = 1
 
@@ -96,15 +97,10 @@ class Plan:
     Attributes:
         model: Fingerprint of the ModelDesc.
         device: Fingerprint of the DeviceInfo.
-        training: Fingerprint of the Training.
+        training: The training it was made for; its local batch is a number.
         world_size: Data-parallel ranks.
         memory_limit: Bytes per device it was made for.
-        local_batch: Samples per device and microbatch.
-        microbatches: Microbatches per step.
         reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
-        optimizer: Name of the ``torch.optim`` class.
-        param_dtype: Dtype parameters are computed in, or ``None``.
-        reduce_dtype: Dtype gradients are reduced in, or ``None``.
         decisions: One per operator, in trace order.
         units: All units; every operator is in exactly one.
         predicted: What the judge expects.
@@ -116,15 +112,10 @@ class Plan:
 
     model: str
     device: str
-    training: str
+    training: Training
     world_size: int
     memory_limit: int
-    local_batch: int
-    microbatches: int
     reduce_each_microbatch: bool
-    optimizer: str
-    param_dtype: str | None
-    reduce_dtype: str | None
     decisions: tuple[Decision, ...]
     units: tuple[Unit, ...]
     predicted: Prediction
@@ -136,6 +127,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
             raise ValueError(f"plan format {self.version} is not the supported {PLAN_VERSION}; plan again")
+        if self.training.local_batch is None:
+            raise ValueError("the training of a plan needs a local batch")
         decided = [decision.operator for decision in self.decisions]
         placed = [name for unit in self.units for name in unit.operators]
         if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
@@ -148,10 +141,20 @@ class Plan:
         return {decision.operator: decision.mode for decision in self.decisions}
 
     @property
+    def local_batch(self) -> int:
+        """Samples per device and microbatch."""
+        assert self.training.local_batch is not None
+        return self.training.local_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all devices in one step."""
+        return self.world_size * self.local_batch * self.training.microbatches
+
+    @property
     def samples_per_second(self) -> float:
         """Predicted training throughput over all ranks."""
-        samples = self.world_size * self.local_batch * self.microbatches
-        return samples / self.predicted.step_seconds
+        return self.global_batch / self.predicted.step_seconds
 
     @property
     def is_mixed(self) -> bool:

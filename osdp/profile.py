@@ -49,11 +49,13 @@ class OptimizerProfile:
     """Time of an optimizer step: ``per_tensor * tensors + per_byte * local parameter bytes``.
 
     Attributes:
-        per_tensor: Seconds per parameter tensor.
+        per_tensor: Seconds per parameter that is a plain tensor: those of plans that shard nothing.
+        per_dtensor: Seconds per parameter that is a DTensor: those of all other plans.
         per_byte: Seconds per byte of local parameters.
     """
 
     per_tensor: float
+    per_dtensor: float
     per_byte: float
 
 

@@ -231,6 +231,11 @@ class Training:
         flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
         return cls(**{"optimizer": name, **read, **flags, **options})
 
+    @staticmethod
+    def can_read(optimizer: "Optimizer") -> bool:
+        """Whether an optimizer is of a ``torch.optim`` class or of a subclass of one."""
+        return _torch_optim_name(optimizer) is not None
+
     @property
     def fingerprint(self) -> str:
         """Changes when any field does."""

@@ -18,6 +18,7 @@ from osdp.plan import Plan
 from osdp.profile import Profile
 from osdp.runtime import AppliedPlan, apply
 from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.torch_private import share_registries
 from osdp.runtime.validate import check_unwrapped
 from osdp.training import Training
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
 
 
 #: Options that say how to plan: with a finished plan they would be ignored.
-_PLANNING = ("strategy", "auto_wrap_policy", "profile", "param_dtype", "reduce_dtype", "local_batches")
+_PLANNING = (
+    "strategy",
+    "auto_wrap_policy",
+    "profile",
+    "param_dtype",
+    "reduce_dtype",
+    "local_batches",
+    "microbatches",
+)
 
 
 def _check_reuse(plan: Plan | None, options: Mapping[str, Any]) -> None:
@@ -56,7 +65,8 @@ class OSDP(nn.Module):
     from rank 0's weights and buffers.
 
     An exception in forward or backward leaves it ready for the next step. After a failed backward all
-    gradients are dropped, since those of some operators are missing.
+    gradients are dropped, since those of some operators are missing. The first step of an optimizer that
+    keeps other state than the plan's ``training`` raises :class:`PlanMismatchError`.
 
     Args:
         model: The plain model; changed in place. May be built on ``meta``.
@@ -68,6 +78,7 @@ class OSDP(nn.Module):
         mesh: A mesh with one axis; one over all ranks if ``None``.
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
+        microbatches: Numbers of microbatches a step to choose from likewise.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
@@ -108,6 +119,7 @@ class OSDP(nn.Module):
         mesh: DeviceMesh | None = None,
         strategy: str | None = None,
         local_batches: Sequence[int] = (),
+        microbatches: Sequence[int] = (),
         auto_wrap_policy: Callable[..., Any] | None = None,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -128,6 +140,7 @@ class OSDP(nn.Module):
             "mesh": mesh,
             "strategy": strategy,
             "local_batches": local_batches,
+            "microbatches": microbatches,
             "auto_wrap_policy": auto_wrap_policy,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
@@ -151,6 +164,7 @@ class OSDP(nn.Module):
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
         share_registries(self, applied.model)
+        OptimizerCheck(self, applied.model.parameters(), applied.plan.training)
         self.training = applied.model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

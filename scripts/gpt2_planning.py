@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
 from osdp.cost.step import evaluate
@@ -46,27 +47,28 @@ class Planning:
 
 
 def make_planning(
-    settings: Settings, world_size: int, limit: int | None, fraction: float, plan: Path | None
+    settings: Settings, mesh: DeviceMesh, limit: int | None, fraction: float, plan: Path | None
 ) -> Planning:
     """Describe and profile the model, and plan for it.
 
     Args:
         settings: The run.
-        world_size: Number of processes.
+        mesh: The data-parallel mesh.
         limit: Bytes per device; ``None`` to use ``fraction``.
         fraction: Where the limit lies between the predicted peaks of everything sharded (0) and everything
             replicated (1).
         plan: A saved plan to use instead of planning.
     """
-    training = Training(optimizer="AdamW", local_batch=settings.samples // world_size)
+    training = Training(optimizer="AdamW", local_batch=settings.samples // mesh.size())
     tokens = torch.zeros(training.local_batch, settings.size.seq, dtype=torch.int64)
     sample = {"input_ids": tokens, "labels": tokens}
     model = build(settings.size, settings.seed)
     model_desc = ModelDesc.from_module(model, sample)
     devices = DeviceInfo.detect(_NO_LIMIT)
     profile = profile_model(
-        model, model_desc, sample, training=training, progress=dist.get_rank() == 0 and sys.stderr.isatty()
-    )
+        model, model_desc, sample, training=training, mesh=mesh,
+        progress=dist.get_rank() == 0 and sys.stderr.isatty(),
+    )  # fmt: skip
     replicated = make_plan(None, model_desc, devices, training=training, profile=profile, strategy="NO_SHARD")
     sharded = as_fsdp2(replicated, model_desc)
     sharded = replace(sharded, predicted=evaluate(sharded, profile, devices, training, model_desc))

@@ -114,9 +114,8 @@ def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Pl
     # Here, so that a baseline is started and timed without the planner.
     from scripts.gpt2_planning import make_planning
 
-    planning = make_planning(
-        settings, part.world_size, options.memory_limit, options.memory_fraction, options.plan
-    )
+    mesh = init_device_mesh(part.device.type, (part.world_size,))
+    planning = make_planning(settings, mesh, options.memory_limit, options.memory_fraction, options.plan)
     if part.rank == 0:
         print(planning.plan, flush=True)
         if options.save_plan:

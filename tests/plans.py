@@ -7,6 +7,7 @@ from torch import nn
 
 from osdp.plan import Decision, Mode, Plan, Prediction, Unit
 from osdp.runtime.owners import owned_parameters
+from osdp.training import Training
 
 T = TypeVar("T")
 
@@ -49,15 +50,10 @@ def plan_by_hand(
     return Plan(
         model="by hand",
         device="by hand",
-        training="by hand",
+        training=Training(local_batch=1, param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         world_size=world_size,
         memory_limit=2**30,
-        local_batch=1,
-        microbatches=1,
         reduce_each_microbatch=True,
-        optimizer="AdamW",
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
         decisions=decisions,
         units=_units(model, decisions, groups or {}),
         predicted=Prediction(1.0, 1.0, 0.0, 0.0, 1, "by hand", 1),

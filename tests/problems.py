@@ -84,7 +84,7 @@ def random_model(
         device="cpu",
         local_batch=1,
         segments=tuple(_random_segment(rng, signature) for signature in found),
-        optimizer=OptimizerProfile(rng.uniform(0, 1e-5), rng.uniform(0, 1e-9)),
+        optimizer=OptimizerProfile(rng.uniform(0, 5e-6), rng.uniform(5e-6, 1e-5), rng.uniform(0, 1e-9)),
         resident_bytes=rng.randrange(10**5),
         measured=False,
         model=model_desc.fingerprint,

@@ -97,9 +97,13 @@ def plans(draw: st.DrawFn) -> Plan:
         Unit(draw(st.sampled_from(list(Mode))), tuple(part), tuple(part))
         for part in (names[:cut], names[cut:])
     )
-    hints = {name: kind for name, kind in typing.get_type_hints(Plan).items() if name != "version"}
+    hints = {
+        name: kind
+        for name, kind in typing.get_type_hints(Plan).items()
+        if name not in ("version", "training")
+    }
     fields = {name: draw(of(kind)) for name, kind in hints.items() if name not in ("decisions", "units")}
-    return Plan(**fields, decisions=decisions, units=units)
+    return Plan(**fields, training=draw(trainings()), decisions=decisions, units=units)
 
 
 VALUES = [

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -150,3 +151,24 @@ def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() 
     assert min(times.unshard, times.reduce, times.all_reduce) > 0
     assert 0 < times.hooks < times.unshard + times.reduce
     assert 0 <= overlap <= 1
+
+
+def _on_named_hosts(names: str) -> tuple[int, int] | str:
+    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
+        try:
+            return collectives._shape(None, None)
+        except ValueError as error:
+            return str(error)
+
+
+def _on_all_named_hosts() -> list[tuple[int, int] | str]:
+    return [_on_named_hosts(names) for names in ("aaaa", "aabb", "abcd", "abbb", "abab")]
+
+
+def test_machines_are_told_by_their_names() -> None:
+    answers = run(4, _on_all_named_hosts)
+    assert all(answer == answers[0] for answer in answers)
+    one, two, four, uneven, mixed = answers[0]
+    assert (one, two, four) == ((1, 4), (2, 2), (4, 1))
+    assert "1 on a, 3 on b" in uneven
+    assert "1 on a, 1 on b, 1 on a, 1 on b; give devices_per_node=" in mixed

@@ -20,14 +20,17 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_two_measurements_solve_for_both_costs(monkeypatch) -> None:
+def test_measurements_solve_for_all_costs(mesh, monkeypatch) -> None:
     def seconds(training, parameters, seconds):
-        nbytes = sum(p.numel() * p.element_size() for p in parameters)
-        return 3e-6 * len(parameters) + 5e-10 * nbytes
+        local = [p.to_local() if isinstance(p.data, DTensor) else p for p in parameters]
+        nbytes = sum(tensor.nbytes for tensor in local)
+        each = 9e-6 if isinstance(parameters[0].data, DTensor) else 3e-6
+        return each * len(parameters) + 5e-10 * nbytes
 
     monkeypatch.setattr(module, "_step_seconds", seconds)
-    profile = profile_optimizer(Training(), device="cpu")
+    profile = profile_optimizer(Training(), device="cpu", mesh=mesh)
     assert profile.per_tensor == pytest.approx(3e-6)
+    assert profile.per_dtensor == pytest.approx(9e-6)
     assert profile.per_byte == pytest.approx(5e-10)
 
 
@@ -48,15 +51,14 @@ def test_with_a_mesh_the_parameters_are_dtensors(mesh, monkeypatch) -> None:
 
     monkeypatch.setattr(module, "_step_seconds", seconds)
     for flags in ({}, {"foreach": True}, {"fused": True}):
-        assert profile_optimizer(Training(**flags), device="cpu", mesh=mesh).per_tensor > 0
-    assert kinds == {DTensor}
+        assert profile_optimizer(Training(**flags), device="cpu", mesh=mesh).per_dtensor > 0
+    assert kinds == {DTensor, torch.Tensor}
 
 
 def test_dtensor_steps_cost_more_per_tensor(mesh) -> None:
     # DTensor dispatch takes about ten times as long as the kernels of a tiny tensor.
-    plain = profile_optimizer(Training(), device="cpu", seconds=0.2)
-    sharded = profile_optimizer(Training(), device="cpu", mesh=mesh, seconds=0.2)
-    assert sharded.per_tensor > 2 * plain.per_tensor
+    profile = profile_optimizer(Training(), device="cpu", mesh=mesh, seconds=0.2)
+    assert profile.per_dtensor > 2 * profile.per_tensor
 
 
 def test_made_optimizers_have_the_options() -> None:

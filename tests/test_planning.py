@@ -60,7 +60,7 @@ def test_plan_keeps_the_limit_and_says_what_it_is_for(seed: int, share: float) -
     plan = plan_within(seed, limit)
     assert plan.predicted.peak_bytes <= limit == plan.memory_limit
     assert (plan.model, plan.device) == (model_desc.fingerprint, device.fingerprint)
-    assert plan.training == Training().fingerprint
+    assert plan.training == Training(local_batch=plan.local_batch)
     assert plan.world_size == device.world_size
     assert [d.operator for d in plan.decisions] == [op.name for op in model_desc.operators]
     assert all(plan.modes[name] is unit.mode for unit in plan.units for name in unit.operators)
@@ -171,7 +171,7 @@ def test_the_least_peak_is_feasible_and_one_byte_less_is_not() -> None:
 
 def test_infeasible_batches_suggest_a_smaller_one() -> None:
     model_desc, profile = random_model(2, 3, 2)
-    candidates = batches(Training(), (4, 8), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (4, 8), (1,), lambda batch: scaled(profile, batch))
     with pytest.raises(InfeasibleError) as caught:
         best_plan(model_desc, candidates, random_device(2, memory_limit=2**16))
     assert "a local batch below 4" in "\n".join(caught.value.suggestions)
@@ -180,7 +180,7 @@ def test_infeasible_batches_suggest_a_smaller_one() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
-    candidates = batches(Training(), (1, 2, 4, 8), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (1, 2, 4, 8), (1,), lambda batch: scaled(profile, batch))
     assert [c.training.local_batch for c in candidates] == [8, 4, 2, 1]
     least, _ = peak_range(seed)
     # Room for the small batches in several modes, and for the largest in few or none.

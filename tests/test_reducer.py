@@ -1,23 +1,29 @@
 """Which gradients share an all-reduce, and in which order the all-reduces start."""
 
-import pytest
+from torch import nn
 
-from osdp.layout import reduction_groups
+from osdp.plan import Mode
+from osdp.runtime.owners import owned_parameters
+from osdp.runtime.reducer import replicated_units
+from osdp.runtime.replicated import ReplicatedParameter
+from tests.plans import plan_by_hand
 
-MIB = 2**20
+
+def _units(model: nn.Module, groups: dict[str, str]) -> list[list[str]]:
+    plan = plan_by_hand(model, Mode.NO_SHARD, 2, groups=groups)
+    parameters = [ReplicatedParameter(entry, None, None) for entry in owned_parameters(model).values()]
+    return [[parameter.name for parameter in unit] for unit in replicated_units(plan, parameters)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "most", "groups"),
-    [
-        ((), 25 * MIB, []),
-        ((7, 7, 7), 0, [[0], [1], [2]]),
-        ((7, 7, 7), 25 * MIB, [[0, 1, 2]]),
-        ((MIB, 7, 7), 25 * MIB, [[0], [1, 2]]),
-        ((7, MIB, 7), 25 * MIB, [[0, 1], [2]]),
-        ((7, 30 * MIB, 7), 25 * MIB, [[0], [1], [2]]),
-        ((MIB, 20 * MIB, 5 * MIB, 1), 25 * MIB, [[0], [1, 2], [3]]),
-    ],
-)
-def test_neighbours_are_joined_up_to_a_size(sizes, most, groups):
-    assert [list(group) for group in reduction_groups(sizes, most)] == groups
+def test_a_unit_of_the_plan_is_a_bucket() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])
+    assert _units(model, {}) == [["0.weight"], ["1.weight"], ["2.weight"], ["3.weight"]]
+    joined = _units(model, {"1": "middle", "2": "middle"})
+    assert joined == [["0.weight"], ["1.weight", "2.weight"], ["3.weight"]]
+
+
+def test_what_is_used_first_comes_first_whatever_the_order_of_units() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+    # The unit of the first and the last operator is complete only when the first has its gradient.
+    units = _units(model, {"0": "ends", "2": "ends"})
+    assert units == [["0.weight", "2.weight"], ["1.weight"]]

@@ -99,6 +99,8 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict) -> None:
     space = build_space(situation.timeline.chain, root_unit=has_unit)
     every = price_units(situation.prices, space.start, space.stop, space.mode, situation.device)
     paths = [random_path(space, rng) for _ in range(6)]
+    # Plans that shard nothing have rows of their own, and a test of their own.
+    paths = [path for path in paths if has_unit or every.sharded[path].any()]
     outcomes = []
     for path in paths:
         a, b, m = space.start[path], space.stop[path], space.mode[path]
@@ -119,6 +121,25 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict) -> None:
                 assert value <= outcomes[other].peak, moment
                 if own == other:
                     assert value == peak, moment
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
+    situation = random_situation(seed, 2, 3)
+    root = price_root(situation, (), situation.timeline.root, has_unit=False)
+    space = build_space(situation.timeline.chain, root_unit=False, allowed=(Mode.NO_SHARD,))
+    every = price_units(situation.prices, space.start, space.stop, space.mode, situation.device)
+    rng = random.Random(seed)
+    paths = [random_path(space, rng) for _ in range(4)]
+    for own in paths:
+        a, b, m = space.start[own], space.stop[own], space.mode[own]
+        outcome = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+        row, constant = time_row(situation, every, root, outcome.cut)
+        assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
+        for other in paths:
+            a, b, m = space.start[other], space.stop[other], space.mode[other]
+            seen = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+            assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,6 +6,7 @@ import pytest
 
 from osdp.plan import Decision, Mode, Plan, Prediction, Unit
 from osdp.report.table import RunRow, align, comparison_table, compress, plan_table
+from osdp.training import Training
 
 MiB = 2**20
 PARTS = ("ln_1", "attn.c_attn", "mlp.c_fc")
@@ -25,15 +26,10 @@ def make_plan(layers: int, modes: dict[int, Mode]) -> Plan:
     return Plan(
         model="m",
         device="d",
-        training="t",
+        training=Training(local_batch=2, microbatches=3),
         world_size=4,
         memory_limit=200 * MiB,
-        local_batch=2,
-        microbatches=3,
         reduce_each_microbatch=True,
-        optimizer="AdamW",
-        param_dtype=None,
-        reduce_dtype=None,
         decisions=tuple(decisions),
         units=tuple(units),
         predicted=Prediction(0.5, 0.3, 0.15, 0.05, 150 * MiB, "backward of h.0", 90 * MiB),

@@ -1,6 +1,7 @@
 """``OSDP`` as a module: names, attributes, state dicts, and what it refuses."""
 
 import copy
+import gc
 import warnings
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
 from osdp.plan import Mode
@@ -158,12 +160,42 @@ def compiles() -> None:
                 assert difference(got, want[name]) < tolerance, (layout, dtype, name)
 
 
+class Own(torch.optim.Optimizer):
+    """An optimizer that torch does not know."""
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+
+
+def checks_the_optimizer() -> None:
+    batch = tokens(dist.get_rank(), 2, 6)
+    model = wrapped()
+    loss_of(model(batch), batch).backward()
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    stranger.step()
+    for _ in range(2):  # an optimizer that does not fit is refused until it is exchanged
+        with pytest.raises(PlanMismatchError, match=r"keeps 0 bytes of state .* made for AdamW"):
+            torch.optim.SGD(model.parameters()).step()
+    before = len(_global_optimizer_pre_hooks)
+    torch.optim.AdamW(model.parameters()).step()
+    assert len(_global_optimizer_pre_hooks) == before - 1
+    torch.optim.SGD(model.parameters()).step()  # the first step has been checked
+    other = wrapped()
+    Own(other.parameters(), {}).step()
+    assert len(_global_optimizer_pre_hooks) == before - 1
+    third = wrapped()
+    del third
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before - 1
+
+
 def all_checks() -> None:
     looks_like_the_model()
     parameters_are_the_stored_ones_in_between()
     recovers_clips_and_keeps()
     refuses()
     all_differences_at_once()
+    checks_the_optimizer()
 
 
 def test_wrapper() -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from osdp.cost.memory import Moment, step_peaks
 from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation
-from osdp.cost.time import TimeCut, step_time
+from osdp.cost.time import TimeCut, optimizer_time, step_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
     seconds, cut = step_time(situation, units, root)
     moments = step_peaks(situation, units, root)
     peak, moment = max(moments, key=lambda candidate: candidate[0])
-    optimizer = float(np.sum(units.step_seconds)) + root.step_seconds
+    optimizer = optimizer_time(situation, units, root)
     return Outcome(
         seconds=seconds + optimizer,
         peak=peak,

@@ -181,7 +181,7 @@ def price_units(
         largest_gradient=np.where(sharded | (count <= 1), 0.0, _range_max(prices.largest_gradient, a, b)),
         gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
-        step_seconds=prices.optimizer.per_tensor * count
+        step_seconds=prices.optimizer.per_dtensor * count
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
     )
 

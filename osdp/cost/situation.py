@@ -48,6 +48,8 @@ class Situation:
         device: The devices.
         training: The training.
         profile: The profile.
+        plain_saving: Seconds of the optimizer step that a plan saves if it shards nothing, since its
+            parameters are plain tensors.
     """
 
     timeline: Timeline
@@ -56,6 +58,7 @@ class Situation:
     device: DeviceInfo
     training: Training
     profile: Profile
+    plain_saving: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,9 @@ def build_situation(
         ValueError: The profile was made for another model.
     """
     timeline = build_timeline(model_desc, profile)
+    operators = (*timeline.chain, *timeline.root)
+    trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
+    optimizer = profile.optimizer
     return Situation(
         timeline=timeline,
         prices=_prices(timeline.chain, device, training, profile),
@@ -119,6 +125,7 @@ def build_situation(
         device=device,
         training=training,
         profile=profile,
+        plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
     )
 
 

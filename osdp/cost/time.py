@@ -89,8 +89,15 @@ def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[floa
     return seconds, TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1)
 
 
+def optimizer_time(situation: Situation, units: Units, root: RootPrice) -> float:
+    """Seconds of the optimizer step."""
+    return float(np.sum(units.step_seconds)) + root.step_seconds - _plain_saving(situation, units, root)
+
+
 def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) -> tuple[Floats, float]:
     """A linear lower bound of the step's seconds, exact for plans that ``cut`` decides.
+
+    Of a plan that shards nothing it is one only among candidates of which none does.
 
     Args:
         situation: The situation.
@@ -124,6 +131,7 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
         + reductions * (backward_constant + root_backward)
         + (m - reductions) * float(timeline.backward_seconds.sum())
         + root.step_seconds
+        - _plain_saving(situation, units, root)
     )
     return row, constant
 
@@ -136,6 +144,10 @@ def compute_after(timeline: Timeline) -> Floats:
 def compute_until(timeline: Timeline) -> Floats:
     """Backward compute until the end of each operator's backward, shape ``(K,)``."""
     return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
+
+
+def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
+    return 0.0 if root.has_unit or units.sharded.any() else situation.plain_saving
 
 
 def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:

@@ -5,8 +5,10 @@ collective and group by least squares on the *relative* error, so that small mes
 ones. The fit's largest relative error is kept in :class:`osdp.device_info.Link`.
 """
 
+import socket
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import median
 
 import torch
@@ -47,7 +49,8 @@ def detect(
             on CPU the machine's free memory divided among its ranks.
         mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
         device: Where to measure; by default the mesh's device type, else that of the group's backend.
-        devices_per_node: Ranks of each machine, if the mesh does not say it and there are several machines.
+        devices_per_node: Ranks of each machine, if the mesh does not say it; by default ranks whose machines
+            have one name are taken to share one.
         sizes: Bytes of the units to measure, ascending.
         repeats: Most samples of each size.
         seconds: About how long each group is measured; slow networks are measured with fewer sizes.
@@ -150,11 +153,28 @@ def _shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, 
         return nodes, per_node
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(f"a mesh has one axis or two (nodes, devices per node); this one has {mesh.ndim}")
-    size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
-    per_node = devices_per_node or size
+    if mesh is None and not dist.is_initialized():
+        return 1, 1
+    size = mesh.size() if mesh is not None else dist.get_world_size()
+    per_node = devices_per_node or _ranks_per_host(mesh, size)
     if size % per_node:
         raise ValueError(f"{size} ranks cannot be split into nodes of {per_node} devices")
     return size // per_node, per_node
+
+
+def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
+    """How many neighbouring ranks share a machine, told by its name."""
+    names: list[str] = [""] * size
+    dist.all_gather_object(names, socket.gethostname(), group=None if mesh is None else mesh.get_group())
+    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+    counts = {count for _, count in runs}
+    if len(counts) > 1 or len(runs) > len(set(names)):
+        found = ", ".join(f"{count} on {name}" for name, count in runs)
+        raise ValueError(
+            f"ranks are not spread evenly over machines, in order: {found}; give devices_per_node= or a mesh "
+            "of (nodes, devices per node)"
+        )
+    return runs[0][1]
 
 
 def _groups(mesh: DeviceMesh | None, kind: str, nodes: int, per_node: int) -> dict[str, DeviceMesh]:

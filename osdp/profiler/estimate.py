@@ -79,7 +79,9 @@ def estimate_optimizer(training: Training, device_info: DeviceInfo) -> Optimizer
     unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
     kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
     return OptimizerProfile(
-        per_tensor=kernels * DTENSOR_LAUNCH_SECONDS, per_byte=traffic * unfused / device_info.memory_bandwidth
+        per_tensor=kernels * LAUNCH_SECONDS,
+        per_dtensor=kernels * DTENSOR_LAUNCH_SECONDS,
+        per_byte=traffic * unfused / device_info.memory_bandwidth,
     )
 
 

@@ -32,26 +32,29 @@ def profile_optimizer(
 ) -> OptimizerProfile:
     """Measure ``torch.optim`` steps with the class and the flags of ``training``.
 
-    Needs no communication: a mesh of a ``fake`` group or of one rank does.
+    Needs no communication: a mesh of a ``fake`` group or of one rank does. Without a mesh DTensors are taken
+    to cost what plain tensors cost.
 
     Args:
         training: Says which optimizer.
         device: Where the parameters are.
-        mesh: Makes the parameters DTensors sharded over it, as the runtime does; plain tensors without.
+        mesh: Where DTensors are sharded over, as the runtime does it.
         dtype: Of the parameters.
         seconds: About how long to measure.
     """
     where = torch.device(device)
-    (few, large), (many, small) = _LARGE, _SMALL
-    nbytes_large, nbytes_small = large * dtype.itemsize, small * dtype.itemsize
-    steps = {
-        sizes: _step_seconds(training, _parameters(sizes, where, mesh, dtype), seconds / 2)
-        for sizes in (_LARGE, _SMALL)
-    }
-    # many * (tensor + small * byte) = T_small and few * (tensor + large * byte) = T_large.
-    each_large, each_small = steps[_LARGE] / few, steps[_SMALL] / many
-    per_byte = max(0.0, (each_large - each_small) / (nbytes_large - nbytes_small))
-    return OptimizerProfile(per_tensor=max(0.0, each_small - nbytes_small * per_byte), per_byte=per_byte)
+
+    def each(sizes: tuple[int, int], on: DeviceMesh | None) -> float:
+        """Seconds for one of ``sizes[0]`` parameters of ``sizes[1]`` elements."""
+        return _step_seconds(training, _parameters(sizes, where, on, dtype), seconds / 3) / sizes[0]
+
+    nbytes_large, nbytes_small = _LARGE[1] * dtype.itemsize, _SMALL[1] * dtype.itemsize
+    large, small = each(_LARGE, mesh), each(_SMALL, mesh)
+    plain = small if mesh is None else each(_SMALL, None)
+    # tensor + small bytes * byte = T_small and tensor + large bytes * byte = T_large.
+    per_byte = max(0.0, (large - small) / (nbytes_large - nbytes_small))
+    per_tensor, per_dtensor = (max(0.0, t - nbytes_small * per_byte) for t in (plain, small))
+    return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte)
 
 
 def make_optimizer(

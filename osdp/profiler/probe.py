@@ -4,8 +4,8 @@ What a collective costs a step is not what the collective alone takes: FSDP2 all
 parameters, copies the shard in and the parameters out, views them, runs hooks. Timing ``fully_shard`` itself
 on such a model measures all of that, through torch's public interface, on any backend.
 
-On CPU the units also compute a little, timed on each rank and subtracted: without it caches are warmer
-and ranks better aligned than in a real step, and collectives look up to a tenth cheaper than they are.
+On CPU the units also sweep through memory, timed on each rank and subtracted: compute leaves hooks and
+copies with cold caches, and with warm ones they look a third cheaper than they are in a real step.
 """
 
 import time
@@ -22,8 +22,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 #: Units timed together, so that the clock and the root's hooks weigh little.
 _UNITS = 4
 
-#: Side of the matrices a unit multiplies: about a millisecond of one core.
-_SIDE = 256
+#: Elements a unit sweeps through in each pass: several times what a core's own caches hold, a few
+#: milliseconds.
+_SWEPT = 2**21
 
 
 def synchronize(device: torch.device) -> None:
@@ -66,6 +67,13 @@ class _ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[Any, Any]] = []
+        # Where collectives run beside compute there is nothing to subtract: it would be hidden.
+        self._swept = torch.ones(_SWEPT) if device.type == "cpu" else None
+
+    def sweep(self) -> None:
+        """Evict from the caches what a unit's compute would evict."""
+        if self._swept is not None:
+            self._swept.mul_(1.0)
 
     def mark(self) -> Any:
         """A point in time: an event in the stream, or the clock where there are no streams."""
@@ -95,25 +103,17 @@ class _Compute(torch.autograd.Function):
         start = clock.mark()
         ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
         ctx.clock = clock
-        _matrix_product(x.device)
+        clock.sweep()
         clock.add(start, clock.mark())
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         start = ctx.clock.mark()
-        _matrix_product(grads[0].device)
-        _matrix_product(grads[0].device)
+        ctx.clock.sweep()
         made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
         ctx.clock.add(start, ctx.clock.mark())
         return (grads[0], None, *made)
-
-
-def _matrix_product(device: torch.device) -> None:
-    # Where collectives run beside compute there is nothing to subtract: it would be hidden.
-    if device.type == "cpu":
-        a = torch.ones(_SIDE, _SIDE)
-        torch.mm(a, a)
 
 
 class _Unit(nn.Module):

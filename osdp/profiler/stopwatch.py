@@ -44,9 +44,10 @@ class Clock:
 class Stopwatch:
     """Observes one run; see :class:`osdp.profiler.walker.Observer`."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Start with nothing timed."""
+    def __init__(self, clock: Clock, between_passes: Callable[[], object] = lambda: None) -> None:
+        """Start with nothing timed; ``between_passes`` is called after forward, untimed."""
         self._clock = clock
+        self._between_passes = between_passes
         self._marks: list[tuple[Moment | None, Any]] = []
         self._last = 0
 
@@ -58,6 +59,7 @@ class Stopwatch:
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over; preparing the marks of backward is nobody's time."""
         self._marks.append((None, self._clock.mark()))
+        self._between_passes()
 
     def start_backward(self) -> None:
         """The call of backward."""

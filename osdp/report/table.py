@@ -143,14 +143,14 @@ def _lines(row: Sequence[str], widths: Sequence[int], right: set[int]) -> list[s
 
 def _facts(plan: Plan) -> list[str]:
     nbytes = sum(decision.nbytes for decision in plan.decisions)
-    samples = plan.world_size * plan.local_batch * plan.microbatches
-    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-    dtypes = f", computed in {plan.param_dtype}" if plan.param_dtype else ""
+    training = plan.training
+    microbatches = f"{training.microbatches} microbatch{'es' if training.microbatches > 1 else ''}"
+    dtypes = f", computed in {training.param_dtype}" if training.param_dtype else ""
     return [
         f"model      {format_bytes(nbytes)} of parameters{dtypes}; {len(plan.decisions)} operators in "
-        f"{len(plan.units)} units; {plan.optimizer}",
+        f"{len(plan.units)} units; {training.optimizer}",
         f"devices    {plan.world_size}, each limited to {format_bytes(plan.memory_limit)}",
-        f"batch      {samples} samples a step: {plan.local_batch} per device x {microbatches} x "
+        f"batch      {plan.global_batch} samples a step: {plan.local_batch} per device x {microbatches} x "
         f"{plan.world_size} devices{_reduction(plan)}",
         *_predicted(plan),
         f"basis      {'measured' if plan.measured_profile else 'estimated'} profile; "
@@ -160,7 +160,7 @@ def _facts(plan: Plan) -> list[str]:
 
 def _reduction(plan: Plan) -> str:
     """How often gradients are reduced, where that is a choice."""
-    if plan.microbatches == 1:
+    if plan.training.microbatches == 1:
         return ""
     return (
         "; gradients reduced each microbatch"

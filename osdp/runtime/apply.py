@@ -119,9 +119,10 @@ def _assemble(
 
 
 def _policy(plan: Plan) -> MixedPrecisionPolicy:
+    training = plan.training
     return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, plan.param_dtype) if plan.param_dtype else None,
-        reduce_dtype=getattr(torch, plan.reduce_dtype) if plan.reduce_dtype else None,
+        param_dtype=getattr(torch, training.param_dtype) if training.param_dtype else None,
+        reduce_dtype=getattr(torch, training.reduce_dtype) if training.reduce_dtype else None,
     )
 
 

@@ -1,9 +1,8 @@
 """Gradients of replicated parameters: one all-reduce for each bucket, overlapped with backward.
 
-A bucket is the gradients of one NO_SHARD unit, or of several joined, in one flat tensor. As gradients arrive
-from autograd they are scaled by 1/N into their slice of it and freed; with the last one an asynchronous
-all-reduce starts. Buckets start in one fixed order, the reverse of first use, whatever the order in which
-they fill: ranks must agree.
+A bucket is the gradients of one NO_SHARD unit in one flat tensor. As gradients arrive from autograd they are
+scaled by 1/N into their slice of it and freed; with the last one an asynchronous all-reduce starts. Buckets
+start in one fixed order, the reverse of first use, whatever the order in which they fill: ranks must agree.
 
 The mean is linear, so a gradient that is there already (the same on all ranks) may be reduced once more with
 what is added to it: accumulation over microbatches needs no second buffer.

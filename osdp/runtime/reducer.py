@@ -4,14 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from osdp.layout import reduction_groups
 from osdp.plan import Mode, Plan
 from osdp.runtime.buckets import Bucket, Reduction
 from osdp.runtime.replicated import ReplicatedParameter
-
-#: Bytes of the largest bucket of joined units. DDP's 25 MiB save little more, and the first gradient of a
-#: bucket takes the memory of all.
-MOST_JOINED = 8 * 2**20
 
 
 class GradientReducer:
@@ -101,11 +96,7 @@ class GradientReducer:
 def replicated_units(
     plan: Plan, parameters: Iterable[ReplicatedParameter]
 ) -> tuple[tuple[ReplicatedParameter, ...], ...]:
-    """The replicated parameters that share buckets, in the order of first use.
-
-    Units are those of the plan. Where nothing is sharded, neighbours are joined as far as the memory limit
-    lets them: a bucket is allocated as a whole.
-    """
+    """The replicated parameters of each NO_SHARD unit of ``plan``, in the order of first use."""
     by_name = {parameter.name: parameter for parameter in parameters}
     position = {decision.operator: index for index, decision in enumerate(plan.decisions)}
     # The gradient of what is used twice is complete where it was used first.
@@ -113,17 +104,9 @@ def replicated_units(
         (unit for unit in plan.units if unit.mode is Mode.NO_SHARD),
         key=lambda unit: min(position[operator] for operator in unit.operators),
     )
-    decisions = [[plan.decisions[position[operator]] for operator in unit.operators] for unit in units]
-    sizes = [sum(decision.nbytes for decision in unit) for unit in decisions]
-    groups = reduction_groups(sizes[::-1], _most_joined(plan))
-    backward = decisions[::-1]
     return tuple(
-        tuple(by_name[n] for unit in reversed(group) for d in backward[unit] for n in d.parameters)
-        for group in reversed(groups)
+        tuple(
+            by_name[n] for operator in unit.operators for n in plan.decisions[position[operator]].parameters
+        )
+        for unit in units
     )
-
-
-def _most_joined(plan: Plan) -> int:
-    if any(unit.mode.sharded for unit in plan.units):
-        return 0
-    return min(MOST_JOINED, plan.memory_limit - plan.predicted.peak_bytes)

@@ -1,4 +1,4 @@
-"""Exact search for the best path along a chain under several additive rows.
+"""The best path along a chain under several additive rows, with the bound that was proven.
 
 Problem: choose candidates that partition the chain so that ``max_t time_t`` is least while every memory row
 stays under its cap; each row is a sum over the chosen candidates. Items with the same rows are of one *kind*;
@@ -13,7 +13,7 @@ Algorithm, in three parts that prove each other:
    knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by dominance.
 
 A bounded number of labels is kept at a time. The least bound of those dropped is remembered: the answer is
-proven up to that, and the search widens until it is proven whole.
+proven up to that. The search widens as far as it is told, which proves most answers whole.
 """
 
 from collections import Counter

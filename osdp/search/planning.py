@@ -16,7 +16,7 @@ from osdp.model_desc import ModelDesc, Operator
 from osdp.plan import Decision, Mode, Plan, Unit
 from osdp.profile import Profile
 from osdp.search.polish import share_buckets
-from osdp.search.sharding import ANYTHING, Assignment, Rules, least_peak, solve
+from osdp.search.sharding import ANYTHING, Assignment, Rules, least_peak, solve_bounded
 from osdp.training import Training
 from osdp.units import format_bytes, format_seconds
 
@@ -41,7 +41,10 @@ class Candidate:
 def best_plan(
     model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules = ANYTHING
 ) -> Plan:
-    """The plan with the highest throughput among all candidates, proven in the decision space.
+    """The plan with the highest throughput among all candidates.
+
+    ``Plan.optimal`` says whether it is proven best in the decision space (:mod:`osdp.search.sharding`), over
+    all candidates; the notes otherwise say how much better another could be.
 
     Args:
         model_desc: The model.
@@ -53,18 +56,20 @@ def best_plan(
         InfeasibleError: No plan of any candidate fits the limit.
     """
     best: tuple[Situation, Assignment] | None = None
-    rate = 0.0
+    rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
         for situation in _situations(model_desc, candidate, device):
             upper = samples / rate if rate else np.inf
-            found = solve(situation, device.memory_limit, rules=rules, upper=upper)
+            found, bound = solve_bounded(situation, device.memory_limit, rules=rules, upper=upper)
+            possible = max(possible, samples / bound)
             if found is not None:
                 best, rate = (situation, found), samples / found.outcome.seconds
     if best is None:
         raise _infeasible(model_desc, candidates, device, rules)
     situation, found = best
-    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules)
+    gap = max(0.0, 1 - rate / possible)
+    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules, gap)
 
 
 def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
@@ -118,7 +123,7 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
     return found
 
 
-def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules) -> Plan:
+def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float) -> Plan:
     reasons = _Reasons(situation, found, rules)
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}
@@ -142,15 +147,10 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
     plan = Plan(
         model=model_desc.fingerprint,
         device=device.fingerprint,
-        training=training.fingerprint,
+        training=replace(training, local_batch=situation.profile.local_batch),
         world_size=device.world_size,
         memory_limit=device.memory_limit,
-        local_batch=situation.profile.local_batch,
-        microbatches=training.microbatches,
         reduce_each_microbatch=situation.conditions.reduce_each,
-        optimizer=training.optimizer,
-        param_dtype=training.param_dtype,
-        reduce_dtype=training.reduce_dtype,
         decisions=tuple(
             Decision(op.name, op.modules, tuple(p.name for p in op.parameters), op.nbytes, *decided[op.name])
             for op in model_desc.operators
@@ -158,19 +158,19 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         units=tuple(units),
         predicted=prediction(situation, found.outcome),
         measured_profile=situation.profile.measured,
-        optimal=found.gap <= _PROVEN,
-        notes=_notes(found),
+        optimal=gap <= _PROVEN,
+        notes=_notes(found, gap),
     )
     # The units as the runtime will form them: a root unit that nobody joined is none.
     outcome = judge(situation, *price_plan(situation, plan))
     return replace(plan, predicted=prediction(situation, outcome))
 
 
-def _notes(found: Assignment) -> tuple[str, ...]:
+def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
     cuts = f"{found.cuts} moments of the step decided the search"
-    if found.gap <= _PROVEN:
+    if gap <= _PROVEN:
         return (cuts,)
-    return (cuts, f"proven to be within {found.gap:.2e} of the best time")
+    return (cuts, f"proven to be within {gap:.2e} of the highest throughput")
 
 
 class _Reasons:
@@ -253,10 +253,15 @@ def _difference(chosen: Outcome, others: Sequence[tuple[Mode, Outcome]], limit: 
 
 
 def batches(
-    training: Training, local_batches: Sequence[int], profile: Callable[[int], Profile]
+    training: Training,
+    local_batches: Sequence[int],
+    microbatches: Sequence[int],
+    profile: Callable[[int], Profile],
 ) -> list[Candidate]:
-    """Candidates for each local batch, largest first."""
+    """Candidates for each local batch and number of microbatches, largest first."""
     return [
-        Candidate(replace(training, local_batch=batch), profile(batch))
+        Candidate(replace(training, local_batch=batch, microbatches=count), measured)
         for batch in sorted(set(local_batches), reverse=True)
+        for measured in [profile(batch)]
+        for count in sorted(set(microbatches), reverse=True)
     ]

@@ -1,7 +1,9 @@
 """Sharding: modes and units of all operators that make a step fastest under a memory limit.
 
 Decision space: :mod:`osdp.search.space`, with every operator outside the chain replicated or in the root's
-unit.
+unit (beyond the largest two, smaller ones go together). Neighbouring replicated units of the answer are
+joined afterwards wherever the judge finds that no slower (:func:`osdp.search.polish.share_buckets`), so a
+plan may be better than the best of the space.
 
 Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
 on a few of them (:mod:`osdp.search.chain`), lets the judge price the answer, adds the moments that were
@@ -112,6 +114,18 @@ def solve(
     upper: float = np.inf,
     solver: Solver = solve_chain,
 ) -> Assignment | None:
+    """The assignment of :func:`solve_bounded` alone."""
+    return solve_bounded(situation, limit, rules=rules, upper=upper, solver=solver)[0]
+
+
+def solve_bounded(
+    situation: Situation,
+    limit: float,
+    *,
+    rules: Rules = ANYTHING,
+    upper: float = np.inf,
+    solver: Solver = solve_chain,
+) -> tuple[Assignment | None, float]:
     """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
 
     Args:
@@ -119,16 +133,23 @@ def solve(
         limit: Bytes per device.
         rules: What may be used.
         upper: Seconds to beat.
-        solver: Solves the chain under a few rows; the default is exact.
+        solver: Solves the chain under a few rows.
 
     Returns:
-        The best assignment, proven, or ``None`` if nothing fits or beats ``upper``.
+        The best assignment that was found, ``None`` if none fits or beats ``upper``; and seconds that no
+        assignment beats. The assignment is proven best where the two agree, and where there is none, nothing
+        beats ``upper`` if they agree.
     """
     best: Assignment | None = None
     bound = np.inf
-    for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
+    choices = [
+        (family, choice)
+        for family in _families(rules)
+        for choice in _root_choices(situation.timeline.root, family)
+    ]
+    for family, (root_sharded, root_replicated, has_unit) in choices:
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        search = _Search(situation, root, limit, rules, solver)
+        search = _Search(situation, root, limit, family, solver)
         found = search.fastest(upper)
         bound = min(bound, search.bound)
         if found is not None:
@@ -139,7 +160,10 @@ def solve(
         # Nothing was found, which a search of bounded width need not mean: the leanest plan decides.
         leanest = lean(situation, rules=rules, solver=solver)
         best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
-    return replace(best, bound=min(bound, best.outcome.seconds)) if best else None
+    if best is None:
+        return None, bound
+    bound = min(bound, best.outcome.seconds)
+    return replace(best, bound=bound), bound
 
 
 def least_peak(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solve_chain) -> float:
@@ -159,6 +183,13 @@ def lean(situation: Situation, *, rules: Rules = ANYTHING, solver: Solver = solv
     if best is None:
         raise RuntimeError("a model without operators outside the chain has one choice of root at least")
     return best
+
+
+def _families(rules: Rules) -> tuple[Rules, ...]:
+    """Plans that shard nothing and all others: the rows that price a step bound each by itself."""
+    if Mode.NO_SHARD not in rules.allowed or len(rules.allowed) == 1:
+        return (rules,)
+    return replace(rules, allowed=(Mode.NO_SHARD,)), rules
 
 
 def _root_choices(
