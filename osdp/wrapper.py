@@ -164,7 +164,7 @@ class OSDP(nn.Module):
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
         share_registries(self, applied.model)
-        OptimizerCheck(self, applied.model.parameters(), applied.plan.training)
+        self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan.training)
         self.training = applied.model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,21 +20,27 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerCheck:
-    """Compares optimizers with the training of a plan, once each.
+    """Compares optimizers with the training of a plan, until each parameter was seen in one.
 
     Args:
-        owner: The check ends when this is gone.
         parameters: The parameters an optimizer sees of the model.
         training: What the plan was made for.
     """
 
-    def __init__(self, owner: object, parameters: Iterable[nn.Parameter], training: Training) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], training: Training) -> None:
         self._training = training
         self._unseen = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-        weakref.finalize(owner, self._hook.remove)
+        check = weakref.ref(self)
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            alive = check()
+            if alive is not None and alive._unseen:
+                alive._look_at(optimizer)
+
+        # It stays, and does nothing any more: torch iterates over the hooks it would be removed from.
+        register_optimizer_step_pre_hook(before_step)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if self._unseen.isdisjoint(held):
             return
@@ -52,5 +58,3 @@ class OptimizerCheck:
                 self._training.optimizer,
             )
         self._unseen -= held
-        if not self._unseen:
-            self._hook.remove()
