@@ -1,8 +1,9 @@
 """Time of a step on two resources, the device and the link between devices.
 
 ``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
-start; collectives that block count on both. It is a maximum of functions that are linear in the units, which
-is what makes exact search possible: :func:`time_row` gives the one that decides.
+start; collectives that block count on both. An asynchronous all-reduce has the link for all of its time, and
+the device for the part that compute does not hide. It is a maximum of functions that are linear in the units,
+which is what makes exact search possible: :func:`time_row` gives the one that decides.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class UnitSeconds:
         silent: Of the device in a backward that does not reduce.
         link_forward: Of the link in forward, beside the device.
         link: Of the link in a backward that reduces.
-        link_after: The part of ``link`` that starts when the unit's backward is over.
+        link_after: What of ``link`` is still to come when the unit's backward, ``backward`` of it included, is
+            over.
     """
 
     forward: Floats
@@ -61,7 +63,7 @@ def unit_seconds(units: Units, conditions: Conditions) -> UnitSeconds:
         backward=silent + np.where(replicated, 1 - conditions.overlap, held_up) * reduce,
         silent=silent,
         link_forward=(1 - held_up) * gather,
-        link=regather + np.where(replicated, conditions.overlap, ~units.in_root) * reduce,
+        link=regather + np.where(units.in_root, 0.0, reduce),
         link_after=np.where(replicated, conditions.overlap, 1 - held_up) * reduce,
     )
 

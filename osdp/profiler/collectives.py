@@ -1,8 +1,9 @@
 """Latency and bandwidth of FSDP2's collectives on the live process group, fitted to what steps really take.
 
 ``seconds = latency + bytes / bandwidth`` (Hockney, Parallel Computing 20(3), 1994) is fitted for each
-collective and group by least squares on the *relative* error, so that small messages count as much as large
-ones. The fit's largest relative error is kept in :class:`osdp.device_info.Link`.
+collective and group by least squares, weighted by one over the time: between the relative error, which one
+odd small message would decide, and the absolute one, which the largest would. The fit's largest relative
+error is kept in :class:`osdp.device_info.Link`.
 """
 
 import socket
@@ -100,7 +101,7 @@ def detect(
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
 
-    Minimises the sum of ``((latency + size / bandwidth) / seconds - 1) ** 2`` over latencies that are not
+    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over latencies that are not
     negative and bandwidths that are positive: the line through the origin, or a constant, where the best line
     would leave them.
 
@@ -108,11 +109,11 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
     (1.0, 1000.0, 0.0)
     """
-    # Rows (1/t, b/t) against 1: normal equations of a 2 x 2 system.
-    ones = [1 / t for t in seconds]
-    slopes = [b / t for b, t in zip(sizes, seconds, strict=True)]
-    aa, ab, bb = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in _pairs(ones, slopes))
-    a, b = sum(ones), sum(slopes)
+    # Normal equations of a 2 x 2 system with the weights 1/t.
+    aa = sum(1 / t for t in seconds)
+    ab = sum(size / t for size, t in zip(sizes, seconds, strict=True))
+    bb = sum(size * size / t for size, t in zip(sizes, seconds, strict=True))
+    a, b = float(len(sizes)), float(sum(sizes))
     determinant = aa * bb - ab * ab
     latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
     per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
@@ -124,10 +125,6 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     fitted = [latency + size * per_byte for size in sizes]
     residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
     return latency, 1 / per_byte, residual
-
-
-def _pairs(x: list[float], y: list[float]) -> tuple[tuple[list[float], list[float]], ...]:
-    return (x, x), (x, y), (y, y)
 
 
 def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
