@@ -56,6 +56,7 @@ class DeviceInfo:
             collective alone.
         blocking: Whether FSDP2's collectives hold up compute (gloo) or run beside it (nccl).
         overlap: Part of an asynchronous all-reduce that backward hides, from 0 to 1.
+        mixed_overlap: The same beside sharded units, whose collectives share the link; ``None``: as much.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
@@ -70,6 +71,7 @@ class DeviceInfo:
     links: tuple[Link, ...] = ()
     blocking: bool = True
     overlap: float = 0.0
+    mixed_overlap: float | None = None
     unit_overhead: float = 0.0
     copy_bandwidth: float = 1e10
     flops: float = 0.0
@@ -98,8 +100,11 @@ class DeviceInfo:
             for link in self.links
             if link.collective not in COLLECTIVES
         ]
-        if not 0 <= self.overlap <= 1:
-            faults.append(f"overlap must lie in 0..1, got {self.overlap}")
+        faults += [
+            f"{name} must lie in 0..1, got {value}"
+            for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
+            if value is not None and not 0 <= value <= 1
+        ]
         if faults:
             raise ValueError("; ".join(faults))
 

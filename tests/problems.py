@@ -41,7 +41,8 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
         "devices_per_node": world_size,
         "links": links,
         "blocking": rng.random() < 0.6,
-        "overlap": rng.random(),
+        "overlap": rng.uniform(0.5, 1.0),
+        "mixed_overlap": rng.uniform(0.0, 0.5),
         "unit_overhead": rng.uniform(0, 1e-3),
     }
     return DeviceInfo(**(facts | options))

@@ -18,6 +18,7 @@ class Conditions:
     Attributes:
         blocking: Whether FSDP2's collectives hold up compute.
         overlap: Part of an asynchronous all-reduce that backward hides.
+        mixed_overlap: The same beside sharded units.
         unit_overhead: Seconds of hooks per sharded unit and pass.
         copy_bandwidth: Bytes per second of a copy into a gradient bucket.
         microbatches: Microbatches per step.
@@ -26,6 +27,7 @@ class Conditions:
 
     blocking: bool
     overlap: float
+    mixed_overlap: float
     unit_overhead: float
     copy_bandwidth: float
     microbatches: int
@@ -117,6 +119,7 @@ def build_situation(
         conditions=Conditions(
             blocking=device.blocking,
             overlap=device.overlap,
+            mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
             unit_overhead=device.unit_overhead,
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,

@@ -48,8 +48,9 @@ class UnitSeconds:
     link_after: Floats
 
 
-def unit_seconds(units: Units, conditions: Conditions) -> UnitSeconds:
+def unit_seconds(units: Units, root: RootPrice, conditions: Conditions) -> UnitSeconds:
     """Split the collectives of each unit between device and link."""
+    overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
     sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
     replicated = ~sharded & ~units.in_root
     regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
@@ -60,18 +61,18 @@ def unit_seconds(units: Units, conditions: Conditions) -> UnitSeconds:
     silent = hooks + held_up * regather + copied
     return UnitSeconds(
         forward=hooks + held_up * gather,
-        backward=silent + np.where(replicated, 1 - conditions.overlap, held_up) * reduce,
+        backward=silent + np.where(replicated, 1 - overlap, held_up) * reduce,
         silent=silent,
         link_forward=(1 - held_up) * gather,
         link=regather + np.where(units.in_root, 0.0, reduce),
-        link_after=np.where(replicated, conditions.overlap, 1 - held_up) * reduce,
+        link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
     )
 
 
 def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
     """Seconds of forward and backward of all microbatches, and where the link decides them."""
     timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, conditions)
+    price = unit_seconds(units, root, conditions)
     waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     done = np.cumsum(price.backward[::-1])[::-1]
@@ -111,7 +112,7 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
         Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
     """
     timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, conditions)
+    price = unit_seconds(units, root, conditions)
     if cut.forward < 0:
         forward, forward_constant = price.forward, float(timeline.forward_seconds.sum())
     else:
@@ -149,7 +150,12 @@ def compute_until(timeline: Timeline) -> Floats:
 
 
 def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
-    return 0.0 if root.has_unit or units.sharded.any() else situation.plain_saving
+    return 0.0 if _shards(units, root) else situation.plain_saving
+
+
+def _shards(units: Units, root: RootPrice) -> bool:
+    """Whether anything is, or among candidates may be, sharded."""
+    return root.has_unit or bool(units.sharded.any())
 
 
 def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:

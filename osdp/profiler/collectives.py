@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp import codec
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.profiler.machine import available_memory, device_kind, measure_copy, measure_flops
-from osdp.profiler.overlap import measure_overlap
+from osdp.profiler.overlap import measure_mixed_overlap, measure_overlap
 from osdp.profiler.probe import Probe, UnitTimes
 from osdp.units import parse_bytes
 
@@ -77,7 +77,10 @@ def detect(
         links += _links(name, group.size(), samples)
         overheads[name] = min(times.hooks for times in samples.values())
     world = groups["world"].get_group()
-    overlap = measure_overlap(world, where, nbytes=_affordable(links[-1]))
+    nbytes = _affordable(links[-1])
+    overlap = measure_overlap(world, where, nbytes=nbytes)
+    # Where collectives do not hold up compute, the link's own accounts say what shares it.
+    mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
     speeds = [float(limit), measure_flops(where), measure_copy(where)]
     least = torch.tensor(speeds, dtype=torch.float64, device=where)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world)
@@ -89,6 +92,7 @@ def detect(
         links=tuple(links),
         blocking=where.type == "cpu",
         overlap=overlap,
+        mixed_overlap=min(overlap, mixed),
         unit_overhead=overheads["world"],
         copy_bandwidth=float(least[2]),
         flops=float(least[1]),
