@@ -65,15 +65,15 @@ def measure_mixed_overlap(
     bucket = torch.zeros(nbytes // 4, device=device)
     size = dist.get_world_size(group)
     shard = torch.zeros(max(1, bucket.numel() // size), device=device)
-    whole = torch.zeros(shard.numel() * size, device=device)
+    whole = [torch.zeros_like(shard) for _ in range(size)]
     communication = _seconds(lambda: _wait(dist.all_reduce(bucket, group=group)), group, device, repeats)
     compute = _Compute(device).lasting(communication, group, repeats)
 
     def backward(replicated: bool) -> None:
         work = dist.all_reduce(bucket, group=group, async_op=True) if replicated else None
-        dist.all_gather_into_tensor(whole, shard, group=group)
+        dist.all_gather(whole, shard, group=group)
         compute()
-        dist.reduce_scatter_tensor(shard, whole, group=group)
+        dist.reduce_scatter(shard, whole, group=group)
         _wait(work)
 
     alone, together = _alternate(lambda: backward(False), lambda: backward(True), group, device, repeats)
