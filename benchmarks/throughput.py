@@ -51,16 +51,27 @@ class Network:
         name: For the table.
         bits_per_second: Rate of the link, or ``None`` for loopback.
         rounds: Timed turns of each candidate.
+        repeats: Steps of a turn. The first one finds the caches full of another candidate's model, which
+            counts where steps are short.
     """
 
     name: str
     bits_per_second: int | None
     rounds: int
+    repeats: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of each candidate, warm-up included."""
+        return (self.rounds + WARMUP) * self.repeats
 
 
-LOOPBACK = Network("loopback", None, 20)
-NETWORKS = (LOOPBACK, Network("1 Gbit/s", 10**9, 10), Network("200 Mbit/s", 2 * 10**8, 6))
-QUICK_NETWORKS = (Network("loopback", None, 8), Network("1 Gbit/s", 10**9, 5))
+NETWORKS = (
+    Network("loopback", None, 10, 3),
+    Network("1 Gbit/s", 10**9, 8),
+    Network("200 Mbit/s", 2 * 10**8, 5),
+)
+QUICK_NETWORKS = (Network("loopback", None, 5, 3), Network("1 Gbit/s", 10**9, 5))
 
 
 def training() -> Training:
@@ -78,7 +89,9 @@ def peaks(case: str) -> dict[str, int]:
     return found
 
 
-def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds: int) -> dict[str, Any]:
+def compare(
+    rank: int, world_size: int, *, case: str, limits: list[int], rounds: int, repeats: int
+) -> dict[str, Any]:
     """Worker: plan for the live network, then time every candidate's steps in turn."""
     del rank, world_size
     mesh = live_mesh()
@@ -101,6 +114,7 @@ def compare(rank: int, world_size: int, *, case: str, limits: list[int], rounds:
         {name: lambda name=name: run(name) for name in steps},
         rounds=rounds,
         warmup=WARMUP,
+        repeats=repeats,
         synchronize=dist.barrier,
     )
     return {
@@ -119,7 +133,7 @@ def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[R
     low, high = known["FULL_SHARD"], known["NO_SHARD"]
     limits = [int(low + fraction * (high - low)) for fraction in fractions]
     name = f"{case} {network.name}"
-    arguments = {"case": case, "limits": limits, "rounds": network.rounds}
+    arguments = {"case": case, "limits": limits, "rounds": network.rounds, "repeats": network.repeats}
     try:
         with two_hosts(network.bits_per_second) if network.bits_per_second else nullcontext() as hosts:
             measured = launch(
@@ -134,8 +148,7 @@ def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[R
         return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in fractions]
     except WorkerError as error:
         return [_empty(f"{name} {fraction}", error=str(error)) for fraction in fractions]
-    total = network.rounds + WARMUP
-    expected = reference_losses(CASES[case], training(), WORLD_SIZE, total)[-1]
+    expected = reference_losses(CASES[case], training(), WORLD_SIZE, network.steps)[-1]
     return [
         {"name": f"{name} {fraction}", "case": case, "network": network.name, "fraction": fraction}
         | _row(case, limit, known, measured, expected)

@@ -1,6 +1,7 @@
 """From candidates to a Plan: limits kept, the best batch found, every decision explained."""
 
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -195,6 +196,24 @@ def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -
     together = best_plan(model_desc, candidates, device)
     assert together.samples_per_second == pytest.approx(max(rates.values()), rel=1e-9)
     assert together.local_batch == max(rates, key=lambda batch: rates[batch])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_and_accumulation_are_chosen_together(seed: int) -> None:
+    model_desc, profile = random_model(seed, 2, 2)
+    candidates = batches(Training(), (1, 2), (1, 4), lambda batch: scaled(profile, batch))
+    sizes = [(c.training.local_batch, c.training.microbatches) for c in candidates]
+    assert sizes == [(2, 4), (2, 1), (1, 4), (1, 1)]
+    least, _ = peak_range(seed)
+    device = random_device(seed, memory_limit=3 * least)
+    alone = {}
+    for size, candidate in zip(sizes, candidates, strict=True):
+        with suppress(InfeasibleError):
+            alone[size] = best_plan(model_desc, [candidate], device)
+    together = best_plan(model_desc, candidates, device)
+    best = max(plan.samples_per_second for plan in alone.values())
+    assert together.samples_per_second == pytest.approx(best, rel=1e-9)
+    assert together.optimal or not all(plan.optimal for plan in alone.values())
 
 
 @pytest.mark.parametrize("seed", range(6))
