@@ -4,7 +4,8 @@ Two settings make a core and its memory behave like a device rather than like a 
 candidate alike. Ranks run under Linux's batch scheduling: gloo's threads share the core with the one that
 waits for them, and on kernels without preemption each of its messages may otherwise wait for the scheduler's
 next tick (a 2 MiB all-gather took 0.4 or 4 ms, at random; 0.4 ms so; Linux 6.18 at 250 Hz, 2026-11). And the
-allocator keeps freed memory as torch's does on GPUs, instead of faulting every large buffer in anew.
+allocator keeps freed memory, in large pages, as torch's does on GPUs, instead of faulting every large buffer
+in anew.
 
 A worker is a module-level function ``worker(rank, world_size, **arguments)`` that returns plain JSON
 values; the process group is there when it runs. Ranks are process groups of their own and are ended by
@@ -27,8 +28,14 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-#: glibc's malloc neither maps large blocks on their own nor gives freed memory back (mallopt(3)).
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": 0, "MALLOC_TRIM_THRESHOLD_": 2**40, "MALLOC_TOP_PAD_": 2**26}
+#: glibc's malloc neither maps large blocks on their own nor gives freed memory back (mallopt(3)), and asks for
+#: large pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": 0,
+    "MALLOC_TRIM_THRESHOLD_": 2**40,
+    "MALLOC_TOP_PAD_": 2**26,
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 class WorkerError(RuntimeError):
