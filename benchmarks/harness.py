@@ -87,6 +87,7 @@ class Result:
             "command": command_line(self.options),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": environment(self.options.device, self.world_size, self.backend),
+            "complete": bool(self.summary),
             "rows": self.rows,
             "summary": self.summary,
         }

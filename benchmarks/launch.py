@@ -28,8 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-#: glibc's malloc neither maps large blocks on their own nor gives freed memory back (mallopt(3)), and asks for
-#: large pages.
+#: glibc's malloc neither maps large blocks on their own nor gives freed memory back (mallopt(3)), and asks
+#: for large pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": 0,
     "MALLOC_TRIM_THRESHOLD_": 2**40,
@@ -167,7 +167,8 @@ def pin(rank: int) -> bool:
 def schedule_as_batch() -> None:
     """Put this process under batch scheduling where there is such a thing; threads to come inherit it."""
     if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # some containers allow the default alone
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _serve(order: dict[str, Any]) -> None:

@@ -114,6 +114,10 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
     _expect(isinstance(plain, dict), "an object", plain, where)
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    if "version" in fields and plain.get("version") not in (None, fields["version"].default):
+        # Said first: the fields of another version would only look unknown.
+        supported = fields["version"].default
+        raise ValueError(f"{where}: format {plain['version']} is not the supported {supported}; make it anew")
     unknown = sorted(set(plain) - set(fields))
     missing = sorted(
         name

@@ -105,6 +105,11 @@ class DeviceInfo:
             for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
             if value is not None and not 0 <= value <= 1
         ]
+        if self.mixed_overlap is not None and self.mixed_overlap > self.overlap:
+            faults.append(
+                f"mixed_overlap {self.mixed_overlap} must not exceed overlap {self.overlap}: beside sharded "
+                "units no more is hidden"
+            )
         if faults:
             raise ValueError("; ".join(faults))
 

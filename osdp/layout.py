@@ -1,6 +1,7 @@
 """Arithmetic that estimator and runtime must agree on: shards, padding, the modules of a unit."""
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from osdp.model_desc import Operator
 
@@ -74,3 +75,21 @@ def is_inside(fqn: str, ancestor: str) -> bool:
     (True, False, True)
     """
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
+
+
+def slice_bounds(size: int, num_slices: int) -> tuple[tuple[int, int], ...]:
+    """Where the slices of a dimension begin and end: as equal as can be, the longer ones first.
+
+    Raises:
+        ValueError: There are more slices than there is to slice, or none.
+
+    >>> slice_bounds(10, 4)
+    ((0, 3), (3, 6), (6, 8), (8, 10))
+    """
+    if not 1 <= num_slices <= size:
+        raise ValueError(
+            f"a dimension of {size} cannot be cut into {num_slices} slices; 1 to {size} are possible"
+        )
+    base, longer = divmod(size, num_slices)
+    ends = [index * base + min(index, longer) for index in range(num_slices + 1)]
+    return tuple(pairwise(ends))

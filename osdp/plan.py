@@ -8,7 +8,7 @@ from pathlib import Path
 from osdp import codec
 from osdp.training import Training
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class Mode(StrEnum):

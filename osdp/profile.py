@@ -46,7 +46,7 @@ class SegmentProfile:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerProfile:
-    """Time of an optimizer step: ``per_tensor * tensors + per_byte * local parameter bytes``.
+    """Time of an optimizer step: a price for each tensor, and ``per_byte * local parameter bytes``.
 
     Attributes:
         per_tensor: Seconds per parameter that is a plain tensor: those of plans that shard nothing.
@@ -57,6 +57,13 @@ class OptimizerProfile:
     per_tensor: float
     per_dtensor: float
     per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.per_tensor > self.per_dtensor:
+            raise ValueError(
+                f"a step of a plain tensor ({self.per_tensor} s) cannot cost more than one of a DTensor "
+                f"({self.per_dtensor} s)"
+            )
 
 
 @dataclass(frozen=True)

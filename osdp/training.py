@@ -231,11 +231,6 @@ class Training:
         flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
         return cls(**{"optimizer": name, **read, **flags, **options})
 
-    @staticmethod
-    def can_read(optimizer: "Optimizer") -> bool:
-        """Whether an optimizer is of a ``torch.optim`` class or of a subclass of one."""
-        return _torch_optim_name(optimizer) is not None
-
     @property
     def fingerprint(self) -> str:
         """Changes when any field does."""
@@ -294,10 +289,14 @@ class Training:
         by_default = self.fused is None and device_kind not in _FOR_LOOP_KINDS
         return FOREACH if by_default else FOR_LOOP
 
-    def mismatch(self, optimizer: "Optimizer") -> list[str]:
+    def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
         """How a live optimizer keeps or needs other memory than this; empty if it does not.
 
         More state or less of it is a difference, temporaries only if there are more of them.
+
+        Args:
+            optimizer: The optimizer.
+            spare: Bytes that its temporaries may take beyond those of this training.
         """
         try:
             live = Training.from_optimizer(optimizer)
@@ -312,7 +311,7 @@ class Training:
             )
         for kind, sizes in _local_sizes(optimizer).items():
             needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
-            if needs > planned:
+            if needs > planned + spare:
                 differences.append(
                     f"a step of {live._described()} ({live.implementation(kind)}) needs {needs} bytes of "
                     f"temporaries; the planned {self._described()} ({self.implementation(kind)}) {planned}"

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,11 +50,22 @@ def _check_reuse(plan: Plan | None, options: Mapping[str, Any]) -> None:
             f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
             "to plan again"
         )
-    described = options.get("model_desc")
+    described, training = options.get("model_desc"), options.get("training")
+    differences = []
     if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
-        raise PlanMismatchError(
-            [f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"]
+        differences.append(
+            f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
         )
+    if training is not None:
+        asked = replace(training, local_batch=training.local_batch or plan.local_batch)
+        differences += [
+            f"made for a training with {field.name}={planned!r}, asked for {wanted!r}"
+            for field in fields(asked)
+            for planned, wanted in [(getattr(plan.training, field.name), getattr(asked, field.name))]
+            if planned != wanted
+        ]
+    if differences:
+        raise PlanMismatchError(differences)
 
 
 class OSDP(nn.Module):
@@ -100,6 +112,7 @@ class OSDP(nn.Module):
     module: nn.Module
     plan: Plan
     _applied: AppliedPlan
+    _optimizer_check: OptimizerCheck
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
@@ -164,11 +177,12 @@ class OSDP(nn.Module):
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
         share_registries(self, applied.model)
-        self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan.training)
+        self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan)
         self.training = applied.model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
+        self._optimizer_check.end_if_accepted()
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -14,12 +14,12 @@ launch() {
     # Batch scheduling: gloo's threads share the cores with those that wait for them, and without it each of
     # their messages may wait for the scheduler's next tick. It changes nothing where GPUs compute.
     local batch=()
-    if command -v chrt >/dev/null; then batch=(chrt --batch 0); fi
+    if chrt --batch 0 true 2>/dev/null; then batch=(chrt --batch 0); fi
     # One thread per process unless told otherwise: processes share the cores.
     # Kineto and the allocator would comment on each memory measurement.
     # The allocator keeps what is freed, in large pages, as torch's does on GPUs, instead of faulting it in anew.
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" KINETO_LOG_LEVEL=99 TORCH_CPP_LOG_LEVEL=ERROR \
         MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_TOP_PAD_=67108864 \
         GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}" \
-        "${batch[@]}" torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m scripts.train_gpt2 "$@"
+        ${batch[@]+"${batch[@]}"} torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m scripts.train_gpt2 "$@"
 }

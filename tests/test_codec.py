@@ -16,7 +16,7 @@ from osdp import codec
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model_desc import DTYPE_BYTES, ModelDesc
 from osdp.plan import Decision, Mode, Plan, Unit
-from osdp.profile import Profile
+from osdp.profile import OptimizerProfile, Profile
 from osdp.training import OPTIMIZERS, Training
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -42,6 +42,9 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(of, items))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return st.sampled_from(list(kind))
+    if kind is OptimizerProfile:
+        prices = st.tuples(FINITE, FINITE).map(sorted)
+        return st.builds(lambda pair, per_byte: OptimizerProfile(*pair, per_byte), prices, FINITE)
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})
 
@@ -188,6 +191,13 @@ def test_saved_whole_or_not_at_all(tmp_path: Path) -> None:
         codec.save(object(), path)
     assert codec.load(Training, path).local_batch == 3
     assert [child.name for child in path.parent.iterdir()] == ["training.json"]
+
+
+def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"version": 1, "optimizer": "AdamW"}')
+    with pytest.raises(ValueError, match=r"plan\.json: Plan: format 1 is not the supported 2; make it anew"):
+        Plan.load(path)
 
 
 def test_errors_of_files_name_them(tmp_path: Path) -> None:

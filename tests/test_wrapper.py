@@ -1,7 +1,7 @@
 """``OSDP`` as a module: names, attributes, state dicts, and what it refuses."""
 
 import copy
-import gc
+import functools
 import warnings
 from typing import Any, ClassVar
 
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
 from osdp.plan import Mode
+from osdp.training import Training
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
 from tests.plans import ROOT, plan_by_hand
@@ -162,28 +164,40 @@ def compiles() -> None:
 class Own(torch.optim.Optimizer):
     """An optimizer that torch does not know."""
 
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
     def step(self, closure: Any = None) -> None:
         del closure
 
 
 def checks_the_optimizer() -> None:
+    hooks = len(_global_optimizer_pre_hooks)
     batch = tokens(dist.get_rank(), 2, 6)
     model = wrapped()
     loss_of(model(batch), batch).backward()
-    stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    stranger.step()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # of something else
     for _ in range(2):  # an optimizer that does not fit is refused until it is exchanged
         with pytest.raises(PlanMismatchError, match=r"keeps 0 bytes of state .* made for AdamW"):
             torch.optim.SGD(model.parameters()).step()
-    torch.optim.AdamW(model.parameters()).step()
+    first, *rest = model.parameters()
+    torch.optim.AdamW([first]).step()
+    torch.optim.AdamW(rest, weight_decay=0.1).step()  # all optimizers of the first step are looked at
+    model(batch)
+    assert len(_global_optimizer_pre_hooks) == hooks
     torch.optim.SGD(model.parameters()).step()  # the first step has been checked
-    other = wrapped()
-    Own(other.parameters(), {}).step()
-    # Checks of several models, one of them gone: torch goes through all of them before each step.
-    del other
-    gc.collect()
-    third, fourth = wrapped(), wrapped()
-    torch.optim.AdamW([*third.parameters(), *fourth.parameters()]).step()
+    for unknown in (Own, functools.partial(torch.optim.AdamW, maximize=True)):
+        other = wrapped()
+        unknown(other.parameters()).step()
+        other(batch)
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def refuses_another_training() -> None:
+    plan = wrapped().plan
+    OSDP(Configured(gated=False), plan=plan, training=Training(optimizer="AdamW"))
+    with pytest.raises(PlanMismatchError, match="optimizer='AdamW', asked for 'SGD'"):
+        OSDP(Configured(gated=False), plan=plan, training=Training(optimizer="SGD"))
 
 
 def all_checks() -> None:
@@ -193,6 +207,7 @@ def all_checks() -> None:
     refuses()
     all_differences_at_once()
     checks_the_optimizer()
+    refuses_another_training()
 
 
 def test_wrapper() -> None:

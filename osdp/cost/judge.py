@@ -16,7 +16,8 @@ root unit               P from the first moment of forward to the last of backwa
 ======================  ==================================================================================
 
 Time is that of two resources, the device and the link: ``max_k (device until k + link after k)`` over all
-moments *k* of backward, where collectives that block are on both.
+moments *k* of backward, where collectives that block are on both and an asynchronous all-reduce has the link
+for all of its time.
 """
 
 from collections.abc import Sequence

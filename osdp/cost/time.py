@@ -36,8 +36,7 @@ class UnitSeconds:
         silent: Of the device in a backward that does not reduce.
         link_forward: Of the link in forward, beside the device.
         link: Of the link in a backward that reduces.
-        link_after: What of ``link`` is still to come when the unit's backward, ``backward`` of it included, is
-            over.
+        link_after: What of ``link`` is still to come when the unit's ``backward`` is over.
     """
 
     forward: Floats

@@ -29,6 +29,9 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
 
+#: The one link that all ranks have fitted alike.
+_EVERYWHERE = ("world", "all_reduce")
+
 
 def detect(
     memory_limit: str | int | None = None,
@@ -50,8 +53,9 @@ def detect(
             on CPU the machine's free memory divided among its ranks.
         mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
         device: Where to measure; by default the mesh's device type, else that of the group's backend.
-        devices_per_node: Ranks of each machine, if the mesh does not say it; by default ranks whose machines
-            have one name are taken to share one.
+        devices_per_node: Ranks of each machine, if the mesh does not say it. If neither does, machines are
+            told by their names, and the links inside and between them are not measured by themselves; ranks
+            that are spread unevenly count as one machine.
         sizes: Bytes of the units to measure, ascending.
         repeats: Most samples of each size.
         seconds: About how long each group is measured; slow networks are measured with fewer sizes.
@@ -67,7 +71,8 @@ def detect(
         limit = available_memory(where, per_node)
     if alone or nodes * per_node == 1:
         return _single(limit, where)
-    groups = _groups(mesh, where.type, nodes, per_node)
+    told = devices_per_node is not None or (mesh is not None and mesh.ndim == 2)
+    groups = _groups(mesh, where.type, nodes if told else 1, per_node)
     if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
         raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
     links: list[Link] = []
@@ -77,7 +82,7 @@ def detect(
         links += _links(name, group.size(), samples)
         overheads[name] = min(times.hooks for times in samples.values())
     world = groups["world"].get_group()
-    nbytes = _affordable(links[-1])
+    nbytes = _affordable(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
     mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
@@ -168,14 +173,8 @@ def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
     names: list[str] = [""] * size
     dist.all_gather_object(names, socket.gethostname(), group=None if mesh is None else mesh.get_group())
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
-    counts = {count for _, count in runs}
-    if len(counts) > 1 or len(runs) > len(set(names)):
-        found = ", ".join(f"{count} on {name}" for name, count in runs)
-        raise ValueError(
-            f"ranks are not spread evenly over machines, in order: {found}; give devices_per_node= or a mesh "
-            "of (nodes, devices per node)"
-        )
-    return runs[0][1]
+    is_even = len({count for _, count in runs}) == 1 and len(runs) == len(set(names))
+    return runs[0][1] if is_even else size
 
 
 def _groups(mesh: DeviceMesh | None, kind: str, nodes: int, per_node: int) -> dict[str, DeviceMesh]:
@@ -243,9 +242,12 @@ def _links(group: str, size: int, samples: dict[int, UnitTimes]) -> list[Link]:
     names = dict(zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True))
     links = []
     for collective, name in names.items():
-        # A time that noise swallowed whole cannot be fitted relative to itself.
-        seconds = [max(getattr(times, name), 1e-9) for times in samples.values()]
-        latency, bandwidth, residual = fit(list(samples), seconds)
+        seen = {size: getattr(times, name) for size, times in samples.items()}
+        # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
+        left = {size: seconds for size, seconds in seen.items() if seconds > 0}
+        if len(left) < 2:
+            left = {size: max(seconds, 1e-9) for size, seconds in seen.items()}
+        latency, bandwidth, residual = fit(list(left), list(left.values()))
         links.append(Link(collective, group, size, latency, bandwidth, residual))
     return links
 

@@ -36,7 +36,8 @@ def profile_model(
         sample_inputs: A batch to measure with; by default zeros like the one it was described with.
         training: Local batch, optimizer and dtypes; by default the described batch and AdamW.
         device: Where; by default the current CUDA device, else the CPU.
-        mesh: Makes the optimizer's parameters DTensors on it, as they are when a plan runs.
+        mesh: Where the optimizer's DTensors are sharded over, as they are when a plan runs; without one they
+            are taken to cost what plain tensors cost.
         loss_fn: As for the description.
         cache_dir: Where measured segments are kept and looked up.
         progress: Whether to show a progress bar.

@@ -1,7 +1,7 @@
 """How much of an asynchronous all-reduce backward-like compute hides, measured and not assumed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -25,7 +25,7 @@ def hidden_part(compute: float, communication: float, together: float) -> float:
 
 
 def measure_overlap(
-    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 7
+    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
 ) -> float:
     """Part of an asynchronous all-reduce that compute hides, from 0 to 1.
 
@@ -37,24 +37,21 @@ def measure_overlap(
         group: Whose ranks reduce.
         device: Where.
         nbytes: Bytes reduced.
-        repeats: Samples of each, of which the median counts.
+        repeats: Samples, of which the median counts.
     """
     bucket = torch.zeros(nbytes // 4, device=device)
-    compute = _Compute(device)
 
     def communicate(during: Callable[[], None] = lambda: None) -> None:
         work = dist.all_reduce(bucket, group=group, async_op=True)
         during()
         _wait(work)
 
-    communication = _seconds(communicate, group, device, repeats)
-    run = compute.lasting(2 * communication, group, repeats)
-    alone, together = _alternate(run, lambda: communicate(run), group, device, repeats)
-    return hidden_part(alone, communication, together)
+    compute = _compute_lasting(2, communicate, group, device)
+    return _hidden(compute, communicate, lambda: communicate(compute), group, device, repeats)
 
 
 def measure_mixed_overlap(
-    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 7
+    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
 ) -> float:
     """As :func:`measure_overlap`, beside collectives of sharded units that hold up compute.
 
@@ -66,18 +63,22 @@ def measure_mixed_overlap(
     size = dist.get_world_size(group)
     shard = torch.zeros(max(1, bucket.numel() // size), device=device)
     whole = [torch.zeros_like(shard) for _ in range(size)]
-    communication = _seconds(lambda: _wait(dist.all_reduce(bucket, group=group)), group, device, repeats)
-    compute = _Compute(device).lasting(communication, group, repeats)
 
-    def backward(replicated: bool) -> None:
-        work = dist.all_reduce(bucket, group=group, async_op=True) if replicated else None
+    def communicate() -> None:
+        dist.all_reduce(bucket, group=group)
+
+    def backward() -> None:
         dist.all_gather(whole, shard, group=group)
         compute()
         dist.reduce_scatter(shard, whole, group=group)
+
+    def beside() -> None:
+        work = dist.all_reduce(bucket, group=group, async_op=True)
+        backward()
         _wait(work)
 
-    alone, together = _alternate(lambda: backward(False), lambda: backward(True), group, device, repeats)
-    return hidden_part(alone, communication, together)
+    compute = _compute_lasting(1, communicate, group, device)
+    return _hidden(backward, communicate, beside, group, device, repeats)
 
 
 def _wait(work: dist.Work | None) -> None:
@@ -85,48 +86,47 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-class _Compute:
-    """Matrix products, which stop close to any moment."""
+def _compute_lasting(
+    times: int, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], None]:
+    """Matrix products that take about ``times`` as long as ``communicate``; they stop close to any moment."""
+    a = torch.rand(_SIDE, _SIDE, device=device)
+    out = torch.empty_like(a)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._a = torch.rand(_SIDE, _SIDE, device=device)
-        self._out = torch.empty_like(self._a)
-
-    def lasting(self, seconds: float, group: dist.ProcessGroup, repeats: int) -> Callable[[], None]:
-        """Work that takes about ``seconds`` alone."""
-        eight = _seconds(lambda: self._run(8), group, self._device, repeats)
-        products = max(1, round(seconds / eight * 8))
-        return lambda: self._run(products)
-
-    def _run(self, products: int) -> None:
+    def multiply(products: int) -> None:
         for _ in range(products):
-            torch.mm(self._a, self._a, out=self._out)
+            torch.mm(a, a, out=out)
+
+    rounds = _rounds((communicate, lambda: multiply(8)), group, device, 5)
+    goal, eight = (median(samples) for samples in zip(*rounds, strict=True))
+    products = max(1, round(times * goal / eight * 8))
+    return lambda: multiply(products)
 
 
-def _alternate(
-    first: Callable[[], None],
-    second: Callable[[], None],
+def _hidden(
+    compute: Callable[[], None],
+    communicate: Callable[[], None],
+    both: Callable[[], None],
     group: dist.ProcessGroup,
     device: torch.device,
     repeats: int,
-) -> tuple[float, float]:
-    """Median times of both on the slowest rank, taken in turn."""
-    first()
-    second()
-    samples = [(_once(first, group, device), _once(second, group, device)) for _ in range(repeats)]
-    medians = [median(times) for times in zip(*samples, strict=True)]
-    agreed = torch.tensor(medians, device=device)
-    dist.all_reduce(agreed, group=group, op=dist.ReduceOp.MAX)
-    return float(agreed[0]), float(agreed[1])
+) -> float:
+    """Median over rounds of what was hidden: a round's three times share the machine's mood."""
+    rounds = _rounds((compute, communicate, both), group, device, repeats)
+    return median(hidden_part(*times) for times in rounds)
 
 
-def _seconds(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device, repeats: int) -> float:
-    """Median time of ``run`` on the slowest rank."""
-    run()
-    mine = torch.tensor(median(_once(run, group, device) for _ in range(repeats)), device=device)
-    dist.all_reduce(mine, group=group, op=dist.ReduceOp.MAX)
-    return float(mine)
+def _rounds(
+    runs: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, repeats: int
+) -> list[list[float]]:
+    """Times of all ``runs``, in turn, on the slowest rank; one list a round."""
+    for run in runs:
+        run()
+    samples = [[_once(run, group, device) for run in runs] for _ in range(repeats)]
+    slowest = torch.tensor(samples, device=device)
+    dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
+    found: list[list[float]] = slowest.tolist()
+    return found
 
 
 def _once(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:

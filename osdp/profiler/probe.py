@@ -5,7 +5,7 @@ parameters, copies the shard in and the parameters out, views them, runs hooks. 
 on such a model measures all of that, through torch's public interface, on any backend.
 
 On CPU the units also sweep through memory, timed on each rank and subtracted: compute leaves hooks and
-copies with cold caches, and with warm ones they look a third cheaper than they are in a real step.
+copies with cold caches, and with warm ones they look cheaper than they are in a real step.
 """
 
 import time

@@ -41,6 +41,9 @@ from osdp.profiler.walker import Stretch
 _LOGGER = logging.getLogger(__name__)
 _WARMUP = 2
 
+#: Counts up when what a measured second means changes, so that older files are not read.
+_METHOD = 2
+
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
 
@@ -119,11 +122,13 @@ def cached_segments(
     """As :func:`profile_segments`, but measured once and then read from ``cache_dir``.
 
     A file there is named by a fingerprint of the description, the batch's shapes, the device's name, the
-    number of threads, the dtype and torch's version. One that cannot be read is measured again.
+    number of threads, the dtype, torch's version and the way of measuring. One that cannot be read is
+    measured again.
     """
     target = torch.device(device) if device is not None else default_device()
     batch = SampleBatch.of(sample_inputs)
     facts = [
+        _METHOD,
         model_desc,
         batch.specs,
         device_kind(target),

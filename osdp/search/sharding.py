@@ -7,8 +7,9 @@ plan may be better than the best of the space.
 
 Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
 on a few of them (:mod:`osdp.search.chain`), lets the judge price the answer, adds the moments that were
-violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Every row is a lower bound of the
-judge for all plans; when the judge agrees with the rows, the answer is optimal under the judge.
+violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Plans that shard nothing are searched
+by themselves, since their steps are priced differently; among the others every row is a lower bound of the
+judge; when the judge agrees with the rows, the answer is optimal under the judge.
 
 Where near-equal choices abound (many blocks, a limit to be filled to the last byte) the proof may be out of
 reach of a search in a second: then the answer is improved by :mod:`osdp.search.polish` and carries the bound
