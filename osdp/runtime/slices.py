@@ -1,0 +1,160 @@
+"""A weight in slices: where they begin and end, how one is gathered, how its gradient is scattered.
+
+A sharded weight that runs in slices is stored sharded along the dimension that is *not* sliced, so that every
+rank holds an equal part of every slice and a slice is gathered by one all-gather of just its bytes. As a
+DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints see the whole shape.
+
+Inside, a gathered slice has the sharded dimension first: ``[sharded, sliced]``.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from osdp.layout import padded_numel, shard_numel, slice_bounds
+
+# torch 2.13 renamed them and warns of the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class SlicedWeight:
+    """How a matrix is cut into slices along one dimension, and sharded along the other.
+
+    Attributes:
+        sliced_dim: The dimension that is cut, 0 or 1.
+        bounds: Start and end of each slice along it.
+        sharded_size: Size of the other dimension.
+        group: Ranks the other dimension is sharded over; ``None`` if the weight is whole on every rank.
+        dtype: Dtype slices are gathered and computed in.
+        reduce_dtype: Dtype their gradients are reduced in.
+        prefetch: Whether the next slice is gathered while one computes: two are whole then.
+    """
+
+    sliced_dim: int
+    bounds: tuple[tuple[int, int], ...]
+    sharded_size: int
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    prefetch: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        num_slices: int,
+        sliced_dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        prefetch: bool = False,
+    ) -> "SlicedWeight":
+        """The slices of ``weight``, a plain matrix or a DTensor that is sharded along the other dimension.
+
+        Raises:
+            ValueError: It is no matrix, has too few elements along the dimension, or is sharded otherwise.
+        """
+        if weight.dim() != 2:
+            raise ValueError(f"only matrices run in slices; this weight has shape {tuple(weight.shape)}")
+        group = None
+        if isinstance(weight, DTensor):
+            sharded = [placement.dim for placement in weight.placements if isinstance(placement, Shard)]
+            if weight.device_mesh.ndim != 1 or sharded not in ([], [1 - sliced_dim]):
+                raise ValueError(
+                    f"slices along dim {sliced_dim} need a weight sharded along dim {1 - sliced_dim} of a "
+                    f"1-D mesh, or replicated; this one has {weight.placements}"
+                )
+            group = weight.device_mesh.get_group() if sharded else None
+        dtype = dtype or weight.dtype
+        bounds = slice_bounds(weight.shape[sliced_dim], num_slices)
+        size = weight.shape[1 - sliced_dim]
+        return cls(sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that hold a part of each slice."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def whole_slices(self, local: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Start, end and values of each slice in turn.
+
+        Args:
+            local: This rank's part of the whole weight.
+        """
+        ahead: list[_Gathering] = []
+        for index, (start, stop) in enumerate(self.bounds):
+            gathering = ahead.pop() if ahead else self._start_gather(local, index)
+            if self.prefetch and index + 1 < len(self.bounds):
+                ahead.append(self._start_gather(local, index + 1))
+            held = [gathering.wait()]
+            del gathering
+            # Nothing here keeps what is handed out: who asked may free it before the next one.
+            yield start, stop, held.pop()
+
+    def _start_gather(self, local: torch.Tensor, index: int) -> "_Gathering":
+        piece = self._part(local, index)
+        piece = piece if self.sliced_dim == 1 else piece.t()
+        if self.group is None:
+            return _Gathering(piece.to(self.dtype), self, None)
+        width = piece.shape[1]
+        rows = shard_numel((self.sharded_size,), self.num_shards)
+        padded = piece.new_empty(rows, width, dtype=self.dtype)
+        padded[: piece.shape[0]].copy_(piece)
+        padded[piece.shape[0] :].zero_()
+        whole = padded.new_empty(self.num_shards * rows, width)
+        work = _all_gather(whole, padded, group=self.group, async_op=True)
+        return _Gathering(whole, self, work, padded)
+
+    def scatter_gradient(self, gradient: torch.Tensor, local_gradient: torch.Tensor, index: int) -> None:
+        """Write the mean over ranks of a slice's ``gradient`` into this rank's part of the whole gradient.
+
+        Args:
+            gradient: Of the slice, in the weight's own orientation.
+            local_gradient: Like this rank's part of the weight.
+            index: Of the slice.
+        """
+        target = self._part(local_gradient, index)
+        if self.group is None:
+            target.copy_(gradient)
+            return
+        by_shard = gradient if self.sliced_dim == 1 else gradient.t()
+        rows, width = shard_numel((self.sharded_size,), self.num_shards), by_shard.shape[1]
+        total = padded_numel((self.sharded_size,), self.num_shards)
+        whole = by_shard.new_empty(total, width, dtype=self.reduce_dtype)
+        # gloo has no mean: divided before the sum, as FSDP2 does it.
+        torch.mul(by_shard, 1 / self.num_shards, out=whole[: self.sharded_size])
+        whole[self.sharded_size :].zero_()
+        mine = whole.new_empty(rows, width)
+        _reduce_scatter(mine, whole, group=self.group)
+        held = target if self.sliced_dim == 1 else target.t()
+        held.copy_(mine[: held.shape[0]])
+
+    def _part(self, local: torch.Tensor, index: int) -> torch.Tensor:
+        start, stop = self.bounds[index]
+        return local.narrow(self.sliced_dim, start, stop - start)
+
+
+class _Gathering:
+    """A slice that is on its way."""
+
+    def __init__(
+        self, whole: torch.Tensor, sliced: SlicedWeight, work: Any, source: torch.Tensor | None = None
+    ) -> None:
+        self._whole = whole
+        self._sliced = sliced
+        self._work = work
+        self._source = source
+
+    def wait(self) -> torch.Tensor:
+        """The slice, in the weight's own orientation."""
+        if self._work is not None:
+            self._work.wait()
+            self._source = None
+        whole = self._whole[: self._sliced.sharded_size]
+        return whole if self._sliced.sliced_dim == 1 else whole.t()

@@ -1,0 +1,332 @@
+"""Operators that run in slices of their weight, of which one is whole at a time.
+
+Each is numerically the operator it stands for: one bias, the same weight, any input rank, sizes that the
+number of slices does not divide.
+
+    output slices   y[:, j] = x @ W[j].T + b[j]         for each slice j of the output
+    input slices    y = b + sum_j x[:, j] @ W[:, j].T   for each slice j of the input
+    embedding       y[t] = W[j][id_t - start_j]         for each slice j of the vocabulary, tokens in it
+    head and loss   log-sum-exp over the slices j of the vocabulary, one after the other (online softmax,
+                    Milakov and Gimelshein, arXiv:1805.02867): the logits of one slice exist at a time
+
+Backward gathers each slice once more and reduces its gradient before the next one.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from osdp.runtime.slices import SlicedWeight
+
+
+def split_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    num_slices: int,
+    by: str = "output",
+    transposed: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: bool = False,
+) -> torch.Tensor:
+    """``F.linear(x, weight, bias)`` in slices.
+
+    Args:
+        x: Input of shape ``(..., in_features)``.
+        weight: Matrix of shape ``(out_features, in_features)``: whole, or a DTensor sharded along the
+            dimension that is not sliced.
+        bias: Of shape ``(out_features,)``, whole.
+        num_slices: Number of slices.
+        by: ``"output"`` or ``"input"``: which features are cut.
+        transposed: Whether ``weight`` has shape ``(in_features, out_features)``, as in transformers'
+            ``Conv1D``.
+        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+        prefetch: Whether the next slice is gathered while one computes.
+
+    Returns:
+        Output of shape ``(..., out_features)``.
+
+    Raises:
+        ValueError: ``by`` is unknown, the weight cannot be cut so, or the shapes do not fit.
+    """
+    if by not in ("output", "input"):
+        raise ValueError(f"a linear operator is cut by 'output' or 'input' features, not {by!r}")
+    out_dim = 1 if transposed else 0
+    if x.shape[-1] != weight.shape[1 - out_dim]:
+        raise ValueError(
+            f"the input has {x.shape[-1]} features, the weight takes {weight.shape[1 - out_dim]}"
+        )
+    x, bias, dtype = _autocast(x, bias, weight)
+    sliced_dim = out_dim if by == "output" else 1 - out_dim
+    sliced = SlicedWeight.of(
+        weight, num_slices, sliced_dim, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
+    )
+    function = _OutputSlices if by == "output" else _InputSlices
+    flat = x.reshape(-1, x.shape[-1])
+    y: torch.Tensor = function.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def split_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    num_slices: int,
+    padding_idx: int | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: bool = False,
+) -> torch.Tensor:
+    """``F.embedding(ids, weight, padding_idx)`` in slices of the vocabulary.
+
+    Args:
+        ids: Integers of any shape.
+        weight: Matrix of shape ``(vocabulary, features)``: whole, or a DTensor sharded along dim 1.
+        num_slices: Number of slices.
+        padding_idx: Row that gets no gradient.
+        dtype: Dtype of the result; that of the weight if ``None``.
+        reduce_dtype: Dtype gradients are reduced in.
+        prefetch: Whether the next slice is gathered while one computes.
+
+    Returns:
+        Rows of shape ``(*ids.shape, features)``.
+    """
+    sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    rows: torch.Tensor = _EmbeddingSlices.apply(  # type: ignore[no-untyped-call]
+        ids.reshape(-1), _local(weight), sliced, padding
+    )
+    return rows.reshape(*ids.shape, rows.shape[-1])
+
+
+def split_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_slices: int,
+    ignore_index: int = -100,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
+
+    Args:
+        hidden: Of shape ``(..., features)``.
+        weight: Matrix of shape ``(vocabulary, features)``: whole, or a DTensor sharded along dim 1.
+        labels: Integers of shape ``(...)``; positions of ``ignore_index`` do not count.
+        num_slices: Number of slices.
+        ignore_index: The label of positions that do not count.
+        reduce_dtype: Dtype gradients are reduced in.
+        prefetch: Whether the next slice is gathered while one computes.
+
+    Returns:
+        The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
+
+    Raises:
+        ValueError: ``labels`` do not belong to ``hidden``, or a label is outside the vocabulary.
+    """
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} for hidden {tuple(hidden.shape)}")
+    hidden, _, dtype = _autocast(hidden, None, weight)
+    sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
+    flat = labels.reshape(-1)
+    counts = flat != ignore_index
+    # Elsewhere a look at the labels would wait for the device; there the loss is NaN.
+    if flat.device.type == "cpu":
+        outside = flat[counts & ((flat < 0) | (flat >= weight.shape[0]))]
+        if outside.numel():
+            raise ValueError(f"label {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
+    loss: torch.Tensor = _HeadAndLoss.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]), _local(weight), flat, counts, sliced
+    )
+    return loss, counts.sum()
+
+
+def _autocast(
+    x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
+    """The input, the bias and the dtype to compute in, as autocast would have them for a matrix product."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, bias, x.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part; gradients of it become those of the DTensor."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class _OutputSlices(torch.autograd.Function):
+    """``y[:, j] = x @ W_j + b_j`` over slices of the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sliced: SlicedWeight,
+        out_dim: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
+        y = x.new_empty(x.shape[0], sliced.bounds[-1][1])
+        with _no_autocast(x):
+            for start, stop, part in sliced.whole_slices(weight):
+                rows = part if out_dim == 0 else part.t()
+                y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
+        grad = grads[0]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.zeros_like(x) if needs_x else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
+        for index, (start, stop, part) in enumerate(slices):
+            mine = grad[:, start:stop]
+            if grad_x is not None and part is not None:
+                grad_x.addmm_(mine, part if out_dim == 0 else part.t())
+                del part
+            if grad_weight is not None:
+                made = mine.t() @ x if out_dim == 0 else x.t() @ mine
+                sliced.scatter_gradient(made, grad_weight, index)
+        return grad_x, grad_weight, grad.sum(0) if needs_bias and ctx.has_bias else None, None, None
+
+
+class _InputSlices(torch.autograd.Function):
+    """``y = b + sum_j x[:, j] @ W_j`` over slices of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sliced: SlicedWeight,
+        out_dim: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
+        y = x.new_zeros(x.shape[0], sliced.sharded_size)
+        with _no_autocast(x):
+            for start, stop, part in sliced.whole_slices(weight):
+                y.addmm_(x[:, start:stop], part.t() if out_dim == 0 else part)
+        if bias is not None:
+            y.add_(bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
+        grad = grads[0]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
+        for index, (start, stop, part) in enumerate(slices):
+            if grad_x is not None and part is not None:
+                grad_x[:, start:stop] = grad @ (part if out_dim == 0 else part.t())
+                del part
+            if grad_weight is not None:
+                mine = x[:, start:stop]
+                made = grad.t() @ mine if out_dim == 0 else mine.t() @ grad
+                sliced.scatter_gradient(made, grad_weight, index)
+        return grad_x, grad_weight, grad.sum(0) if needs_bias and ctx.has_bias else None, None, None
+
+
+class _EmbeddingSlices(torch.autograd.Function):
+    """Rows of the tokens that lie in each slice of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, sliced: SlicedWeight, padding: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.sliced, ctx.padding = sliced, padding
+        rows = weight.new_empty(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
+        for start, stop, part in sliced.whole_slices(weight):
+            inside = ((ids >= start) & (ids < stop)).nonzero().squeeze(1)
+            rows[inside] = part[ids[inside] - start]
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (ids, weight), sliced = ctx.saved_tensors, ctx.sliced
+        grad = grads[0]
+        grad_weight = torch.empty_like(weight)
+        for index, (start, stop) in enumerate(sliced.bounds):
+            inside = ((ids >= start) & (ids < stop) & (ids != ctx.padding)).nonzero().squeeze(1)
+            made = grad.new_zeros(stop - start, sliced.sharded_size)
+            made.index_add_(0, ids[inside] - start, grad[inside])
+            sliced.scatter_gradient(made, grad_weight, index)
+        return None, grad_weight, None, None
+
+
+class _HeadAndLoss(torch.autograd.Function):
+    """Sum of ``logsumexp(h @ W.T) - (h @ W.T)[label]`` over the positions that count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        counts: torch.Tensor,
+        sliced: SlicedWeight,
+    ) -> torch.Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        highest = hidden.new_full(labels.shape, -torch.inf, dtype=exact)
+        total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
+        with _no_autocast(hidden):
+            for start, stop, part in sliced.whole_slices(weight):
+                logits = (hidden @ part.t()).to(exact)
+                del part
+                higher = torch.maximum(highest, logits.amax(1))
+                inside = ((labels >= start) & (labels < stop)).nonzero().squeeze(1)
+                of_label[inside] = logits[inside, labels[inside] - start]
+                summed = logits.sub_(higher[:, None]).exp_().sum(1)
+                total = total * (highest - higher).exp() + summed
+                highest = higher
+        log_total = total.log().add_(highest)
+        ctx.save_for_backward(hidden, weight, labels, counts, log_total)
+        ctx.sliced, ctx.exact = sliced, exact
+        return torch.where(counts, log_total - of_label, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (hidden, weight, labels, counts, log_total), sliced = ctx.saved_tensors, ctx.sliced
+        scale = torch.where(counts, grads[0], 0.0)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        for index, (start, stop, part) in enumerate(sliced.whole_slices(weight)):
+            logits = (hidden @ part.t()).to(ctx.exact)
+            inside = ((labels >= start) & (labels < stop)).nonzero().squeeze(1)
+            share = logits.sub_(log_total[:, None]).exp_()
+            share[inside, labels[inside] - start] -= 1.0
+            share = share.mul_(scale[:, None]).to(hidden.dtype)
+            del logits
+            if grad_hidden is not None:
+                grad_hidden.addmm_(share, part)
+            del part
+            if grad_weight is not None:
+                sliced.scatter_gradient(share.t() @ hidden, grad_weight, index)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _no_autocast(x: torch.Tensor) -> Any:
+    # Inputs were cast before; inside, autocast would cache its own copies of slices.
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _bounds(sliced: SlicedWeight) -> list[tuple[int, int, None]]:
+    return [(start, stop, None) for start, stop in sliced.bounds]

@@ -1,0 +1,270 @@
+"""Modules that run in slices, with the parameters, names and types of the modules they stand for.
+
+:class:`SplitLinear`, :class:`SplitEmbedding` and :class:`LMHeadLoss` are for people who write their own
+modules; :func:`sliced` turns a module of a model into one of its kind that runs in slices.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from osdp.layout import slice_bounds
+from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
+
+#: What a kind of module can be cut by.
+WAYS = {
+    "linear": ("output", "input"),
+    "conv1d": ("output", "input"),
+    "embedding": ("rows",),
+    "head": ("rows",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """How a module runs in slices.
+
+    Attributes:
+        num_slices: Number of slices.
+        by: ``"output"`` or ``"input"`` features of a linear module, ``"rows"`` of a vocabulary.
+        prefetch: Whether the next slice is gathered while one computes.
+        dtype: Dtype an embedding's rows are gathered in; that of the weight if ``None``.
+        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+    """
+
+    num_slices: int
+    by: str
+    prefetch: bool = False
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class SplitLinear(nn.Linear):
+    """An ``nn.Linear`` that runs in slices; its parameters are initialised as those of an ``nn.Linear``.
+
+    Args:
+        in_features: Size of the input's last dimension.
+        out_features: Size of the output's last dimension.
+        bias: Whether there is a bias; it is one, whatever the number of slices.
+        num_slices: Number of slices.
+        by: ``"output"`` or ``"input"``: which features are cut.
+        prefetch: Whether the next slice is gathered while one computes.
+        **options: ``device`` and ``dtype``, as for ``nn.Linear``.
+
+    Raises:
+        ValueError: There are more slices than features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        num_slices: int,
+        by: str = "output",
+        prefetch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.slicing = Slicing(num_slices, by, prefetch)
+        _check(self, self.slicing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``F.linear(x, weight, bias)``; ``x`` has shape ``(..., in_features)``."""
+        return _linear(self, x, transposed=False)
+
+
+class SplitEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` that runs in slices of the vocabulary, initialised as one.
+
+    Args:
+        num_embeddings: Size of the vocabulary.
+        embedding_dim: Features of a row.
+        padding_idx: Row that gets no gradient.
+        num_slices: Number of slices.
+        prefetch: Whether the next slice is gathered while one computes.
+        **options: ``device`` and ``dtype``, as for ``nn.Embedding``.
+
+    Raises:
+        ValueError: There are more slices than rows.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        num_slices: int,
+        prefetch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
+        self.slicing = Slicing(num_slices, "rows", prefetch)
+        _check(self, self.slicing)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of ``ids``, which may have any shape."""
+        return _embedding(self, ids)
+
+
+class LMHeadLoss(nn.Module):
+    """A language-model head together with its cross-entropy, in slices of the vocabulary.
+
+    Attributes:
+        weight: The head's, of shape ``(vocabulary, features)``.
+
+    The logits of one slice exist at a time. Use it where a model would compute ``head(hidden)`` and then
+    ``cross_entropy``; a weight that is tied to an embedding stays tied.
+
+    Args:
+        head: The head; its parameters are shared, not copied. Heads with a bias are not supported.
+        num_slices: Number of slices.
+        ignore_index: Label of positions that do not count.
+        prefetch: Whether the next slice is gathered while one computes.
+
+    Raises:
+        ValueError: The head has a bias, or fewer rows than slices.
+    """
+
+    def __init__(
+        self, head: nn.Linear, *, num_slices: int = 1, ignore_index: int = -100, prefetch: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight: nn.Parameter
+        self.ignore_index: int
+        self.slicing: Slicing
+        if head.bias is not None:
+            raise ValueError("a head with a bias cannot run together with its loss; only its weight can")
+        self.weight = head.weight
+        self.ignore_index = ignore_index
+        self.slicing = Slicing(num_slices, "rows", prefetch)
+        _check(self, self.slicing)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the losses and number of positions that count.
+
+        Args:
+            hidden: Of shape ``(..., features)``.
+            labels: Of shape ``(...)``, already shifted.
+        """
+        slicing = self.slicing
+        return split_cross_entropy(
+            hidden,
+            self.weight,
+            labels,
+            num_slices=slicing.num_slices,
+            ignore_index=self.ignore_index,
+            reduce_dtype=slicing.reduce_dtype,
+            prefetch=slicing.prefetch,
+        )
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Which kind of module that can run in slices this is, a key of :data:`WAYS`; ``None`` if it is none.
+
+    A subclass that computes something else is none: its ``forward`` is not that of its kind.
+    """
+    if isinstance(module, LMHeadLoss):
+        return "head"
+    forward = type(module).forward
+    if isinstance(module, nn.Linear) and forward in (nn.Linear.forward, SplitLinear.forward):
+        return "linear"
+    if isinstance(module, nn.Embedding) and forward in (nn.Embedding.forward, SplitEmbedding.forward):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return "embedding" if plain else None
+    bases: tuple[Any, ...] = type(module).__mro__
+    own = next((base for base in bases if _is_conv1d(base)), None)
+    return "conv1d" if own is not None and (forward is own.forward or "slicing" in module.__dict__) else None
+
+
+def _is_conv1d(kind: type[Any]) -> bool:
+    # transformers is not installed with the core, so its class is told by name.
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
+    """A module of the same kind, parameters, buffers and hooks that runs in slices.
+
+    Raises:
+        ValueError: It cannot run in such slices; says why, and which can.
+    """
+    _check(module, slicing)
+    kind = kind_of(module)
+    assert kind is not None
+    base = type(module)
+    made = _RUNS_AS[kind](base) if "slicing" not in module.__dict__ else base
+    # Everything registered on it stays registered: parameters are shared, not copied.
+    new = made.__new__(made)
+    new.__dict__.update(module.__dict__)
+    new.__dict__["slicing"] = slicing
+    return new
+
+
+def _check(module: nn.Module, slicing: Slicing) -> None:
+    kind = kind_of(module)
+    if kind is None:
+        raise ValueError(
+            f"a {type(module).__name__} cannot run in slices: only nn.Linear, transformers' Conv1D, "
+            "nn.Embedding without max_norm, scale_grad_by_freq and sparse, and osdp's LMHeadLoss can"
+        )
+    if slicing.by not in WAYS[kind]:
+        raise ValueError(
+            f"a {type(module).__name__} is cut by {' or '.join(WAYS[kind])}, not by {slicing.by!r}"
+        )
+    weight = cast(torch.Tensor, module.weight)
+    slice_bounds(weight.shape[sliced_dim(module, slicing.by)], slicing.num_slices)
+
+
+def sliced_dim(module: nn.Module, by: str) -> int:
+    """Dimension of the weight that slices are cut along; the other one is sharded."""
+    out_dim = 1 if kind_of(module) == "conv1d" else 0
+    return 1 - out_dim if by == "input" else out_dim
+
+
+def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    slicing: Slicing = module.slicing
+    return split_linear(
+        x,
+        module.weight,
+        module.bias,
+        num_slices=slicing.num_slices,
+        by=slicing.by,
+        transposed=transposed,
+        reduce_dtype=slicing.reduce_dtype,
+        prefetch=slicing.prefetch,
+    )
+
+
+def _embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    slicing: Slicing = module.slicing
+    return split_embedding(
+        ids,
+        module.weight,
+        num_slices=slicing.num_slices,
+        padding_idx=module.padding_idx,
+        dtype=slicing.dtype,
+        reduce_dtype=slicing.reduce_dtype,
+        prefetch=slicing.prefetch,
+    )
+
+
+def _as_linear(base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Split{base.__name__}", (base,), {"forward": SplitLinear.forward})
+
+
+def _as_conv1d(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return _linear(self, x, transposed=True)
+
+    return type(f"Split{base.__name__}", (base,), {"forward": forward})
+
+
+def _as_embedding(base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Split{base.__name__}", (base,), {"forward": SplitEmbedding.forward})
+
+
+_RUNS_AS = {"linear": _as_linear, "conv1d": _as_conv1d, "embedding": _as_embedding}
