@@ -64,9 +64,8 @@ def split_linear(
     sliced = SlicedWeight.of(
         weight, num_slices, sliced_dim, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
     )
-    function = _OutputSlices if by == "output" else _InputSlices
     flat = x.reshape(-1, x.shape[-1])
-    y: torch.Tensor = function.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -162,8 +161,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class _OutputSlices(torch.autograd.Function):
-    """``y[:, j] = x @ W_j + b_j`` over slices of the output."""
+class _LinearSlices(torch.autograd.Function):
+    """``y[:, j] = x @ W_j + b_j`` over slices of the output, ``y = b + sum_j x[:, j] @ W_j`` of the input."""
 
     @staticmethod
     def forward(
@@ -176,69 +175,36 @@ class _OutputSlices(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
-        y = x.new_empty(x.shape[0], sliced.bounds[-1][1])
+        by_output = sliced.sliced_dim == out_dim
+        y = x.new_zeros(x.shape[0], sliced.bounds[-1][1] if by_output else sliced.sharded_size)
         with _no_autocast(x):
             for start, stop, part in sliced.whole_slices(weight):
                 rows = part if out_dim == 0 else part.t()
-                y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
-        grad = grads[0]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = torch.zeros_like(x) if needs_x else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
-        for index, (start, stop, part) in enumerate(slices):
-            mine = grad[:, start:stop]
-            if grad_x is not None and part is not None:
-                grad_x.addmm_(mine, part if out_dim == 0 else part.t())
-                del part
-            if grad_weight is not None:
-                made = mine.t() @ x if out_dim == 0 else x.t() @ mine
-                sliced.scatter_gradient(made, grad_weight, index)
-        return grad_x, grad_weight, grad.sum(0) if needs_bias and ctx.has_bias else None, None, None
-
-
-class _InputSlices(torch.autograd.Function):
-    """``y = b + sum_j x[:, j] @ W_j`` over slices of the input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        sliced: SlicedWeight,
-        out_dim: int,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
-        y = x.new_zeros(x.shape[0], sliced.sharded_size)
-        with _no_autocast(x):
-            for start, stop, part in sliced.whole_slices(weight):
-                y.addmm_(x[:, start:stop], part.t() if out_dim == 0 else part)
-        if bias is not None:
+                if by_output:
+                    y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
+                else:
+                    y.addmm_(x[:, start:stop], rows.t())
+        if bias is not None and not by_output:
             y.add_(bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
-        grad = grads[0]
+        grad, by_output = grads[0], sliced.sliced_dim == out_dim
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = torch.empty_like(x) if needs_x else None
+        grad_x = torch.zeros_like(x) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
         for index, (start, stop, part) in enumerate(slices):
+            mine = slice(start, stop)
+            its_x, its_grad = (x, grad[:, mine]) if by_output else (x[:, mine], grad)
             if grad_x is not None and part is not None:
-                grad_x[:, start:stop] = grad @ (part if out_dim == 0 else part.t())
+                target = grad_x if by_output else grad_x[:, mine]
+                target.addmm_(its_grad, part if out_dim == 0 else part.t())
                 del part
             if grad_weight is not None:
-                mine = x[:, start:stop]
-                made = grad.t() @ mine if out_dim == 0 else mine.t() @ grad
+                made = its_grad.t() @ its_x if out_dim == 0 else its_x.t() @ its_grad
                 sliced.scatter_gradient(made, grad_weight, index)
         return grad_x, grad_weight, grad.sum(0) if needs_bias and ctx.has_bias else None, None, None
 
