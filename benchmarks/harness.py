@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.launch import rank_conditions
+
 MEASURED, WRONG, UNMEASURED = 0, 1, 3
 
 Row = dict[str, Any]
@@ -123,6 +125,9 @@ def environment(device: str, world_size: int, backend: str | None) -> Row:
         "backend": backend,
         "world_size": world_size,
         "commit": commit(),
+        "gpu_allocator": os.environ.get("PYTORCH_ALLOC_CONF") if device == "cuda" else None,
+        # Ranks of a real group are processes of their own.
+        "ranks": rank_conditions() if backend not in (None, "fake") else None,
     }
 
 

@@ -38,6 +38,11 @@ KEEP_MEMORY = {
 }
 
 
+def rank_conditions() -> dict[str, Any]:
+    """How ranks are scheduled and get memory, for the record of a measurement."""
+    return {"scheduling": "batch" if hasattr(os, "SCHED_BATCH") else "normal", **KEEP_MEMORY}
+
+
 class WorkerError(RuntimeError):
     """A rank failed, or all of them took too long."""
 

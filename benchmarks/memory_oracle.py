@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from osdp.profiler.workspace import release_library_workspace
+
 Step = Callable[[], object]
 
 #: Name of the annotation around each whole step.
@@ -121,7 +123,8 @@ def measure_peak(
 
 def _measure_cuda(build_step: Callable[[], Step], warmup: int) -> Timeline:
     gc.collect()
-    torch.cuda.synchronize()
+    # The workspaces of cuBLAS belong to the step, which takes them again.
+    release_library_workspace(torch.device("cuda", torch.cuda.current_device()))
     base = torch.cuda.memory_allocated()
     step = build_step()
     for _ in range(warmup):

@@ -18,6 +18,7 @@ from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
 from osdp.profiler.measure import profile_model
+from osdp.runtime.mesh import data_parallel_mesh
 from osdp.search.planning import batches, best_plan
 from osdp.search.sharding import Rules
 from osdp.training import Training
@@ -57,7 +58,7 @@ def make_plan(
             is, to measure the live process group.
         training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
         profile: A profile at the training's local batch, or one for each of ``local_batches``.
-        mesh: The data-parallel mesh.
+        mesh: The data-parallel mesh; one over all ranks of a live process group if ``None``.
         strategy: A mode to force on all operators.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
@@ -75,6 +76,8 @@ def make_plan(
     """
     description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
     training = _trained(training, description, param_dtype, reduce_dtype)
+    if mesh is None and model is not None and dist.is_initialized():
+        mesh = data_parallel_mesh(model)
     device = _detected(device_info, mesh)
     rules = Rules(allowed=_allowed(strategy), whole_blocks=find_unused_parameters)
 

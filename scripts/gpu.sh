@@ -6,6 +6,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-python3}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# Blocks as large as what is asked for; by default each large one may be up to 1 MiB larger.
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     { echo "error: $PYTHON sees no CUDA device" >&2; exit 3; }

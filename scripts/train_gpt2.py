@@ -83,7 +83,7 @@ def start() -> Part:
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
     return Part(dist.get_rank(), dist.get_world_size(), device)
 
 

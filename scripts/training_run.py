@@ -1,5 +1,6 @@
 """One training run of a wrapped model: losses, step times, held-out loss and peak memory."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -166,4 +167,5 @@ def _synchronise(device: torch.device) -> None:
 
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
+        gc.collect()  # the model of the run before
         torch.cuda.reset_peak_memory_stats()

@@ -60,7 +60,8 @@ class Net(nn.Module):
 
 def tokens(seed: int, *shape: int) -> torch.Tensor:
     """Tokens for :class:`Net`."""
-    return torch.randint(0, 13, shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(0, 13, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:

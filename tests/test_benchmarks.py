@@ -43,7 +43,7 @@ def test_finish_writes_what_was_measured_and_where(tmp_path: Path, capsys):
     assert written["command"] == "python -m benchmarks.claim --quick"
     assert written["summary"] == {"x": None}
     assert set(written["environment"]) == {
-        "torch", "python", "cores", "device", "backend", "world_size", "commit",
+        "torch", "python", "cores", "device", "backend", "world_size", "commit", "gpu_allocator", "ranks",
     }  # fmt: skip
     assert "not measured: a: no root" in capsys.readouterr().err
 

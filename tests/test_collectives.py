@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from osdp.device_info import COLLECTIVES, DeviceInfo
 from osdp.profiler import collectives, machine
 from osdp.profiler.collectives import detect, fit
-from osdp.profiler.overlap import hidden_part, measure_overlap
+from osdp.profiler.overlap import hidden_part, measure_mixed_overlap, measure_overlap
 from osdp.profiler.probe import Probe, UnitTimes
 from tests.distributed import run
 
@@ -145,23 +145,27 @@ def test_two_nodes_have_links_inside_and_between() -> None:
     assert "is 4, but axis 1 of the mesh has 2" in refused
 
 
-def _probed() -> tuple[list[int], UnitTimes, float]:
+def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
     counts = collectives._affordable_counts(mesh, cpu, SIZES, 5, 0.0)
     probe = Probe(2**20, mesh, cpu)
     times = collectives._median([probe.step() for _ in range(5)])
-    return [one.nbytes for one in counts], times, measure_overlap(dist.group.WORLD, cpu, repeats=2)
+    measures = (measure_overlap, measure_mixed_overlap)
+    overlaps = [measure(dist.group.WORLD, cpu, repeats=2) for measure in measures]
+    return [one.nbytes for one in counts], times, overlaps
 
 
 def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() -> None:
-    sizes, times, overlap = run(2, _probed)[0]
+    answers = run(2, _probed)
+    sizes, times, overlaps = answers[0]
     assert len(sizes) == 3
     assert all(abs(size / wanted - 1) < 0.1 for size, wanted in zip(sizes, SIZES, strict=False))
     assert min(times.unshard, times.reduce, times.all_reduce) > 0
     assert 0 < times.hooks < times.unshard + times.reduce
-    assert 0 <= overlap <= 1
+    assert len(overlaps) == 2 and all(0 <= overlap <= 1 for overlap in overlaps)
+    assert answers[1][2] == overlaps, "all ranks know the same"
 
 
 def _on_named_hosts(names: str) -> tuple[int, int]:

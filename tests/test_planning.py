@@ -13,8 +13,9 @@ from osdp.cost.step import evaluate
 from osdp.errors import InfeasibleError
 from osdp.plan import Mode, Plan, Unit
 from osdp.profile import PassProfile, Profile, SegmentProfile
+from osdp.search import planning
 from osdp.search.planning import Candidate, batches, best_plan
-from osdp.search.sharding import Rules, least_peak, solve
+from osdp.search.sharding import Rules, least_peak, solve, solve_bounded
 from osdp.training import Training
 from osdp.units import format_bytes, format_seconds
 from tests.problems import random_device, random_model
@@ -234,6 +235,23 @@ def test_accumulation_reduces_when_that_is_faster_and_fits(seed: int) -> None:
         # Joined buckets may make it faster still.
         assert plan.predicted.step_seconds <= min(found.values()) * (1 + 1e-9)
         assert found[plan.reduce_each_microbatch] == min(found.values())
+
+
+def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger batch loses, but its search left open whether it could have won."""
+    model_desc, profile = random_model(1, 2, 2)
+    device = random_device(1, memory_limit=peak_range(1)[1] * 4)
+    candidates = batches(Training(), (1, 2), (1,), lambda batch: scaled(profile, batch))
+    assert best_plan(model_desc, candidates, device).optimal
+
+    def with_open_bound(situation, limit, **options):
+        found, bound = solve_bounded(situation, limit, **options)
+        return (found, bound) if situation.profile.local_batch == 1 else (None, bound / 2)
+
+    monkeypatch.setattr(planning, "solve_bounded", with_open_bound)
+    plan = best_plan(model_desc, candidates, device)
+    assert plan.local_batch == 1 and not plan.optimal
+    assert any("proven to be within" in note for note in plan.notes)
 
 
 def test_notes_count_the_moments_and_proven_plans_are_optimal() -> None:

@@ -45,9 +45,9 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
     found = [
         memory.forward(timeline),
         memory.unshard(timeline),
-        memory.backward(timeline),
-        memory.backward_unshard(timeline),
-        memory.reduce(timeline),
+        memory.backward(),
+        memory.backward_unshard(),
+        memory.reduce(),
     ]
     for moment in (Moment("final"), Moment("step"), Moment("step", memory.largest_temporary(situation))):
         row, constant = memory_row(situation, units, root, moment)
@@ -143,7 +143,7 @@ def _backward_row(
     row = np.where(left & (units.mode == SHARD_GRAD_OP), units.unsharded, 0.0)
     row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
     row += np.where(left | right, 0.0, _running(situation, units, moment, region))
-    constant = root.gradient + _activations(situation.timeline, moment)
+    constant = _backward_constant(root, moment)
     if moment.kind != "reduce" and moment.after >= 0:
         row += _nearest(units, units.reduce_input, right & units.sharded, moment.after, is_last=False)
     gathers_ahead = moment.before >= 0 and (root.has_unit or moment.trigger >= 0)
@@ -178,11 +178,11 @@ def _gradient_at(prefix: Floats, operator: int) -> float:
     return float(prefix[operator + 1] - prefix[operator])
 
 
-def _activations(timeline: Timeline, moment: Moment) -> float:
-    where = moment.where
-    if moment.kind == "backward":
-        return float(timeline.backward_peak[where])
-    return float((timeline.backward_end if moment.kind == "reduce" else timeline.backward_start)[where])
+def _backward_constant(root: RootPrice, moment: Moment) -> float:
+    """Activations, and gradients of the operators outside the chain."""
+    backward = root.backward
+    places = {"backward": backward.peak, "backward_unshard": backward.start, "reduce": backward.end}
+    return float(places[moment.kind][moment.where])
 
 
 def _final_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
@@ -299,7 +299,7 @@ class _PlanMemory:
             "unshard", int(self.units.start[index[best]]), self._start(last[best])
         )
 
-    def backward(self, timeline: Timeline) -> tuple[float, Moment]:
+    def backward(self) -> tuple[float, Moment]:
         """Compute of each region."""
         regions = np.arange(len(self.low))
         own = self.high > self.low
@@ -315,28 +315,28 @@ class _PlanMemory:
             self._at(self.units.unsharded, self.low) + accrued,
             self._at(self.after + self.units.largest_gradient, self.low),
         )
-        values = timeline.backward_peak + self._around(self.low, self.high) + self._waiting(self.high)
+        values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
         best = int(np.argmax(values))
         return float(values[best]), self._moment("backward", best, self.low[best], self.high[best])
 
-    def backward_unshard(self, timeline: Timeline) -> tuple[float, Moment]:
+    def backward_unshard(self) -> tuple[float, Moment]:
         """Copy-out of each resharded unit in backward."""
         index = np.flatnonzero(self.units.mode == FULL_SHARD)
         last = self.units.stop[index] - 1
-        values = timeline.backward_start[last] + self._around(index, index + 1) + self._waiting(index + 1)
+        values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
         values += 2 * self.units.unsharded[index]
         best = _argmax(values)
         if best < 0:
             return -np.inf, Moment("backward_unshard")
         return float(values[best]), self._moment("backward_unshard", last[best], index[best], index[best] + 1)
 
-    def reduce(self, timeline: Timeline) -> tuple[float, Moment]:
+    def reduce(self) -> tuple[float, Moment]:
         """Gradient reduction of each sharded unit."""
         index = np.flatnonzero(self.units.sharded)
         first = self.units.start[index]
         ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
-        values = timeline.backward_end[first] + self._around(index, index + 1) + ahead
+        values = self.root.backward.end[first] + self._around(index, index + 1) + ahead
         values += self.units.reduce_peak[index]
         best = _argmax(values)
         if best < 0:
@@ -352,8 +352,8 @@ class _PlanMemory:
         return int(np.argmax(np.where(sharded, prices.temporary_sharded, prices.temporary_whole)))
 
     def _around(self, low: Ints, high: Ints) -> Floats:
-        """Parameters and gradients of the units before ``low`` and from ``high`` on, in backward."""
-        return np.asarray(self.base + self.root.gradient + self.kept_before[low] + self.gradients_from[high])
+        """Parameters and gradients of the chain's units before ``low`` and from ``high`` on, in backward."""
+        return np.asarray(self.base + self.kept_before[low] + self.gradients_from[high])
 
     def _waiting(self, high: Ints) -> Floats:
         """The reduce-scatter input still held by the unit that ran backward before."""

@@ -1,14 +1,18 @@
 """Everything about a step that does not depend on the decisions, and the price of the root's operators."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from osdp.cost.prices import NO_SHARD, ROOT, OperatorPrices, Units, price_operators, price_units
-from osdp.cost.timeline import Timeline, build_timeline
+from osdp.cost.timeline import Backward, Timeline, build_timeline
 from osdp.device_info import DeviceInfo
 from osdp.model_desc import ModelDesc, Operator
 from osdp.profile import Profile
 from osdp.training import Training
+
+_NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class RootPrice:
         has_unit: Whether there is a root unit, if only of chain operators that join it.
         unsharded: The root unit's whole parameters.
         low_precision: Low-precision copies of replicated ones.
-        gradient: Gradients of the root unit, and buckets of replicated ones.
+        gradient: Gradients of the root unit, buckets of replicated ones and what waits to go into them.
+        backward: Backward with those gradients; only the prices of no model have none.
         reduce_input: The root unit's reduce-scatter input.
         gradient_kept: Gradients left after backward.
         gather_seconds: The root unit's all-gather.
@@ -94,6 +99,7 @@ class RootPrice:
     average_seconds: float = 0.0
     step_seconds: float = 0.0
     temporary: float = 0.0
+    backward: Backward = field(default=_NO_BACKWARD, compare=False)
 
 
 def build_situation(
@@ -152,13 +158,15 @@ def price_root(
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
 
+    buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
+    arrivals = _gradient_arrivals(situation, sharded, buckets)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
     return RootPrice(
         has_unit=has_unit,
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
         low_precision=replicated_sum("unsharded"),
-        gradient=float(unit.gradient.sum()) + replicated_sum("bucket"),
+        gradient=sum(nbytes for _, nbytes in arrivals),
         reduce_input=float(unit.reduce_input.sum()),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
         gather_seconds=float(unit.gather_seconds.sum()) + latency["all_gather"],
@@ -166,7 +174,21 @@ def price_root(
         average_seconds=replicated_sum("reduce_seconds"),
         step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
         temporary=float(sum(temporaries) if situation.prices.temporaries_add else max(temporaries)),
+        backward=situation.timeline.backward_with(arrivals),
     )
+
+
+def _gradient_arrivals(
+    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
+) -> list[tuple[int, float]]:
+    """Gradient bytes of operators outside the chain, and the segment whose backward makes the first of them.
+
+    What is used twice waits in autograd for its second part, beside a bucket that others may have opened.
+    """
+    whole = [(op, float((units.bucket + units.largest_gradient).sum())) for op, units in replicated]
+    ours = [(op, float(_price_group(situation, [op], ROOT)[0].gradient.sum())) for op in sharded]
+    last = len(situation.timeline.backward_high) - 1
+    return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
 
 
 def _price_group(situation: Situation, operators: Sequence[Operator], mode: int) -> tuple[Units, float]:

@@ -9,6 +9,7 @@ window, region ``2k`` the gap before it, and within a region only the highest ac
     gap 0 | op 0 | gap 1 | op 1 | ... | op K-1 | gap K          regions 0 .. 2K
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +30,21 @@ LOOSE_BYTES = 16384
 EMPTY = -1e30
 
 
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Activations, and gradients of the operators outside the chain, in backward; bytes.
+
+    Attributes:
+        peak: Highest of each region, shape ``(2K + 1,)``.
+        start: When operator ``k`` starts its backward, shape ``(K,)``.
+        end: When it ends its backward.
+    """
+
+    peak: Floats
+    start: Floats
+    end: Floats
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Activation bytes and compute seconds by region; ``K`` chain operators, ``2K + 1`` regions.
@@ -37,10 +53,11 @@ class Timeline:
         chain: The operators that can be resharded between uses, in trace order.
         root: All others (spanning or not executed): they can only live in the root unit or be replicated.
         forward_peak: Highest activation bytes of each region in forward, shape ``(2K + 1,)``.
-        backward_peak: The same in backward.
+        backward_live: Activation bytes after the backward of each segment and, last, after forward, shape
+            ``(S + 1,)``.
+        backward_high: Highest activation bytes of each segment's backward, shape ``(S,)``.
+        bounds: First segment of each region, and the number of segments; ``2K + 2`` of them.
         forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
-        backward_start: Activation bytes when it starts its backward.
-        backward_end: Activation bytes when it ends its backward.
         final: Activation bytes left after backward.
         forward_seconds: Compute of each region in forward.
         backward_seconds: Compute of each region in backward.
@@ -50,10 +67,10 @@ class Timeline:
     chain: tuple[Operator, ...]
     root: tuple[Operator, ...]
     forward_peak: Floats
-    backward_peak: Floats
+    backward_live: Floats
+    backward_high: Floats
+    bounds: tuple[int, ...]
     forward_start: Floats
-    backward_start: Floats
-    backward_end: Floats
     final: float
     forward_seconds: Floats
     backward_seconds: Floats
@@ -63,6 +80,21 @@ class Timeline:
     def compute_seconds(self) -> float:
         """Forward and backward of one microbatch."""
         return float(self.forward_seconds.sum() + self.backward_seconds.sum())
+
+    def backward_with(self, gradients: Iterable[tuple[int, float]]) -> Backward:
+        """Backward of the activations and of some gradients.
+
+        Args:
+            gradients: Bytes that are there from the backward of a segment on, each with that segment.
+        """
+        arriving = np.zeros(len(self.backward_live))
+        for segment, nbytes in gradients:
+            arriving[segment] += nbytes
+        # Backward walks down: what arrives at a segment is there for all segments before it.
+        there = np.cumsum(arriving[::-1])[::-1]
+        firsts, ends = np.array(self.bounds[1:-1:2], dtype=int), np.array(self.bounds[2:-1:2], dtype=int)
+        live = self.backward_live + there
+        return Backward(_region_max(self.backward_high + there[:-1], self.bounds), live[ends], live[firsts])
 
 
 def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
@@ -102,16 +134,15 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
     down_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in backward]
     chain, root = split_operators(model_desc)
     firsts = np.array([op.first for op in chain], dtype=int)
-    lasts = np.array([op.last for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     return Timeline(
         chain=chain,
         root=root,
         forward_peak=_region_max(ups[:-1] + np.array(up_peaks), bounds),
-        backward_peak=_region_max(downs[1:] + np.array(down_peaks), bounds),
+        backward_live=downs,
+        backward_high=downs[1:] + np.array(down_peaks),
+        bounds=tuple(bounds),
         forward_start=ups[firsts],
-        backward_start=downs[lasts + 1],
-        backward_end=downs[firsts],
         final=float(max(downs[0], 0.0)),
         forward_seconds=_region_sum(np.array([p.seconds for p in forward]), bounds),
         backward_seconds=_region_sum(np.array([p.seconds for p in backward]), bounds),
@@ -119,7 +150,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
     )
 
 
-def _region_max(values: Floats, bounds: list[int]) -> Floats:
+def _region_max(values: Floats, bounds: Sequence[int]) -> Floats:
     return np.array([values[a:b].max() if b > a else EMPTY for a, b in pairwise(bounds)])
 
 

@@ -11,8 +11,10 @@ from osdp.model_desc import ModelDesc
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.loss import LossFn
+from osdp.profiler.machine import device_kind
 from osdp.profiler.optimizer import profile_optimizer
-from osdp.profiler.segments import cached_segments, default_device, device_kind, profile_segments
+from osdp.profiler.segments import cached_segments, default_device, profile_segments
+from osdp.profiler.workspace import library_workspace
 from osdp.training import Training
 
 
@@ -71,7 +73,7 @@ def profile_model(
         local_batch=local_batch,
         segments=segments,
         optimizer=profile_optimizer(training, device=target, mesh=mesh),
-        resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors),
+        resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors) + library_workspace(target),
         measured=True,
         model=model_desc.fingerprint,
     )

@@ -31,6 +31,7 @@ from osdp.profiler.batch import SampleBatch
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.loss import LossFn
+from osdp.profiler.machine import device_kind
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
@@ -145,11 +146,6 @@ def cached_segments(
     segments = profile_segments(model, batch, model_desc, device=target, param_dtype=param_dtype, **options)
     codec.save(_Cached(segments), path)
     return segments
-
-
-def device_kind(device: torch.device) -> str:
-    """Name of the kind of ``device``: ``"cpu"`` or the GPU's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def default_device() -> torch.device:

@@ -1,0 +1,56 @@
+"""What only a GPU shows; one is enough: two ranks share it under gloo, one has it under nccl."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from osdp import OSDP
+from tests.distributed import run
+from tests.nets import Net, loss_of, tokens
+from tests.test_parity import all_faults, cases
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def faults_on_gpu(part: list[Any]) -> list[str]:
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
+    return all_faults(part)
+
+
+def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
+    results = run(2, faults_on_gpu, cases()[::4], backend="cpu:gloo,cuda:gloo", timeout=170)
+    assert [fault for rank in results for fault in rank] == []
+
+
+def losses_of_a_planned_run() -> tuple[list[float], list[float], str, int, int]:
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
+    torch.manual_seed(1)
+    plain, batch = Net(gated=False, depth=3), tokens(0, 8, 6)
+    torch.manual_seed(1)
+    model = OSDP(Net(gated=False, depth=3), batch, "1GiB", loss_fn=lambda out: loss_of(out, batch))
+    losses: list[list[float]] = [[], []]
+    for found, net in zip(losses, (plain, model), strict=True):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(net(batch), batch)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    torch.cuda.synchronize()
+    allocated = torch.cuda.max_memory_allocated()
+    return *losses, str(dist.get_backend()), model.plan.predicted.peak_bytes, allocated
+
+
+def test_the_wrapper_plans_and_trains_under_nccl() -> None:
+    [(want, got, backend, predicted, allocated)] = run(1, losses_of_a_planned_run, backend="nccl")
+    assert backend == "nccl"
+    assert got == pytest.approx(want, rel=1e-5)
+    assert 0 < predicted <= 2**30 and allocated > 0
