@@ -1,5 +1,6 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,7 +99,9 @@ class Candidate:
             model.register_comm_hook(None, _already_reduced)
         optimizer = make_optimizer(model.parameters(), training)
         batch = case.sample(training.local_batch, device=mesh.device_type)
-        return training_step(model, optimizer, lambda: loss_of(model(**batch)), training.microbatches)
+        keeps = isinstance(model, OSDP) and not model.plan.reduce_each_microbatch
+        early = model.no_sync if keeps else nullcontext
+        return training_step(model, optimizer, lambda: loss_of(model(**batch)), training.microbatches, early)
 
     def memory(self, world_size: int, device: str = "cpu") -> Timeline:
         """Its true memory on the worst of ``world_size`` ranks."""

@@ -12,7 +12,7 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -218,17 +218,27 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[], torch.Tensor],
     microbatches: int = 1,
+    early: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
-    """One whole training step; ``forward`` and ``backward`` are annotated, optimizers annotate themselves."""
+    """One whole training step; ``forward`` and ``backward`` are annotated, optimizers annotate themselves.
+
+    Args:
+        model: The wrapped model.
+        optimizer: Its optimizer.
+        loss: Runs forward.
+        microbatches: Forwards and backwards of a step.
+        early: Makes the context of all of them but the last, such as ``model.no_sync``.
+    """
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(())
-        for _ in range(microbatches):
-            with torch.profiler.record_function("forward"):
-                value = loss()
-            with torch.profiler.record_function("backward"):
-                value.backward()
+        for index in range(microbatches):
+            with early() if index < microbatches - 1 else nullcontext():
+                with torch.profiler.record_function("forward"):
+                    value = loss()
+                with torch.profiler.record_function("backward"):
+                    value.backward()
             total = total + value.detach().cpu()
             del value
         optimizer.step()

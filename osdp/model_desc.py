@@ -126,6 +126,21 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How an operator can run in slices of its weight.
+
+    Attributes:
+        by: What is cut: ``"output"`` features, or ``"rows"`` of a vocabulary.
+        dim: The dimension of the weight that is cut; the other one is sharded.
+        weight: Name of the weight.
+    """
+
+    by: str
+    dim: int
+    weight: str
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
     """Parameters that are used together, and where.
 
@@ -140,6 +155,7 @@ class Operator:
         spanning: Whether it stays in use across segments of other operators (tied, shared or owned by an
             ancestor of other operators), so that it cannot be resharded in between.
         executed: Whether the sample batch reached it.
+        cut: How it can run in slices, if it can.
     """
 
     name: str
@@ -150,6 +166,7 @@ class Operator:
     last: int
     spanning: bool = False
     executed: bool = True
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -235,8 +252,9 @@ class ModelDesc:
         """Trace ``model`` on fake tensors; see :func:`osdp.profiler.trace.describe` for the options."""
         # The one arrow against the grain, and only when called: values stay importable without torch.
         from osdp.profiler.trace import describe
+        from osdp.runtime.split_modules import cut_of
 
-        return describe(model, sample_inputs, **options)
+        return describe(model, sample_inputs, cut_of=cut_of, **options)
 
 
 def edges(model_desc: ModelDesc) -> Iterable[tuple[int, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from osdp import codec
 from osdp.training import Training
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 class Mode(StrEnum):
@@ -39,6 +39,8 @@ class Decision:
         nbytes: Its whole parameter bytes.
         mode: How it is sharded.
         reason: Why, with what the next-best choice would have cost.
+        slices: In how many slices it runs; 1 if it is not split.
+        sliced_by: What is cut: ``"output"`` or ``"input"`` features, or ``"rows"`` of a vocabulary.
     """
 
     operator: str
@@ -47,6 +49,15 @@ class Decision:
     nbytes: int
     mode: Mode
     reason: str = ""
+    slices: int = 1
+    sliced_by: str = ""
+
+    def __post_init__(self) -> None:
+        if self.slices < 1 or (self.slices > 1) != bool(self.sliced_by):
+            raise ValueError(
+                f"operator {self.operator!r} is said to run in {self.slices} slices of "
+                f"{self.sliced_by or 'nothing'}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class Plan:
         reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
         decisions: One per operator, in trace order.
         units: All units; every operator is in exactly one.
+        recomputed: FQNs of the modules whose activations are computed again in backward.
         predicted: What the judge expects.
         measured_profile: Whether the prediction rests on measured segments.
         optimal: Whether it is proven best in the decision space.
@@ -121,6 +133,7 @@ class Plan:
     predicted: Prediction
     measured_profile: bool
     optimal: bool
+    recomputed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 

@@ -1,12 +1,14 @@
 """Plans by hand, without a search: one operator for each module that registers parameters."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
 
 from osdp.plan import Decision, Mode, Plan, Prediction, Unit
 from osdp.runtime.owners import owned_parameters
+from osdp.runtime.split_modules import cut_of
 from osdp.training import Training
 
 T = TypeVar("T")
@@ -60,6 +62,21 @@ def plan_by_hand(
         measured_profile=False,
         optimal=False,
     )
+
+
+def split(plan: Plan, model: nn.Module, slices: int) -> Plan:
+    """``plan`` with every operator that can be cut, and is a sharded unit by itself, in so many slices."""
+    if slices == 1:
+        return plan
+    alone = {u.operators[0] for u in plan.units if u.mode.sharded and not u.root and len(u.operators) == 1}
+
+    def decided(decision: Decision) -> Decision:
+        cut = cut_of(model.get_submodule(decision.operator))
+        if decision.operator not in alone or cut is None:
+            return decision
+        return replace(decision, slices=slices, sliced_by=cut[0])
+
+    return replace(plan, decisions=tuple(map(decided, plan.decisions)))
 
 
 def _units(model: nn.Module, decisions: tuple[Decision, ...], groups: Mapping[str, str]) -> tuple[Unit, ...]:

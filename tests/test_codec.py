@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from osdp import codec
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model_desc import DTYPE_BYTES, ModelDesc
-from osdp.plan import Decision, Mode, Plan, Unit
+from osdp.plan import PLAN_VERSION, Decision, Mode, Plan, Unit
 from osdp.profile import OptimizerProfile, Profile
 from osdp.training import OPTIMIZERS, Training
 
@@ -45,10 +45,22 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     if kind is OptimizerProfile:
         prices = st.tuples(FINITE, FINITE).map(sorted)
         return st.builds(lambda pair, per_byte: OptimizerProfile(*pair, per_byte), prices, FINITE)
+    if kind is Decision:
+        return DECISION
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})
 
 
+DECISION = st.builds(
+    lambda cut, **facts: Decision(**facts, slices=cut[0], sliced_by=cut[1]),
+    operator=st.text(max_size=5),
+    modules=of(tuple[str, ...]),
+    parameters=of(tuple[str, ...]),
+    nbytes=of(int),
+    mode=of(Mode),
+    reason=of(str),
+    cut=st.one_of(st.just((1, "")), st.tuples(st.integers(2, 99), st.sampled_from(["output", "rows"]))),
+)
 LINK = st.builds(
     Link,
     collective=st.sampled_from(COLLECTIVES),
@@ -196,7 +208,7 @@ def test_saved_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"version": 1, "optimizer": "AdamW"}')
-    with pytest.raises(ValueError, match=r"plan\.json: Plan: format 1 is not the supported 2; make it anew"):
+    with pytest.raises(ValueError, match=rf"format 1 is not the supported {PLAN_VERSION}; make it anew"):
         Plan.load(path)
 
 

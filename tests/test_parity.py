@@ -7,7 +7,7 @@ The reference runs all ranks' batches in one process, in the order of the defini
 import contextlib
 import itertools
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from osdp.plan import Mode, Plan
 from osdp.runtime import apply
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.plans import ROOT, plan_by_hand
+from tests.plans import ROOT, plan_by_hand, split
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, str]]] = {
     "replicate each": (Mode.NO_SHARD, {}),
     "shard all": (Mode.FULL_SHARD, {"blocks.0": "blocks.0", "blocks.1": "blocks.1", "": ROOT}),
     "shard each": (Mode.FULL_SHARD, {"embed": "ends", "head": "ends"}),
+    "shard apart": (Mode.FULL_SHARD, {}),
     "keep all": (Mode.SHARD_GRAD_OP, {"blocks.0": "blocks.0", "blocks.1": "b", "": ROOT}),
     "mixed blocks": (
         {"": Mode.NO_SHARD, "blocks.0": Mode.FULL_SHARD, "blocks.1": Mode.SHARD_GRAD_OP},
@@ -56,6 +57,8 @@ class Case:
     accumulate: str = "none"  # "none", "keep" local gradients, "reduce" each microbatch
     dtypes: tuple[str | None, str | None] = (None, None)
     optimizer: str = "AdamW foreach"
+    slices: int = 1  # of every linear operator and embedding that is a sharded unit by itself
+    recomputed: bool = False  # every block, by the plan
 
 
 def cases() -> list[Case]:
@@ -83,6 +86,27 @@ def cases() -> list[Case]:
     return grid
 
 
+def split_cases() -> list[Case]:
+    layouts = ("shard each", "mixed leaves", "shard apart")
+    grid = [
+        Case(layout, tied, accumulate=accumulate, slices=slices)
+        for layout, tied, accumulate, slices in itertools.product(
+            layouts, (True, False), ("none", "keep", "reduce"), (2, 3, 5)
+        )
+    ]
+    grid += [
+        Case(layout, accumulate=accumulate, dtypes=dtypes, slices=3)
+        for layout, accumulate, dtypes in itertools.product(
+            layouts, ("none", "keep"), [("bfloat16", "float32"), ("bfloat16", None)]
+        )
+    ]
+    grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
+    grid += [Case(layout, recomputed=True) for layout in LAYOUTS]
+    grid += [Case(layout, recomputed=True, accumulate="keep") for layout in LAYOUTS]
+    grid += [Case(layout, False, recomputed=True, slices=2) for layout in layouts]
+    return grid
+
+
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
@@ -103,9 +127,11 @@ def build(case: Case) -> Net:
 def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
     modes, groups = LAYOUTS[case.layout]
     param_dtype, reduce_dtype = case.dtypes
-    return plan_by_hand(
+    plan = plan_by_hand(
         model, modes, world_size, groups=groups, param_dtype=param_dtype, reduce_dtype=reduce_dtype
     )
+    plan = split(plan, model, case.slices)
+    return replace(plan, recomputed=("blocks.0", "blocks.1")) if case.recomputed else plan
 
 
 def batches(step: int, rank: int, microbatches: int) -> list[torch.Tensor]:
@@ -195,6 +221,8 @@ def faults(case: Case) -> list[str]:
         raise RuntimeError(f"{case}") from error
     # Reducing in bfloat16 rounds the sum over ranks to 8 bits at each addition.
     low = "bfloat16" in ((case.dtypes[1] or case.dtypes[0]) or "")
+    # Gradients of the input of slices are summed over them in the dtype of the computation.
+    low = low or (case.slices > 1 and case.dtypes[0] == "bfloat16")
     tolerance = 4 * dist.get_world_size() * 2**-8 if low else TOLERANCE
     found = []
     for step, (got, want) in enumerate(zip(losses, want_losses[dist.get_rank()], strict=True)):
@@ -212,6 +240,12 @@ def faults(case: Case) -> list[str]:
 
 def all_faults(part: list[Case]) -> list[str]:
     return [fault for case in part for fault in faults(case)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_slices_and_recomputation_train_as_a_single_process(world_size: int) -> None:
+    results = run(world_size, all_faults, split_cases()[:: 1 if world_size == 2 else 4], timeout=170)
+    assert [fault for rank in results for fault in rank] == []
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -44,7 +44,7 @@ def brute_force(situation: Situation) -> list[tuple[Outcome, tuple]]:
         root = price_root(situation, sharded, replicated, has_unit=has_unit)
         space = build_space(situation.timeline.chain, root_unit=has_unit)
         for path in all_paths(space):
-            a, b, m = space.start[path], space.stop[path], space.mode[path]
+            a, b, m = space.start[path], space.stop[path], space.way[path]
             found.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
     return found
 
@@ -97,13 +97,13 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict) -> None:
     sharded, replicated, has_unit = rng.choice(_root_choices(situation.timeline.root, Rules()))
     root = price_root(situation, sharded, replicated, has_unit=has_unit)
     space = build_space(situation.timeline.chain, root_unit=has_unit)
-    every = price_units(situation.prices, space.start, space.stop, space.mode, situation.device)
+    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
     paths = [random_path(space, rng) for _ in range(6)]
     # Plans that shard nothing have rows of their own, and a test of their own.
     paths = [path for path in paths if has_unit or every.sharded[path].any()]
     outcomes = []
     for path in paths:
-        a, b, m = space.start[path], space.stop[path], space.mode[path]
+        a, b, m = space.start[path], space.stop[path], space.way[path]
         outcomes.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
     for own, outcome in enumerate(outcomes):
         row, constant = time_row(situation, every, root, outcome.cut)
@@ -128,16 +128,16 @@ def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
     situation = random_situation(seed, 2, 3)
     root = price_root(situation, (), situation.timeline.root, has_unit=False)
     space = build_space(situation.timeline.chain, root_unit=False, allowed=(Mode.NO_SHARD,))
-    every = price_units(situation.prices, space.start, space.stop, space.mode, situation.device)
+    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
     rng = random.Random(seed)
     paths = [random_path(space, rng) for _ in range(4)]
     for own in paths:
-        a, b, m = space.start[own], space.stop[own], space.mode[own]
+        a, b, m = space.start[own], space.stop[own], space.way[own]
         outcome = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
         row, constant = time_row(situation, every, root, outcome.cut)
         assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
         for other in paths:
-            a, b, m = space.start[other], space.stop[other], space.mode[other]
+            a, b, m = space.start[other], space.stop[other], space.way[other]
             seen = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
             assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
@@ -189,7 +189,7 @@ def test_operators_of_two_dtypes_never_share_a_sharded_unit() -> None:
         for place, (name, dtype) in enumerate([("a", "float32"), ("b", "bfloat16"), ("c", "float32")])
     ]
     space = build_space(chain, root_unit=True, root_dtype="float32")
-    for start, stop, mode in zip(space.start, space.stop, space.mode, strict=True):
+    for start, stop, mode in zip(space.start, space.stop, space.way, strict=True):
         dtypes = {op.parameters[0].dtype for op in chain[start:stop]}
         assert mode == 0 or len(dtypes) == 1
         assert mode != 3 or dtypes == {"float32"}
@@ -201,4 +201,4 @@ def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
     space = build_space(
         [Operator("a", ("a",), mixed, None, 0, 0)], allowed=(Mode.FULL_SHARD,), root_unit=False
     )
-    assert space.mode.tolist() == [0]
+    assert space.way.tolist() == [0]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from osdp.cost.judge import judge_choice
-from osdp.cost.prices import FULL_SHARD, NO_SHARD, Units
+from osdp.cost.prices import Units
 from osdp.cost.situation import Conditions, RootPrice, price_root
 from osdp.cost.time import unit_seconds
+from osdp.cost.ways import FULL_SHARD, NO_SHARD
 from tests.problems import random_situation
 
 CONDITIONS = Conditions(

@@ -41,7 +41,7 @@ class Outcome:
         moment: When that is.
         moments: The highest moment of each kind, with its bytes.
         cut: Where the link decides the time.
-        compute_seconds: Forward and backward of all microbatches.
+        compute_seconds: Forward and backward of all microbatches, with what is computed again.
         optimizer_seconds: The optimizer step.
         state: Bytes of parameters and optimizer states.
     """
@@ -67,6 +67,8 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
     Returns:
         Time, peak and the moments that decide them.
     """
+    timeline = situation.timeline
+    again = timeline.recompute.seconds[units.start[units.recomputed]]
     seconds, cut = step_time(situation, units, root)
     moments = step_peaks(situation, units, root)
     peak, moment = max(moments, key=lambda candidate: candidate[0])
@@ -77,13 +79,13 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
         moment=moment,
         moments=tuple(moments),
         cut=cut,
-        compute_seconds=situation.conditions.microbatches * situation.timeline.compute_seconds,
+        compute_seconds=situation.conditions.microbatches * (timeline.compute_seconds + float(again.sum())),
         optimizer_seconds=optimizer,
         state=float(np.sum(units.state)) + root.state,
     )
 
 
 def judge_choice(situation: Situation, chosen: Sequence[tuple[int, int, int]], root: RootPrice) -> Outcome:
-    """As :func:`judge`, of units that are given as first operator, one past the last, and mode index."""
-    start, stop, mode = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
-    return judge(situation, price_units(situation.prices, start, stop, mode, situation.device), root)
+    """As :func:`judge`, of units that are given as first operator, one past the last, and way."""
+    start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
+    return judge(situation, price_units(situation.prices, start, stop, way, situation.device), root)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.prices import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, Units
+from osdp.cost.prices import Units
 from osdp.cost.situation import Conditions, RootPrice, Situation
 from osdp.cost.timeline import Timeline
+from osdp.cost.ways import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -71,12 +72,15 @@ class Gradients:
 def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
     """Gradients that outlive a unit's own backward."""
     # Until they are reduced, gradients of the root's unit are whole and those of replicated ones in a bucket.
+    # Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
     nothing = np.zeros_like(unreduced)
     if conditions.microbatches == 1:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
     if conditions.reduce_each:
-        return Gradients(units.gradient_kept, np.where(units.sharded, 0.0, unreduced))
+        # A bucket takes the memory of the gradients it left, unless it is of another dtype.
+        reused = units.sliced | (~units.in_root & (units.unsharded == 0))
+        return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded, units.gradient, unreduced), nothing)
 
 
@@ -87,8 +91,7 @@ def _always(units: Units, conditions: Conditions) -> Floats:
 
 
 def _root_always(situation: Situation, root: RootPrice) -> float:
-    carried = root.gradient if situation.conditions.microbatches > 1 else 0.0
-    return situation.timeline.resident + root.state + root.unsharded + root.low_precision + carried
+    return situation.timeline.resident + root.state + root.unsharded + root.low_precision + root.carried
 
 
 # -- one moment as a linear function of candidate units ---------------------------------------------------
@@ -110,7 +113,20 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
         return _step_row(situation, units, root, moment.where)
     rows = {"forward": _forward_row, "unshard": _forward_row, "final": _final_row}
     row, constant = rows.get(moment.kind, _backward_row)(situation, units, root, moment)
-    return _always(units, situation.conditions) + row, _root_always(situation, root) + constant
+    row = row + _always(units, situation.conditions)
+    if moment.kind != "final":
+        row -= _dropped(situation.timeline, units, _region(moment))
+    return row, _root_always(situation, root) + constant
+
+
+def _region(moment: Moment) -> int:
+    return moment.where if moment.kind in ("forward", "backward") else 2 * moment.where + 1
+
+
+def _dropped(timeline: Timeline, units: Units, region: int) -> Floats:
+    """Activations that each unit's recomputed block does not keep at ``region``, in either pass."""
+    again = timeline.recompute
+    return np.where(units.recomputed & (again.until[units.start] < region), again.saving[units.start], 0.0)
 
 
 def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
@@ -122,6 +138,8 @@ def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Mo
     # An unshard holds the all-gather's output beside its copy, and the previous unit's as well.
     begins = running & (first == region) & is_unshard
     row = np.where(running | kept, units.unsharded, 0.0) + np.where(begins, units.unsharded, 0.0)
+    if not is_unshard:
+        row += np.where((first <= region) & (region <= last), units.slice_forward, 0.0)
     started = units.sharded & ((first < region) if is_unshard else (first <= region))
     if moment.before < 0:
         # The root's unit was gathered last.
@@ -143,6 +161,8 @@ def _backward_row(
     row = np.where(left & (units.mode == SHARD_GRAD_OP), units.unsharded, 0.0)
     row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
     row += np.where(left | right, 0.0, _running(situation, units, moment, region))
+    if moment.kind == "backward":
+        row += _computing_again(situation.timeline, units, region)
     constant = _backward_constant(root, moment)
     if moment.kind != "reduce" and moment.after >= 0:
         row += _nearest(units, units.reduce_input, right & units.sharded, moment.after, is_last=False)
@@ -156,6 +176,14 @@ def _backward_row(
             row += np.where(~left & units.sharded & (units.start == moment.trigger), most, 0.0)
             constant -= most
     return row, constant
+
+
+def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
+    """What the recomputation of a block needs beyond its backward; it comes first, in the last region."""
+    again = timeline.recompute
+    return np.where(
+        units.recomputed & (again.until[units.start] - 1 == region), again.excess[units.start], 0.0
+    )
 
 
 def _running(situation: Situation, units: Units, moment: Moment, region: int) -> Floats:
@@ -228,6 +256,17 @@ def _nearest(units: Units, values: Floats, eligible: Bools, start: int, *, is_la
     return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)
 
 
+def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
+    """By region, what recomputed blocks do not keep, and what computing them again needs."""
+    regions = np.arange(2 * len(timeline.chain) + 1)
+    dropped, excess = np.zeros(len(regions)), np.zeros(len(regions))
+    again = timeline.recompute
+    for start in units.start[units.recomputed].tolist():
+        dropped[regions > again.until[start]] += again.saving[start]
+        excess[max(again.until[start] - 1, 0)] += again.excess[start]
+    return dropped, excess
+
+
 # -- all moments of one plan at once ----------------------------------------------------------------------
 
 
@@ -247,6 +286,8 @@ class _PlanMemory:
     next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
     low: Ints  # (2K + 1,): number of units before each region
     high: Ints  # (2K + 1,): first unit after each region
+    dropped: Floats  # (2K + 1,): activations that recomputed blocks do not keep
+    computing_again: Floats  # (2K + 1,): what recomputing needs beyond backward
 
     @classmethod
     def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
@@ -258,6 +299,7 @@ class _PlanMemory:
         following = np.concatenate([np.where(units.sharded, index, count), [count]])
         regions = np.arange(2 * len(situation.timeline.chain) + 1)
         first, last = _windows(units)
+        dropped, computing_again = _recomputed(situation.timeline, units)
         return cls(
             units=units,
             root=root,
@@ -271,6 +313,8 @@ class _PlanMemory:
             next_sharded=np.minimum.accumulate(following[::-1])[::-1],
             low=np.searchsorted(last, regions, side="left"),
             high=np.searchsorted(first, regions, side="right"),
+            dropped=dropped,
+            computing_again=computing_again,
         )
 
     def forward(self, timeline: Timeline) -> tuple[float, Moment]:
@@ -279,8 +323,9 @@ class _PlanMemory:
         last = self.last_sharded[self.high]
         values = (
             timeline.forward_peak + self.base + self.kept_before[self.low]
-            + running * self._at(self.units.unsharded, self.low) + self._held(last)
+            + running * self._at(self.units.unsharded, self.low) + self._held(last) - self.dropped
         )  # fmt: skip
+        values += np.where(self.high > self.low, self._at(self.units.slice_forward, self.low), 0.0)
         best = int(np.argmax(values))
         return float(values[best]), Moment("forward", best, before=self._start(last[best]))
 
@@ -291,6 +336,7 @@ class _PlanMemory:
         values = (
             timeline.forward_start[self.units.start[index]] + self.base + self.kept_before[index]
             + 2 * self.units.unsharded[index] + self._held(last)
+            - self.dropped[2 * self.units.start[index] + 1]
         )  # fmt: skip
         best = _argmax(values)
         if best < 0:
@@ -317,6 +363,7 @@ class _PlanMemory:
         )
         values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
+        values += self.computing_again - self.dropped
         best = int(np.argmax(values))
         return float(values[best]), self._moment("backward", best, self.low[best], self.high[best])
 
@@ -325,7 +372,7 @@ class _PlanMemory:
         index = np.flatnonzero(self.units.mode == FULL_SHARD)
         last = self.units.stop[index] - 1
         values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
-        values += 2 * self.units.unsharded[index]
+        values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
         best = _argmax(values)
         if best < 0:
             return -np.inf, Moment("backward_unshard")
@@ -337,7 +384,7 @@ class _PlanMemory:
         first = self.units.start[index]
         ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
         values = self.root.backward.end[first] + self._around(index, index + 1) + ahead
-        values += self.units.reduce_peak[index]
+        values += self.units.reduce_peak[index] - self.dropped[2 * first + 1]
         best = _argmax(values)
         if best < 0:
             return -np.inf, Moment("reduce")

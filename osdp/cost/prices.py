@@ -12,18 +12,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cost.slice_prices import SlicePrices, price_slices
+from osdp.cost.ways import FULL_SHARD, NO_SHARD, RECOMPUTED, ROOT, SHARD_GRAD_OP, SLICED
 from osdp.device_info import DeviceInfo
 from osdp.layout import padded_numel, shard_numel
 from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
-from osdp.plan import Mode
 from osdp.profile import OptimizerProfile
 from osdp.training import Training
 
 Floats = NDArray[np.float64]
-
-#: How a unit may live, as an index; ``ROOT`` is a SHARD_GRAD_OP operator that joins the root's unit.
-NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, ROOT = range(4)
-MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,12 @@ class OperatorPrices:
     largest_gradient: Floats  # not a prefix sum: shape (K,)
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
+    accumulates: bool  # several microbatches
     temporary_sharded: Floats  # of the optimizer step; a prefix sum if additive, else shape (K,)
     temporary_whole: Floats
     temporaries_add: bool
     optimizer: OptimizerProfile
+    slices: SlicePrices
 
 
 def price_operators(
@@ -86,20 +85,23 @@ def price_operators(
         ),
         last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
         world_size=world_size,
+        accumulates=training.microbatches > 1,
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),
         temporaries_add=add,
+        slices=price_slices(operators, world_size=world_size, training=training),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """``U`` units as arrays of shape ``(U,)``: operators ``start`` to ``stop - 1`` of the chain in ``mode``.
+    """``U`` units as arrays of shape ``(U,)``: operators ``start`` to ``stop - 1`` of the chain.
 
     Attributes:
         start: First operator of each.
         stop: One past the last operator.
-        mode: Index into :data:`MODES`.
+        mode: Plain way of each (:mod:`osdp.cost.ways`).
+        recomputed: Whether its block is computed again in backward.
         state: Bytes of parameters and optimizer states, alive through the step.
         unsharded: Bytes of the whole parameters while gathered; of low-precision copies if replicated. The
             all-gather's output is as large.
@@ -109,15 +111,18 @@ class Units:
             it.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated.
-        largest_gradient: Bytes of the largest single gradient if they are copied into a bucket.
+        largest_gradient: Bytes of the largest single gradient if they are added to what is there already: a
+            bucket, or gradients of earlier microbatches.
         gather_seconds: One unshard.
         reduce_seconds: One gradient reduction.
+        slice_forward: Most bytes of slices alive in forward.
         step_seconds: Its optimizer step.
     """
 
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
     mode: NDArray[np.int64]
+    recomputed: NDArray[np.bool_]
     state: Floats
     unsharded: Floats
     gradient: Floats
@@ -129,11 +134,17 @@ class Units:
     gather_seconds: Floats
     reduce_seconds: Floats
     step_seconds: Floats
+    slice_forward: Floats
 
     @property
     def sharded(self) -> NDArray[np.bool_]:
         """Which units have collectives of their own: sharded ones outside the root's unit."""
         return np.asarray((self.mode == SHARD_GRAD_OP) | (self.mode == FULL_SHARD))
+
+    @property
+    def sliced(self) -> NDArray[np.bool_]:
+        """Which run in slices, each with collectives of its own."""
+        return np.asarray(self.mode > SLICED)
 
     @property
     def in_root(self) -> NDArray[np.bool_]:
@@ -145,11 +156,12 @@ def price_units(
     prices: OperatorPrices,
     start: Sequence[int] | NDArray[np.int64],
     stop: Sequence[int] | NDArray[np.int64],
-    mode: Sequence[int] | NDArray[np.int64],
+    way: Sequence[int] | NDArray[np.int64],
     device: DeviceInfo,
 ) -> Units:
-    """Price contiguous units."""
-    a, b, m = (np.asarray(values, dtype=np.int64) for values in (start, stop, mode))
+    """Price contiguous units, each in its way (:mod:`osdp.cost.ways`)."""
+    a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
+    m = ways % RECOMPUTED
     sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
 
     def span(prefix: Floats) -> Floats:
@@ -167,10 +179,11 @@ def price_units(
     # The latencies of the root's unit are paid once, by its RootPrice.
     reduce_sharded = np.where(trains, own * reduce.latency + reduce_input / reduce.bandwidth, 0.0)
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
-    return Units(
+    units = Units(
         start=a,
         stop=b,
         mode=m,
+        recomputed=ways >= RECOMPUTED,
         state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
         unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
         gradient=span(prices.gradient),
@@ -178,12 +191,18 @@ def price_units(
         reduce_peak=np.where(own, reduce_input + copying, 0.0),
         gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
-        largest_gradient=np.where(sharded | (count <= 1), 0.0, _range_max(prices.largest_gradient, a, b)),
+        largest_gradient=np.where(
+            own | (~np.bool_(prices.accumulates) & (sharded | (count <= 1))),
+            0.0,
+            _range_max(prices.largest_gradient, a, b),
+        ),
         gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
         step_seconds=prices.optimizer.per_dtensor * count
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
+        slice_forward=np.zeros(len(a)),
     )
+    return prices.slices.apply(units, device, prices.optimizer) if units.sliced.any() else units
 
 
 def _trainable(operator: Operator) -> list[Parameter]:

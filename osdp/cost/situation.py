@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osdp.cost.prices import NO_SHARD, ROOT, OperatorPrices, Units, price_operators, price_units
+from osdp.cost.prices import OperatorPrices, Units, price_operators, price_units
 from osdp.cost.timeline import Backward, Timeline, build_timeline
+from osdp.cost.ways import NO_SHARD, ROOT
 from osdp.device_info import DeviceInfo
 from osdp.model_desc import ModelDesc, Operator
 from osdp.profile import Profile
@@ -76,7 +77,9 @@ class RootPrice:
         has_unit: Whether there is a root unit, if only of chain operators that join it.
         unsharded: The root unit's whole parameters.
         low_precision: Low-precision copies of replicated ones.
-        gradient: Gradients of the root unit, buckets of replicated ones and what waits to go into them.
+        carried: Gradients left by earlier microbatches.
+        gradient: Those of one microbatch: of the root unit, buckets of replicated ones and what waits to go
+            into them.
         backward: Backward with those gradients; only the prices of no model have none.
         reduce_input: The root unit's reduce-scatter input.
         gradient_kept: Gradients left after backward.
@@ -91,6 +94,7 @@ class RootPrice:
     state: float = 0.0
     unsharded: float = 0.0
     low_precision: float = 0.0
+    carried: float = 0.0
     gradient: float = 0.0
     reduce_input: float = 0.0
     gradient_kept: float = 0.0
@@ -166,6 +170,7 @@ def price_root(
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
         low_precision=replicated_sum("unsharded"),
+        carried=_carried(situation.conditions, unit, [units for units, _ in whole]),
         gradient=sum(nbytes for _, nbytes in arrivals),
         reduce_input=float(unit.reduce_input.sum()),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
@@ -178,6 +183,14 @@ def price_root(
     )
 
 
+def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]) -> float:
+    """Gradients of operators outside the chain that earlier microbatches left."""
+    if conditions.microbatches == 1:
+        return 0.0
+    kept = sharded.gradient_kept if conditions.reduce_each else sharded.gradient
+    return float(kept.sum() + sum(units.bucket.sum() for units in replicated))
+
+
 def _gradient_arrivals(
     situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
 ) -> list[tuple[int, float]]:
@@ -185,7 +198,14 @@ def _gradient_arrivals(
 
     What is used twice waits in autograd for its second part, beside a bucket that others may have opened.
     """
-    whole = [(op, float((units.bucket + units.largest_gradient).sum())) for op, units in replicated]
+    again = situation.conditions.microbatches > 1
+
+    def arriving(units: Units) -> float:
+        # A bucket takes the memory of the gradients that it left, unless it is of another dtype.
+        opened = units.bucket * (not again or units.unsharded > 0)
+        return float((opened + units.largest_gradient).sum())
+
+    whole = [(op, arriving(units)) for op, units in replicated]
     ours = [(op, float(_price_group(situation, [op], ROOT)[0].gradient.sum())) for op in sharded]
     last = len(situation.timeline.backward_high) - 1
     return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]

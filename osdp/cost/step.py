@@ -2,8 +2,9 @@
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment
-from osdp.cost.prices import MODES, ROOT, Units, price_units
+from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation, build_situation, price_root
+from osdp.cost.ways import RECOMPUTED, ROOT, WAY_OF, sliced_way
 from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
 from osdp.model_desc import ModelDesc, Operator
@@ -62,6 +63,7 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     position = {operator.name: k for k, operator in enumerate(timeline.chain)}
     outside = {operator.name: operator for operator in timeline.root}
     faults = _differences(plan, {*position, *outside}, situation)
+    slices = {decision.operator: decision.slices for decision in plan.decisions}
     chained: list[tuple[int, int, int]] = []
     sharded: list[Operator] = []
     replicated: list[Operator] = []
@@ -74,14 +76,24 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
         elif places:
-            chained.append((places[0], places[-1] + 1, MODES.index(unit.mode)))
+            count = slices[unit.operators[0]] if unit.mode.sharded else 1
+            way = sliced_way(count) if count > 1 else WAY_OF[unit.mode]
+            chained.append((places[0], places[-1] + 1, way))
     if faults:
         raise PlanMismatchError(faults)
+    chained = [_again(situation, plan, unit) for unit in chained]
     chained.sort()
-    starts, stops, modes = zip(*chained, strict=True) if chained else ((), (), ())
-    units = price_units(situation.prices, starts, stops, modes, situation.device)
-    has_unit = bool(sharded) or any(mode == ROOT for mode in modes)
+    starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
+    units = price_units(situation.prices, starts, stops, ways, situation.device)
+    has_unit = bool(sharded) or any(way == ROOT for way in ways)
     return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+
+
+def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
+    """``unit`` with the way it has in a recomputed block."""
+    start, stop, way = unit
+    block = situation.timeline.chain[start].block
+    return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
 
 
 def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]:

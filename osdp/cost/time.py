@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.prices import FULL_SHARD, Units
+from osdp.cost.prices import Units
 from osdp.cost.situation import Conditions, RootPrice, Situation
-from osdp.cost.timeline import Timeline
+from osdp.cost.timeline import Recompute, Timeline
+from osdp.cost.ways import FULL_SHARD
 
 Floats = NDArray[np.float64]
 
@@ -47,20 +48,28 @@ class UnitSeconds:
     link_after: Floats
 
 
-def unit_seconds(units: Units, root: RootPrice, conditions: Conditions) -> UnitSeconds:
-    """Split the collectives of each unit between device and link."""
+def unit_seconds(
+    units: Units, root: RootPrice, conditions: Conditions, recompute: Recompute | None = None
+) -> UnitSeconds:
+    """Split the collectives of each unit between device and link, and add what it computes again."""
     overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
     sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
-    replicated = ~sharded & ~units.in_root
+    replicated = ~sharded & ~units.in_root & ~units.sliced
+    # Slices of a recomputed block are gathered once more; whole units stay gathered from then to backward.
     regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
+    regather += np.where(units.sliced, np.where(units.recomputed, 2 * gather, gather), 0.0)
     hooks = np.where(sharded, conditions.unit_overhead, 0.0)
     # The root's gather precedes everything and its reduction follows everything: both stick out anywhere.
-    held_up = np.where(units.in_root, 1.0, float(conditions.blocking))
+    # Slices wait for each other.
+    held_up = np.where(units.in_root | units.sliced, 1.0, float(conditions.blocking))
     copied = np.where(units.largest_gradient > 0, units.bucket / conditions.copy_bandwidth, 0.0)
-    silent = hooks + held_up * regather + copied
+    silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
+    if recompute is not None:
+        silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
+    awaited = np.where(replicated, 1 - overlap, np.where(units.sliced, 0.0, held_up)) * reduce
     return UnitSeconds(
         forward=hooks + held_up * gather,
-        backward=silent + np.where(replicated, 1 - overlap, held_up) * reduce,
+        backward=silent + awaited,
         silent=silent,
         link_forward=(1 - held_up) * gather,
         link=regather + np.where(units.in_root, 0.0, reduce),
@@ -71,7 +80,7 @@ def unit_seconds(units: Units, root: RootPrice, conditions: Conditions) -> UnitS
 def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
     """Seconds of forward and backward of all microbatches, and where the link decides them."""
     timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, root, conditions)
+    price = unit_seconds(units, root, conditions, timeline.recompute)
     waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     done = np.cumsum(price.backward[::-1])[::-1]
@@ -111,7 +120,7 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
         Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
     """
     timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, root, conditions)
+    price = unit_seconds(units, root, conditions, timeline.recompute)
     if cut.forward < 0:
         forward, forward_constant = price.forward, float(timeline.forward_seconds.sum())
     else:
@@ -154,7 +163,7 @@ def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
 
 def _shards(units: Units, root: RootPrice) -> bool:
     """Whether anything is, or among candidates may be, sharded."""
-    return root.has_unit or bool(units.sharded.any())
+    return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
 def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:

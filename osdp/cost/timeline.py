@@ -9,6 +9,7 @@ window, region ``2k`` the gap before it, and within a region only the highest ac
     gap 0 | op 0 | gap 1 | op 1 | ... | op K-1 | gap K          regions 0 .. 2K
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.model_desc import ModelDesc, Operator
+from osdp.layout import is_inside
+from osdp.model_desc import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
 from osdp.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -25,6 +27,10 @@ Floats = NDArray[np.float64]
 #: prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
 #: generously.
 LOOSE_BYTES = 16384
+
+#: Granularity of torch's CUDA allocator (``kMinBlockSize``), and blocks per parameter or segment at most.
+GPU_BLOCK = 512
+_BLOCKS_EACH = 4
 
 #: Below any real memory: an empty region is never the peak.
 EMPTY = -1e30
@@ -45,6 +51,29 @@ class Backward:
     end: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What recomputing a block changes, by operator of the chain; zeros but for a block's first operator.
+
+    A block's activations are then alive during its own forward and backward alone; in between there is what
+    it handed on. Shapes ``(K,)``.
+
+    Attributes:
+        saving: Activation bytes that are not kept.
+        until: Region after the block's last operator, from which on they are not there.
+        excess: Bytes that running its forward again needs at the beginning of its backward, beyond what the
+            backward of its last operator needs.
+        seconds: Its forward compute.
+        possible: Whether the operator is the first of a block that can be recomputed.
+    """
+
+    saving: Floats
+    until: NDArray[np.int64]
+    excess: Floats
+    seconds: Floats
+    possible: NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Activation bytes and compute seconds by region; ``K`` chain operators, ``2K + 1`` regions.
@@ -62,6 +91,7 @@ class Timeline:
         forward_seconds: Compute of each region in forward.
         backward_seconds: Compute of each region in backward.
         resident: Bytes of buffers and the sample batch.
+        recompute: What recomputing blocks changes.
     """
 
     chain: tuple[Operator, ...]
@@ -75,6 +105,7 @@ class Timeline:
     forward_seconds: Floats
     backward_seconds: Floats
     resident: float
+    recompute: Recompute
 
     @property
     def compute_seconds(self) -> float:
@@ -135,19 +166,97 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
     chain, root = split_operators(model_desc)
     firsts = np.array([op.first for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
+    high = downs[1:] + np.array(down_peaks)
     return Timeline(
         chain=chain,
         root=root,
         forward_peak=_region_max(ups[:-1] + np.array(up_peaks), bounds),
         backward_live=downs,
-        backward_high=downs[1:] + np.array(down_peaks),
+        backward_high=high,
         bounds=tuple(bounds),
         forward_start=ups[firsts],
         final=float(max(downs[0], 0.0)),
         forward_seconds=_region_sum(np.array([p.seconds for p in forward]), bounds),
         backward_seconds=_region_sum(np.array([p.seconds for p in backward]), bounds),
-        resident=float(profile.resident_bytes) + LOOSE_BYTES,
+        resident=float(profile.resident_bytes) + _loose_bytes(model_desc, profile),
+        recompute=_recompute(
+            model_desc,
+            chain,
+            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, np.array([p.seconds for p in forward])),
+            local_batch=profile.local_batch,
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Live activation bytes along ``S`` segments.
+
+    Attributes:
+        up: Before each segment's forward and after the last, ``(S + 1,)``.
+        up_high: Highest in each forward, ``(S,)``.
+        down: After each segment's backward and after forward, ``(S + 1,)``.
+        down_high: Highest in each backward, ``(S,)``.
+        seconds: Of each forward, ``(S,)``.
+    """
+
+    up: Floats
+    up_high: Floats
+    down: Floats
+    down_high: Floats
+    seconds: Floats
+
+
+def _recompute(
+    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
+) -> Recompute:
+    count = len(chain)
+    floats = {name: np.zeros(count) for name in ("saving", "excess", "seconds")}
+    until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
+    for block, start, stop in _whole_blocks(chain):
+        inside = [i for i, s in enumerate(model_desc.segments) if is_inside(s.module, block)]
+        a, b = inside[0], inside[-1] + 1
+        if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
+            continue  # called more than once, or with something else in between
+        handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
+        saving = walk.up[b] - walk.up[a] - handed_on
+        if saving <= 0:
+            continue
+        again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
+        last = chain[stop - 1]
+        floats["saving"][start] = saving
+        floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
+        floats["seconds"][start] = float(walk.seconds[a:b].sum())
+        until[start], possible[start] = 2 * stop, True
+    return Recompute(until=until, possible=possible, **floats)
+
+
+def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:
+    """Blocks with several operators, all of them in a row: FQN, first operator and one past the last."""
+    runs: list[tuple[str, int, int]] = []
+    for index, operator in enumerate(chain):
+        if operator.block is None:
+            continue
+        if runs and runs[-1][0] == operator.block and runs[-1][2] == index:
+            runs[-1] = (operator.block, runs[-1][1], index + 1)
+        else:
+            runs.append((operator.block, index, index + 1))
+    names = [block for block, _, _ in runs]
+    return [run for run in runs if names.count(run[0]) == 1 and run[2] - run[1] > 1]
+
+
+def _nbytes(outputs: Sequence[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in outputs)
+
+
+def _loose_bytes(model_desc: ModelDesc, profile: Profile) -> int:
+    """Bytes beside all that is priced."""
+    if profile.device == "cpu":
+        return LOOSE_BYTES
+    # A GPU's blocks end at multiples of this: at most it for each parameter, its gradient and its states, and
+    # a few activations of each segment.
+    parameters = sum(len(operator.parameters) for operator in model_desc.operators)
+    return LOOSE_BYTES + GPU_BLOCK * _BLOCKS_EACH * (parameters + len(model_desc.segments))
 
 
 def _region_max(values: Floats, bounds: Sequence[int]) -> Floats:

@@ -9,6 +9,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from osdp.profiler.tensors import flatten, storage_key, tensors_in
 
+#: The registry of formulas lacks the CPU's kernels; their operands are those of the CUDA ones.
+_ATTENTION_NAMES = [
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
+_ATTENTION = {getattr(torch.ops.aten, name) for name in _ATTENTION_NAMES}
+_ATTENTION_BACKWARD = {getattr(torch.ops.aten, f"{name}_backward") for name in _ATTENTION_NAMES}
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -52,15 +60,12 @@ class Operation:
     def flops(self) -> int:
         """Floating-point operations, by the formulas of ``torch.utils.flop_counter``."""
         packet = getattr(self.func, "_overloadpacket", self.func)
+        if packet in _ATTENTION:
+            return int(sdpa_flop_count(*_with_all_heads(self.inputs[:3])))
+        if packet in _ATTENTION_BACKWARD:
+            return int(sdpa_backward_flop_count(*_with_all_heads(self.inputs[:4])))
         formula = flop_registry.get(packet)
-        if formula is not None:
-            return int(formula(*self.args, **self.kwargs, out_val=self.output))
-        # The registry lacks the CPU's attention kernel; its operands are those of the CUDA ones.
-        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            return int(sdpa_flop_count(*(tensor.shape for tensor in self.inputs[:3])))
-        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            return int(sdpa_backward_flop_count(*(tensor.shape for tensor in self.inputs[:4])))
-        return 0
+        return int(formula(*self.args, **self.kwargs, out_val=self.output)) if formula is not None else 0
 
     @property
     def moved_bytes(self) -> int:
@@ -69,6 +74,15 @@ class Operation:
         if not self.func._schema.is_mutable and all(storage_key(tensor) in known for tensor in self.outputs):
             return 0
         return _nbytes(self.inputs) + _nbytes(self.outputs)
+
+
+def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Shapes of (batch, heads, ...); keys and values of grouped queries as if each query had its own.
+
+    So they are computed; torch's formulas know of groups from 2.12 on.
+    """
+    heads = max(tensor.shape[1] for tensor in tensors)
+    return [torch.Size((t.shape[0], heads, *t.shape[2:])) for t in tensors]
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -6,7 +6,7 @@ batch is the line through the two.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from osdp.model_desc import Affine, ModelDesc, Operator, Segment, TensorSpec, Work
+from osdp.model_desc import Affine, Cut, ModelDesc, Operator, Segment, TensorSpec, Work
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.blocks import find_blocks
 from osdp.profiler.ledger import Moment, Usage
@@ -63,6 +63,7 @@ def describe(
     *,
     loss_fn: LossFn | None = None,
     atoms: Sequence[str] = (),
+    cut_of: Callable[[nn.Module], tuple[str, int] | None] = lambda _: None,
 ) -> ModelDesc:
     """The ordered execution trace of one forward of ``model``, and the operators in it.
 
@@ -75,6 +76,7 @@ def describe(
         loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own ``loss``,
             else the sum of their first element (see :func:`osdp.profiler.loss.scalar_loss`).
         atoms: FQNs of modules each of which is to be exactly one operator.
+        cut_of: What a module can be cut by to run in slices, and the dimension of its weight that is cut.
 
     Returns:
         The description. If the model rejects another batch size, all of it is for the sample's.
@@ -91,7 +93,8 @@ def describe(
         double = _other_batch(twin, batch, loss_fn, trace)
     uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
-    operators = find_operators(find_parameters(twin), uses, blocks, atoms)
+    found = find_operators(find_parameters(twin), uses, blocks, atoms)
+    operators = tuple(replace(operator, cut=_cut(model, operator, cut_of)) for operator in found)
     return ModelDesc(
         name=type(model).__name__,
         sample=batch.specs,
@@ -102,6 +105,19 @@ def describe(
         operators=operators,
         modules=trace.modules,
     )
+
+
+def _cut(
+    model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int] | None]
+) -> Cut | None:
+    """How ``operator`` can run in slices: if it is one module's weight, and a bias at most."""
+    if len(operator.modules) != 1 or not operator.executed or operator.spanning:
+        return None
+    fqn = operator.modules[0]
+    weight, bias = (f"{fqn}.{name}".lstrip(".") for name in ("weight", "bias"))
+    names = {parameter.name for parameter in operator.parameters}
+    found = cut_of(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None
+    return Cut(*found, weight) if found is not None else None
 
 
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:

@@ -20,6 +20,7 @@ from osdp.runtime.outputs import tensors_with_grad
 from osdp.runtime.reducer import GradientReducer
 from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.sharded import ShardedParameter, ShardedParameters
+from osdp.runtime.sliced import SlicedParameter, SlicedParameters
 from osdp.runtime.torch_private import (
     backward_is_unfinished,
     in_backward,
@@ -27,6 +28,7 @@ from osdp.runtime.torch_private import (
     reset_sharded,
 )
 from osdp.runtime.unused import unused_error, unused_everywhere
+from osdp.runtime.validate import fsdp_units
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class AppliedPlan:
         replicated: ReplicatedParameters,
         reducer: GradientReducer,
         sharded: Sequence[ShardedParameter],
+        in_slices: Sequence[SlicedParameter],
         find_unused_parameters: bool,
     ) -> None:
         self.model = model
@@ -63,8 +66,9 @@ class AppliedPlan:
         self._used: set[str] = set()
         self._order: list[str] = []
         self._had_gradient: set[str] = set()
-        units = [unit for unit in plan.units if unit.mode.sharded]
-        self._sharded = ShardedParameters(model, units, sharded, self._on_sharded_gradient)
+        self._sharded = ShardedParameters(model, fsdp_units(plan), sharded, self._on_sharded_gradient)
+        self._in_slices = SlicedParameters(in_slices, self._on_sliced_gradient)
+        self._in_slices.watch()
         if find_unused_parameters:
             self._sharded.log_order(self._order)
         self._trainable = self._trainable_names()
@@ -160,6 +164,7 @@ class AppliedPlan:
             self._trainable = trainable
             self._reducer.rebuild()
             self._sharded.watch()
+            self._in_slices.watch()
         self._replicated.swap_in()
         self._watch_replicated()
 
@@ -220,6 +225,10 @@ class AppliedPlan:
             if entry not in self._order:
                 self._order.append(entry)
 
+    def _on_sliced_gradient(self, parameter: SlicedParameter) -> None:
+        self._begin_backward()
+        self._used.add(parameter.name)
+
     def _end_backward(self) -> None:
         if not self._syncs:
             self._reducer.end_backward()
@@ -259,8 +268,8 @@ class AppliedPlan:
     # What is asked of all parameters
 
     @property
-    def _parameters(self) -> list[ReplicatedParameter | ShardedParameter]:
-        return [*self._replicated, *self._sharded.parameters]
+    def _parameters(self) -> list[ReplicatedParameter | ShardedParameter | SlicedParameter]:
+        return [*self._replicated, *self._sharded.parameters, *self._in_slices.parameters]
 
     def _trainable_names(self) -> tuple[str, ...]:
         return tuple(p.name for p in self._parameters if p.stored.requires_grad)

@@ -19,10 +19,12 @@ from osdp.runtime.buckets import Reduction
 from osdp.runtime.initialise import check_initialisers, is_on_meta, materialise
 from osdp.runtime.mesh import data_parallel_mesh, device_of
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.recompute import recompute
 from osdp.runtime.reducer import GradientReducer, replicated_units
 from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters, replicate
 from osdp.runtime.sharded import ShardedParameter, count_unused_as_zero, shard_units
-from osdp.runtime.validate import check_plan
+from osdp.runtime.sliced import SlicedParameter, exchange_modules, shard_weight, sharded_weights
+from osdp.runtime.validate import check_plan, fsdp_units
 
 
 def apply(
@@ -57,15 +59,19 @@ def apply(
     on_meta = is_on_meta(model)
     if on_meta:
         check_initialisers(model)
-    owned = owned_parameters(model)
+    if find_unused_parameters and any(decision.slices > 1 for decision in plan.decisions):
+        raise ValueError("operators in slices must run on every rank: plan with find_unused_parameters=True")
     device = device_of(mesh)
-    modes = {name: plan.modes[d.operator] for d in plan.decisions for name in d.parameters}
     policy = _policy(plan)
-    any_sharded = any(mode.sharded for mode in modes.values())
+    in_shards = {n for unit in fsdp_units(plan) for n in _parameters_of(plan, unit.operators)}
+    in_slices = sharded_weights(model, plan)
+    any_sharded = bool(in_shards or in_slices)
+    exchange_modules(model, plan, policy)
+    owned = owned_parameters(model)
     replicated = {
         replicate(entry, mesh, device, as_dtensor=any_sharded)
         for name, entry in owned.items()
-        if not modes[name].sharded
+        if name not in in_shards and name not in in_slices
     }
     _start_buffers(model, mesh, device)
 
@@ -73,6 +79,10 @@ def apply(
         for name in names:
             _start_parameter(owned[name].parameter, mesh, device)
 
+    for name, dim in in_slices.items():
+        start_unit([name])
+        replicated.add(shard_weight(owned[name], dim, mesh))
+    recompute(model, plan)
     shard_units(model, plan, mesh, policy, replicated, start_unit)
     if on_meta:
         materialise(model, owned, mesh, device)
@@ -91,21 +101,19 @@ def _assemble(
     owned: dict[str, Owned],
     find_unused_parameters: bool,
 ) -> AppliedPlan:
-    names = {decision.operator: decision.parameters for decision in plan.decisions}
-    sharded_units = [unit for unit in plan.units if unit.mode.sharded]
     sharded = [
         ShardedParameter(owned[name], index)
-        for index, unit in enumerate(sharded_units)
-        for operator in unit.operators
-        for name in names[operator]
+        for index, unit in enumerate(fsdp_units(plan))
+        for name in _parameters_of(plan, unit.operators)
     ]
-    in_shards = {parameter.name for parameter in sharded}
+    in_slices = [SlicedParameter(owned[name]) for name in sharded_weights(model, plan)]
+    in_shards = {parameter.name for parameter in sharded} | {parameter.name for parameter in in_slices}
     replicated = ReplicatedParameters(
         ReplicatedParameter(entry, policy.param_dtype, policy.reduce_dtype)
         for name, entry in owned.items()
         if name not in in_shards
     )
-    group = gradient_group(mesh, beside_shards=bool(sharded) and len(replicated) > 0)
+    group = gradient_group(mesh, beside_shards=len(in_shards) > 0 and len(replicated) > 0)
     reducer = GradientReducer(replicated_units(plan, replicated), policy.reduce_dtype, Reduction(group))
     return AppliedPlan(
         model,
@@ -114,8 +122,16 @@ def _assemble(
         replicated=replicated,
         reducer=reducer,
         sharded=sharded,
+        in_slices=in_slices,
         find_unused_parameters=find_unused_parameters,
     )
+
+
+def _parameters_of(plan: Plan, operators: Sequence[str]) -> list[str]:
+    wanted = set(operators)
+    return [
+        name for decision in plan.decisions if decision.operator in wanted for name in decision.parameters
+    ]
 
 
 def _policy(plan: Plan) -> MixedPrecisionPolicy:

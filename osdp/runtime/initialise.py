@@ -159,10 +159,12 @@ def _store(whole: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> No
         parameter.copy_(whole)
         return
     local = parameter.to_local()
-    if isinstance(parameter.placements[0], Shard):
-        rows = -(-whole.shape[0] // mesh.size())
-        first = min(mesh.get_local_rank() * rows, whole.shape[0])
-        whole = whole[first : first + local.shape[0]]
+    placement = parameter.placements[0]
+    if isinstance(placement, Shard):
+        dim = placement.dim
+        size = -(-whole.shape[dim] // mesh.size())
+        first = min(mesh.get_local_rank() * size, whole.shape[dim])
+        whole = whole.narrow(dim, first, local.shape[dim])
     local.copy_(whole)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from osdp.plan import Mode, Plan
+from osdp.plan import Plan
 from osdp.runtime.buckets import Bucket, Reduction
 from osdp.runtime.replicated import ReplicatedParameter
 
@@ -96,17 +96,21 @@ class GradientReducer:
 def replicated_units(
     plan: Plan, parameters: Iterable[ReplicatedParameter]
 ) -> tuple[tuple[ReplicatedParameter, ...], ...]:
-    """The replicated parameters of each NO_SHARD unit of ``plan``, in the order of first use."""
+    """The replicated parameters of each unit of ``plan``, in the order of first use.
+
+    Of a unit that runs in slices those are what is not cut; of one that FSDP2 shards there are none.
+    """
     by_name = {parameter.name: parameter for parameter in parameters}
     position = {decision.operator: index for index, decision in enumerate(plan.decisions)}
     # The gradient of what is used twice is complete where it was used first.
-    units = sorted(
-        (unit for unit in plan.units if unit.mode is Mode.NO_SHARD),
-        key=lambda unit: min(position[operator] for operator in unit.operators),
-    )
-    return tuple(
+    units = sorted(plan.units, key=lambda unit: min(position[operator] for operator in unit.operators))
+    found = (
         tuple(
-            by_name[n] for operator in unit.operators for n in plan.decisions[position[operator]].parameters
+            by_name[name]
+            for operator in unit.operators
+            for name in plan.decisions[position[operator]].parameters
+            if name in by_name
         )
         for unit in units
     )
+    return tuple(members for members in found if members)

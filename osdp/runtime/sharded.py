@@ -20,7 +20,7 @@ from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.owners import Owned
 from osdp.runtime.torch_private import in_backward
-from osdp.runtime.validate import wrap_order
+from osdp.runtime.validate import fsdp_units, wrap_order
 
 
 def shard_units(
@@ -42,12 +42,13 @@ def shard_units(
         before_unit: Called with the parameter names of each unit before it is sharded.
     """
     names = {decision.operator: decision.parameters for decision in plan.decisions}
-    for unit in wrap_order(plan.units):
+    units = fsdp_units(plan)
+    for unit in wrap_order(units):
         before_unit([name for operator in unit.operators for name in names[operator]])
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
         _shard(modules, mesh, policy, replicated, reshards=unit.mode is Mode.FULL_SHARD)
-    for unit in plan.units:
-        if unit.root and unit.mode.sharded:
+    for unit in units:
+        if unit.root:
             before_unit([name for operator in unit.operators for name in names[operator]])
     # Needed first in backward and used last in forward: the root's own parameters stay gathered.
     _shard([model], mesh, policy, replicated, reshards=False)

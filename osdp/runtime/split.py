@@ -176,24 +176,25 @@ class _LinearSlices(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
         by_output = sliced.sliced_dim == out_dim
-        y = x.new_zeros(x.shape[0], sliced.bounds[-1][1] if by_output else sliced.sharded_size)
+        width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
+        y = x.new_zeros(x.shape[0], width, dtype=x.dtype if by_output else _sum_dtype(x))
         with _no_autocast(x):
             for start, stop, part in sliced.whole_slices(weight):
                 rows = part if out_dim == 0 else part.t()
                 if by_output:
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
                 else:
-                    y.addmm_(x[:, start:stop], rows.t())
+                    _add_product(y, x[:, start:stop], rows.t())
         if bias is not None and not by_output:
             y.add_(bias)
-        return y
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
         grad, by_output = grads[0], sliced.sliced_dim == out_dim
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = torch.zeros_like(x) if needs_x else None
+        grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
         for index, (start, stop, part) in enumerate(slices):
@@ -201,12 +202,13 @@ class _LinearSlices(torch.autograd.Function):
             its_x, its_grad = (x, grad[:, mine]) if by_output else (x[:, mine], grad)
             if grad_x is not None and part is not None:
                 target = grad_x if by_output else grad_x[:, mine]
-                target.addmm_(its_grad, part if out_dim == 0 else part.t())
+                _add_product(target, its_grad, part if out_dim == 0 else part.t())
                 del part
             if grad_weight is not None:
                 made = its_grad.t() @ its_x if out_dim == 0 else its_x.t() @ its_grad
                 sliced.scatter_gradient(made, grad_weight, index)
-        return grad_x, grad_weight, grad.sum(0) if needs_bias and ctx.has_bias else None, None, None
+        grad_bias = grad.sum(0) if needs_bias and ctx.has_bias else None
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None
 
 
 class _EmbeddingSlices(torch.autograd.Function):
@@ -272,7 +274,7 @@ class _HeadAndLoss(torch.autograd.Function):
         (hidden, weight, labels, counts, log_total), sliced = ctx.saved_tensors, ctx.sliced
         scale = torch.where(counts, grads[0], 0.0)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         for index, (start, stop, part) in enumerate(sliced.whole_slices(weight)):
             logits = (hidden @ part.t()).to(ctx.exact)
@@ -282,11 +284,24 @@ class _HeadAndLoss(torch.autograd.Function):
             share = share.mul_(scale[:, None]).to(hidden.dtype)
             del logits
             if grad_hidden is not None:
-                grad_hidden.addmm_(share, part)
+                _add_product(grad_hidden, share, part)
             del part
             if grad_weight is not None:
                 sliced.scatter_gradient(share.t() @ hidden, grad_weight, index)
-        return grad_hidden, grad_weight, None, None, None
+        hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return hidden_gradient, grad_weight, None, None, None
+
+
+def _sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """What products of slices are summed in: one rounding more per slice would show in 16 bits."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 def _no_autocast(x: torch.Tensor) -> Any:

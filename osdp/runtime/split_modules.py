@@ -70,7 +70,7 @@ class SplitLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.slicing = Slicing(num_slices, by, prefetch)
-        _check(self, self.slicing)
+        check_slicing(self, self.slicing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``F.linear(x, weight, bias)``; ``x`` has shape ``(..., in_features)``."""
@@ -104,7 +104,7 @@ class SplitEmbedding(nn.Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         self.slicing = Slicing(num_slices, "rows", prefetch)
-        _check(self, self.slicing)
+        check_slicing(self, self.slicing)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of ``ids``, which may have any shape."""
@@ -142,7 +142,7 @@ class LMHeadLoss(nn.Module):
         self.weight = head.weight
         self.ignore_index = ignore_index
         self.slicing = Slicing(num_slices, "rows", prefetch)
-        _check(self, self.slicing)
+        check_slicing(self, self.slicing)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses and number of positions that count.
@@ -181,6 +181,18 @@ def kind_of(module: nn.Module) -> str | None:
     return "conv1d" if own is not None and (forward is own.forward or "slicing" in module.__dict__) else None
 
 
+def cut_of(module: nn.Module) -> tuple[str, int] | None:
+    """What a module whose slices only divide its work is cut by, and the dimension of its weight.
+
+    A head with its loss has a number of slices of its own, which decides what activations there are.
+    """
+    kind = kind_of(module)
+    if kind in (None, "head"):
+        return None
+    by = WAYS[kind][0]
+    return by, sliced_dim(module, by)
+
+
 def _is_conv1d(kind: type[Any]) -> bool:
     # transformers is not installed with the core, so its class is told by name.
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
@@ -192,7 +204,7 @@ def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
     Raises:
         ValueError: It cannot run in such slices; says why, and which can.
     """
-    _check(module, slicing)
+    check_slicing(module, slicing)
     kind = kind_of(module)
     assert kind is not None
     base = type(module)
@@ -204,7 +216,12 @@ def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
     return new
 
 
-def _check(module: nn.Module, slicing: Slicing) -> None:
+def check_slicing(module: nn.Module, slicing: Slicing) -> None:
+    """Raise unless ``module`` can run in such slices.
+
+    Raises:
+        ValueError: It cannot; says why, and which modules can.
+    """
     kind = kind_of(module)
     if kind is None:
         raise ValueError(
@@ -217,6 +234,11 @@ def _check(module: nn.Module, slicing: Slicing) -> None:
         )
     weight = cast(torch.Tensor, module.weight)
     slice_bounds(weight.shape[sliced_dim(module, slicing.by)], slicing.num_slices)
+
+
+def slice_along(kind: str, by: str) -> str:
+    """What a module of ``kind`` calls ``by``: the rows of an embedding are the outputs of a tied head."""
+    return by if by in WAYS[kind] else {"output": "rows", "rows": "output"}.get(by, by)
 
 
 def sliced_dim(module: nn.Module, by: str) -> int:

@@ -12,6 +12,7 @@ from osdp.errors import PlanMismatchError
 from osdp.layout import is_inside
 from osdp.plan import Plan, Unit
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.sliced import slice_faults
 
 
 def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
@@ -30,6 +31,7 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
     differences += _parameter_differences(plan, owned)
     differences += _mode_differences(plan)
     if not differences:
+        differences += slice_faults(model, plan)
         differences += _unit_differences(plan, owned)
     if differences:
         raise PlanMismatchError(differences)
@@ -55,6 +57,9 @@ def check_unwrapped(model: nn.Module) -> None:
 def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
     """The sharded units that are not the root's, those inside others before those.
 
+    Args:
+        units: Units that FSDP2 shards, and others.
+
     Raises:
         PlanMismatchError: Two units lie inside each other.
     """
@@ -68,6 +73,14 @@ def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
     except CycleError as error:
         names = ", ".join(str(sharded[index].operators) for index in error.args[1])
         raise PlanMismatchError([f"units lie inside each other: {names}"]) from error
+
+
+def fsdp_units(plan: Plan) -> tuple[Unit, ...]:
+    """The units of ``plan`` that FSDP2 shards; operators in slices shard themselves."""
+    in_slices = {decision.operator for decision in plan.decisions if decision.slices > 1}
+    return tuple(
+        unit for unit in plan.units if unit.mode.sharded and not in_slices.intersection(unit.operators)
+    )
 
 
 def _holds(outer: Unit, inner: Unit) -> bool:
@@ -88,6 +101,9 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
         for module in unit.modules:
             if module not in known:
                 yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model has not"
+    for module in plan.recomputed:
+        if module not in known:
+            yield f"module {module!r} is to be recomputed, which the model has not"
 
 
 def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
@@ -115,11 +131,11 @@ def _mode_differences(plan: Plan) -> Iterator[str]:
 
 
 def _unit_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
-    order = wrap_order(plan.units)
+    order = wrap_order(fsdp_units(plan))
     by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in plan.decisions:
         unit = by_operator[decision.operator]
-        if not unit.mode.sharded:
+        if not unit.mode.sharded or decision.slices > 1:
             continue
         for name in decision.parameters:
             entry = owned[name]

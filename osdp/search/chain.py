@@ -41,7 +41,7 @@ class Template:
     """Distinct items of one shape: positions ``0 .. size`` with candidates as edges between them.
 
     Attributes:
-        size: Number of operators in an item.
+        size: The last position.
         start: Position each candidate starts at, shape ``(E,)``.
         stop: Position it ends at.
         rows: What each candidate adds to each row in each distinct item, shape ``(D, E, R)``.

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from osdp.cost.judge import Outcome, judge, judge_choice
-from osdp.cost.prices import MODES, ROOT
+from osdp.cost.judge import judge
 from osdp.cost.situation import Situation, build_situation, price_root
 from osdp.cost.step import prediction, price_plan
+from osdp.cost.ways import ROOT, is_recomputed, mode_of, slices_of
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import unit_modules
@@ -16,9 +16,10 @@ from osdp.model_desc import ModelDesc, Operator
 from osdp.plan import Decision, Mode, Plan, Unit
 from osdp.profile import Profile
 from osdp.search.polish import share_buckets
+from osdp.search.reasons import Reasons
 from osdp.search.sharding import ANYTHING, Assignment, Rules, least_peak, solve_bounded
 from osdp.training import Training
-from osdp.units import format_bytes, format_seconds
+from osdp.units import format_bytes
 
 _LARGEST_SHOWN = 3
 #: A relative gap that is rounding.
@@ -124,19 +125,24 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
 
 
 def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float) -> Plan:
-    reasons = _Reasons(situation, found, rules)
+    reasons = Reasons(situation, found, rules)
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}
+    slices: dict[str, int] = {}
+    recomputed: dict[str, None] = {}
     in_root: list[Operator] = list(found.root_sharded)
     chain = situation.timeline.chain
-    for index, (a, b, mode) in enumerate(found.units):
+    for index, (a, b, way) in enumerate(found.units):
         operators = chain[a:b]
-        decided |= {op.name: (MODES[mode], reasons.of_unit(index)) for op in operators}
-        if mode == ROOT:
+        decided |= {op.name: (mode_of(way), reasons.of_unit(index)) for op in operators}
+        slices |= {op.name: slices_of(way) for op in operators}
+        if is_recomputed(way):
+            recomputed[str(chain[a].block)] = None
+        if way == ROOT:
             in_root += operators
             continue
         modules = unit_modules(operators, model_desc.operators, model_desc.modules)
-        units.append(Unit(MODES[mode], tuple(op.name for op in operators), modules))
+        units.append(Unit(mode_of(way), tuple(op.name for op in operators), modules))
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
     decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
@@ -152,13 +158,22 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         memory_limit=device.memory_limit,
         reduce_each_microbatch=situation.conditions.reduce_each,
         decisions=tuple(
-            Decision(op.name, op.modules, tuple(p.name for p in op.parameters), op.nbytes, *decided[op.name])
+            Decision(
+                op.name,
+                op.modules,
+                tuple(p.name for p in op.parameters),
+                op.nbytes,
+                *decided[op.name],
+                slices=slices.get(op.name, 1),
+                sliced_by=op.cut.by if op.cut is not None and slices.get(op.name, 1) > 1 else "",
+            )
             for op in model_desc.operators
         ),
         units=tuple(units),
         predicted=prediction(situation, found.outcome),
         measured_profile=situation.profile.measured,
         optimal=gap <= _PROVEN,
+        recomputed=tuple(recomputed),
         notes=_notes(found, gap),
     )
     # The units as the runtime will form them: a root unit that nobody joined is none.
@@ -171,85 +186,6 @@ def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
     if gap <= _PROVEN:
         return (cuts,)
     return (cuts, f"proven to be within {gap:.2e} of the highest throughput")
-
-
-class _Reasons:
-    """Why each unit lives as it does: what the next-best mode would have cost."""
-
-    def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
-        self._situation, self._found = situation, found
-        self._limit = situation.device.memory_limit
-        self._modes = [k for k in range(ROOT) if MODES[k] in rules.allowed]
-        sharded, replicated = found.root_sharded, found.root_replicated
-        self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
-        self._known: dict[tuple[object, ...], str] = {}
-
-    def of_unit(self, index: int) -> str:
-        """The reason of a unit of the chain; equal units of equal modes are asked once."""
-        a, b, mode = self._found.units[index]
-        chain = self._situation.timeline.chain
-        neighbours = tuple(m for _, _, m in self._found.units[max(index - 1, 0) : index + 2])
-        shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
-        key = (shapes, mode, neighbours)
-        if key not in self._known:
-            forced = len(self._modes) == 1
-            self._known[key] = "forced" if forced else self._compare(index)
-        return self._known[key]
-
-    def _compare(self, index: int) -> str:
-        a, b, mode = self._found.units[index]
-        others = []
-        for other in self._modes:
-            if other == mode:
-                continue
-            units = list(self._found.units)
-            units[index] = (a, b, other)
-            others.append((MODES[other], judge_choice(self._situation, units, self._root)))
-        return _difference(self._found.outcome, others, self._limit)
-
-    def of_root(self, operator: Operator) -> str:
-        """The reason of an operator in the root's unit."""
-        others = tuple(op for op in self._found.root_sharded if op != operator)
-        return self._root_difference(Mode.NO_SHARD, others, (*self._found.root_replicated, operator))
-
-    def of_replicated(self, operator: Operator) -> str:
-        """The reason of a replicated operator outside the chain."""
-        if any(not parameter.shape for parameter in operator.parameters):
-            return "a 0-dim parameter cannot be sharded"
-        others = tuple(op for op in self._found.root_replicated if op != operator)
-        return self._root_difference(Mode.SHARD_GRAD_OP, (*self._found.root_sharded, operator), others)
-
-    def _root_difference(
-        self, mode: Mode, sharded: tuple[Operator, ...], replicated: tuple[Operator, ...]
-    ) -> str:
-        if len(self._modes) == 1:
-            return "forced"
-        has_unit = bool(sharded) or any(m == ROOT for _, _, m in self._found.units)
-        root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
-        seen = judge_choice(self._situation, self._found.units, root)
-        return _difference(self._found.outcome, [(mode, seen)], self._limit)
-
-
-def _difference(chosen: Outcome, others: Sequence[tuple[Mode, Outcome]], limit: int) -> str:
-    """What the other modes would change: the best that fits, and a faster one that does not."""
-    parts = []
-    fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]
-    if fitting:
-        slower, mode, outcome = min(fitting, key=lambda item: item[0])
-        spared = chosen.peak - outcome.peak
-        parts.append(
-            f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
-            + (f" and spare {format_bytes(spared)}" if spared > 0 else "")
-        )
-    for mode, outcome in others:
-        if outcome.peak > limit and outcome.seconds < chosen.seconds:
-            gain, over = chosen.seconds - outcome.seconds, outcome.peak - limit
-            parts.append(
-                f"{mode} would save {format_seconds(gain)} but exceed the limit by {format_bytes(over)}"
-            )
-    if not parts and others:
-        parts.append("no other mode fits the limit")
-    return "; ".join(parts)
 
 
 def batches(

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from osdp.cost.judge import Outcome, judge_choice
-from osdp.cost.prices import NO_SHARD
 from osdp.cost.situation import RootPrice, Situation
+from osdp.cost.ways import NO_SHARD, WAY_OF
 from osdp.search.space import Space
 
 Units = tuple[tuple[int, int, int], ...]
@@ -32,7 +32,7 @@ def polish(
         outcome: What the judge says of them.
     """
     items = _by_item(space, chosen)
-    allowed = set(zip(space.start.tolist(), space.stop.tolist(), space.mode.tolist(), strict=True))
+    allowed = set(zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True))
     looks, improved = 0, True
     while improved:
         improved = False
@@ -67,7 +67,9 @@ def _neighbours(
         key = (size, tuple((a - first, b - first, m) for a, b, m in units))
         patterns[key] = patterns.get(key, 0) + 1
     for size in dict.fromkeys(sizes):
-        patterns |= {(size, ((0, size, m),)): 0 for m in range(3) if (size, ((0, size, m),)) not in patterns}
+        patterns |= {
+            (size, ((0, size, m),)): 0 for m in WAY_OF.values() if (size, ((0, size, m),)) not in patterns
+        }
     own = {
         item: tuple((a - first, b - first, m) for a, b, m in units)
         for item, (first, units) in enumerate(zip(space.bounds, items, strict=False))

@@ -57,8 +57,9 @@ def chain_problem(
     members: list[list[int]] = []
     kinds = []
     for item in range(space.num_items):
-        inner, first = space.inner[item], space.bounds[item]
-        shape = (space.start[inner] - first).tobytes() + (space.stop[inner] - first).tobytes()
+        inner = space.inner[item]
+        start, stop, _ = space.places(item)
+        shape = start.tobytes() + stop.tobytes()
         template = shapes.setdefault(shape, len(shapes))
         if template == len(contents):
             contents.append({})
@@ -77,11 +78,11 @@ def chain_problem(
 
 
 def _template(space: Space, rows: Floats, items: list[int]) -> Template:
-    inner, first = space.inner[items[0]], space.bounds[items[0]]
+    start, stop, end = space.places(items[0])
     return Template(
-        size=space.bounds[items[0] + 1] - first,
-        start=space.start[inner] - first,
-        stop=space.stop[inner] - first,
+        size=end,
+        start=start,
+        stop=stop,
         rows=np.stack([rows[space.inner[item]] for item in items]),
     )
 

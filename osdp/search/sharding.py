@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
-from osdp.cost.prices import ROOT, price_units
+from osdp.cost.prices import price_units
 from osdp.cost.situation import RootPrice, Situation, price_root
 from osdp.cost.time import TimeCut, time_row
+from osdp.cost.ways import ROOT
 from osdp.layout import can_shard
 from osdp.model_desc import Operator
 from osdp.plan import Mode
@@ -48,6 +49,8 @@ from osdp.search.space import build_space
 Floats = NDArray[np.float64]
 Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
 
+#: Numbers of slices an operator may run in.
+SLICES = (2, 4, 8, 16)
 #: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
 _ROOT_CHOICES = 3
 #: Chains of at most so many items are small: there the search may be wider still.
@@ -64,7 +67,7 @@ class Assignment:
     """Units of a plan, before they have names.
 
     Attributes:
-        units: Of the chain, in trace order: first operator, one past the last, mode index.
+        units: Of the chain, in trace order: first operator, one past the last, way.
         root_sharded: Operators outside the chain that form the root's unit.
         root_replicated: Operators outside the chain that are replicated.
         outcome: What the judge says.
@@ -82,7 +85,7 @@ class Assignment:
     @property
     def has_root_unit(self) -> bool:
         """Whether anything is in the root's unit."""
-        return bool(self.root_sharded) or any(mode == ROOT for _, _, mode in self.units)
+        return bool(self.root_sharded) or any(way == ROOT for _, _, way in self.units)
 
     @property
     def gap(self) -> float:
@@ -97,10 +100,14 @@ class Rules:
     Attributes:
         allowed: Modes.
         whole_blocks: Whether units must be whole items.
+        slices: Numbers of slices an operator may run in.
+        recompute: Whether blocks may be recomputed.
     """
 
     allowed: tuple[Mode, ...] = tuple(Mode)
     whole_blocks: bool = False
+    slices: tuple[int, ...] = ()
+    recompute: bool = False
 
 
 #: Rules that forbid nothing.
@@ -242,9 +249,11 @@ class _Search:
             root_unit=root.has_unit,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             whole_blocks=rules.whole_blocks,
+            slices=rules.slices,
+            recompute=situation.timeline.recompute.possible if rules.recompute else (),
         )
         self._candidates = price_units(
-            situation.prices, self._space.start, self._space.stop, self._space.mode, situation.device
+            situation.prices, self._space.start, self._space.stop, self._space.way, situation.device
         )
         self.bound = 0.0
         self._needed: set[TimeCut | Moment] = set()
@@ -376,11 +385,11 @@ class _Search:
     def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
         """Units of the paths through all items, and what the judge says of them."""
         index = np.array(candidates_of(self._space, paths), dtype=np.int64)
-        start, stop, mode = (
-            column[index] for column in (self._space.start, self._space.stop, self._space.mode)
+        start, stop, way = (
+            column[index] for column in (self._space.start, self._space.stop, self._space.way)
         )
-        units = price_units(self._situation.prices, start, stop, mode, self._situation.device)
-        chosen = tuple(zip(start.tolist(), stop.tolist(), mode.tolist(), strict=True))
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        chosen = tuple(zip(start.tolist(), stop.tolist(), way.tolist(), strict=True))
         return chosen, judge(self._situation, units, self._root)
 
 

@@ -2,8 +2,10 @@
 
 The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
-any mode its operators allow. An operator outside blocks may also join the root's unit. A plan is any set of
-units that partitions the chain, with the operators outside the chain replicated or in the root's unit.
+any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
+and is not much smaller than the largest, may run in slices. A block may be recomputed in backward if it is
+one unit, or if its operators are replicated or run in slices. A plan is any set of units that partitions the
+chain, with the operators outside the chain replicated or in the root's unit.
 """
 
 from collections import Counter
@@ -14,13 +16,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.prices import FULL_SHARD, MODES, NO_SHARD, ROOT, SHARD_GRAD_OP
+from osdp.cost.ways import (
+    FULL_SHARD,
+    NO_SHARD,
+    RECOMPUTED,
+    ROOT,
+    SHARD_GRAD_OP,
+    mode_of,
+    plain,
+    sliced_way,
+)  # fmt: skip
 from osdp.layout import can_shard
 from osdp.model_desc import Operator
 from osdp.plan import Mode
 
 #: A stretch of operators outside blocks is cut into items of at most this many.
 LONGEST_STRETCH = 8
+
+#: Operators of so small a part of the largest that can be cut are not: their slices would spare little.
+SMALLEST_CUT = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -31,20 +45,36 @@ class Space:
         bounds: First operator of each item and ``K``; length ``n + 1``.
         start: First operator of each candidate.
         stop: One past its last operator.
-        mode: Its mode, an index into :data:`osdp.cost.prices.MODES` or ``ROOT``.
+        way: How it lives (:mod:`osdp.cost.ways`).
         inner: For each item, the slice of its candidates.
+
+    Inside an item candidates are edges between *places*, 0 to ``num_places``: its beginning, its boundaries
+    once for what is kept and once for what is recomputed, so that no path mixes the two, and its end.
     """
 
     bounds: tuple[int, ...]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
-    mode: NDArray[np.int64]
+    way: NDArray[np.int64]
     inner: tuple[slice, ...]
 
     @property
     def num_items(self) -> int:
         """Number of items."""
         return len(self.bounds) - 1
+
+    def places(self, item: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Place each candidate of ``item`` starts and ends at, and the place of the item's end."""
+        first, size = self.bounds[item], self.bounds[item + 1] - self.bounds[item]
+        inner = self.inner[item]
+        shift = np.where(self.way[inner] >= RECOMPUTED, size - 1, 0)
+        end = 2 * size - 1
+
+        def place(boundary: NDArray[np.int64]) -> NDArray[np.int64]:
+            inside = boundary - first
+            return np.where(inside == 0, 0, np.where(inside == size, end, inside + shift))
+
+        return place(self.start[inner]), place(self.stop[inner]), end
 
 
 def build_space(
@@ -54,6 +84,8 @@ def build_space(
     root_unit: bool,
     root_dtype: str | None = "float32",
     whole_blocks: bool = False,
+    slices: Sequence[int] = (),
+    recompute: Sequence[bool] | NDArray[np.bool_] = (),
 ) -> Space:
     """All candidate units over ``chain``.
 
@@ -63,6 +95,8 @@ def build_space(
         root_unit: Whether operators outside blocks may join the root's unit.
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
         whole_blocks: Whether units must be whole items (conditionally executed operators).
+        slices: Numbers of slices an operator may run in.
+        recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
 
     Returns:
         The space.
@@ -71,6 +105,7 @@ def build_space(
     candidates: list[tuple[int, int, int]] = []
     inner: list[slice] = []
     facts = [_Facts.of(operator) for operator in chain]
+    cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
     for first, end in pairwise(bounds):
         begin = len(candidates)
         for a in range(first, first + 1 if whole_blocks else end):
@@ -82,15 +117,44 @@ def build_space(
                     candidates += [(a, b, mode) for mode in _modes(joint, allowed, only=only)]
             if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
                 candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed, root_dtype) else []
+        for k in range(first, end):
+            candidates += [(k, k + 1, sliced_way(count)) for count in cuts[k]]
+        if len(recompute) and recompute[first]:
+            again = [c for c in candidates[begin:] if _recomputable(c, first, end)]
+            candidates += [(a, b, way + RECOMPUTED) for a, b, way in again]
         inner.append(slice(begin, len(candidates)))
     columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
     return Space(
         bounds=bounds,
         start=columns[:, 0],
         stop=columns[:, 1],
-        mode=columns[:, 2],
+        way=columns[:, 2],
         inner=tuple(inner),
     )
+
+
+def _recomputable(candidate: tuple[int, int, int], first: int, end: int) -> bool:
+    """Whether a unit may be in a recomputed block: FSDP2 would gather a part of one again."""
+    start, stop, way = candidate
+    return plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or (start, stop) == (first, end)
+
+
+def _cuts(chain: Sequence[Operator], slices: Sequence[int]) -> list[tuple[int, ...]]:
+    """The numbers of slices that each operator may run in."""
+    sizes = [_cut_size(operator) for operator in chain]
+    least = SMALLEST_CUT * max((nbytes for nbytes, _ in sizes), default=0.0)
+    return [
+        tuple(count for count in slices if 0 < least <= nbytes and count <= length)
+        for nbytes, length in sizes
+    ]
+
+
+def _cut_size(operator: Operator) -> tuple[int, int]:
+    """Bytes of the weight that can be cut, and length of the dimension."""
+    for parameter in operator.parameters:
+        if operator.cut is not None and parameter.name == operator.cut.weight:
+            return parameter.nbytes, parameter.shape[operator.cut.dim]
+    return 0, 0
 
 
 def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
@@ -130,7 +194,7 @@ class _Facts:
 
 def _modes(facts: _Facts, allowed: Sequence[Mode], *, only: bool) -> list[int]:
     """Modes of a unit: FSDP2 wants one dtype and no 0-dim parameter. The ``only`` unit needs one anyway."""
-    modes = [mode for mode in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if MODES[mode] in allowed]
+    modes = [way for way in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
     if facts.shardable and len(facts.dtypes) <= 1:
         return modes
     return [NO_SHARD] if NO_SHARD in modes or only else []

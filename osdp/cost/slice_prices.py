@@ -1,0 +1,134 @@
+"""Bytes and seconds of operators that run in slices of a sharded weight (:mod:`osdp.runtime.slices`).
+
+Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same, then the slice's
+gradient, its padded copy in the dtype of the reduction, and the reduced piece. The weight is stored sharded
+along the dimension that is not cut; a bias is whole on every rank, its gradient in a bucket of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.ways import SLICED
+from osdp.device_info import DeviceInfo
+from osdp.layout import shard_numel
+from osdp.model_desc import DTYPE_BYTES, Operator
+from osdp.profile import OptimizerProfile
+from osdp.training import Training
+
+if TYPE_CHECKING:
+    from osdp.cost.prices import Units
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePrices:
+    """``K`` operators, arrays of shape ``(K,)``; bytes, zeros for operators that cannot be cut.
+
+    Attributes:
+        state: Parameters and optimizer states of a rank.
+        local: What an optimizer step updates, and its number of tensors.
+        gradient_kept: Gradients left after backward.
+        size: Length of the dimension that is cut.
+        column: Bytes of one whole column across the cut, in the dtype it is computed in; padded.
+        reduce_column: The same, in the dtype it is reduced in.
+        bias_bucket: Gradient bucket of the bias.
+        trains: Whether the weight is trainable.
+        num_shards: Ranks.
+    """
+
+    state: Floats
+    local: Floats
+    num_trainable: Floats
+    gradient_kept: Floats
+    size: Floats
+    column: Floats
+    reduce_column: Floats
+    bias_bucket: Floats
+    trains: NDArray[np.bool_]
+    num_shards: int
+
+    def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
+        """``units`` with those that run in slices priced as such."""
+        gather, reduce, average = (
+            device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce")
+        )
+        k, sliced = units.start, units.sliced
+        count = 2.0 ** np.maximum(units.mode - SLICED, 0)
+        width = np.ceil(self.size[k] / count)
+        whole, reduced = width * self.column[k], width * self.reduce_column[k]
+        share = 1 / self.num_shards
+        trains = self.trains[k]
+        backward = np.maximum(whole * (1 + share), np.where(trains, whole + reduced * (1 + share), 0.0))
+        gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
+        reduce_seconds = np.where(
+            trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
+        )
+        bias = self.bias_bucket[k]
+        reduce_seconds += np.where(bias > 0, average.latency + bias / average.bandwidth, 0.0)
+
+        def priced(own: Floats, others: Floats) -> Floats:
+            return np.where(sliced, own, others)
+
+        zero = np.zeros(len(k))
+        return replace(
+            units,
+            state=priced(self.state[k], units.state),
+            unsharded=priced(zero, units.unsharded),
+            gradient=priced(zero, units.gradient),
+            reduce_input=priced(zero, units.reduce_input),
+            reduce_peak=priced(zero, units.reduce_peak),
+            gradient_kept=priced(self.gradient_kept[k], units.gradient_kept),
+            bucket=priced(self.gradient_kept[k], units.bucket),
+            largest_gradient=priced(backward, units.largest_gradient),
+            gather_seconds=priced(gather_seconds, units.gather_seconds),
+            reduce_seconds=priced(reduce_seconds, units.reduce_seconds),
+            step_seconds=priced(
+                optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
+                units.step_seconds,
+            ),
+            slice_forward=priced(whole * (1 + share), zero),
+        )
+
+
+def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicePrices:
+    """Price the slices of each operator that can be cut."""
+    columns = [_column(operator, world_size, training) for operator in operators]
+    names = (
+        "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
+    )  # fmt: skip
+    table = np.array(columns, dtype=float).reshape(-1, len(names) + 1).T
+    return SlicePrices(
+        **dict(zip(names, table[:-1], strict=True)), trains=table[-1] > 0, num_shards=world_size
+    )
+
+
+def _column(operator: Operator, world_size: int, training: Training) -> tuple[float, ...]:
+    cut = operator.cut
+    if cut is None:
+        return (0.0,) * 9
+    weight = next(p for p in operator.parameters if p.name == cut.weight)
+    others = [p for p in operator.parameters if p.name != cut.weight]
+    rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
+    size = weight.shape[cut.dim]
+    local = rows * size * DTYPE_BYTES[weight.dtype]
+    trainable = [p.nbytes for p in others if p.trainable] + [local] * weight.trainable
+    stored = local + sum(p.nbytes for p in others)
+    computed = DTYPE_BYTES[training.param_dtype or weight.dtype]
+    reduced = DTYPE_BYTES[training.reduce_dtype or training.param_dtype or weight.dtype]
+    bias = sum(p.numel * reduced for p in others if p.trainable)
+    return (
+        stored + training.state_bytes(sum(trainable), len(trainable)),
+        sum(trainable),
+        len(trainable),
+        sum(trainable),
+        size,
+        rows * world_size * computed,
+        rows * world_size * reduced,
+        bias,
+        weight.trainable,
+    )

@@ -1,0 +1,50 @@
+"""How a unit may live, as one integer: its mode, the slices it runs in, whether it is recomputed.
+
+The search treats ways as names; only here they are taken apart.
+"""
+
+from osdp.plan import Mode
+
+#: How a unit may live; ``ROOT`` is a SHARD_GRAD_OP operator that joins the root's unit.
+NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, ROOT = range(4)
+#: A FULL_SHARD operator in ``2 ** (way - SLICED)`` slices has a way beyond this.
+SLICED = 4
+#: Added to the way of a unit whose block is recomputed in backward.
+RECOMPUTED = 16
+
+_MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP)
+
+#: The plain ways that a mode has.
+WAY_OF = {Mode.NO_SHARD: NO_SHARD, Mode.SHARD_GRAD_OP: SHARD_GRAD_OP, Mode.FULL_SHARD: FULL_SHARD}
+
+
+def sliced_way(slices: int) -> int:
+    """The way of an operator in ``slices`` slices, a power of two.
+
+    Raises:
+        ValueError: It is none, or too large.
+    """
+    exponent = slices.bit_length() - 1
+    if slices != 2**exponent or not 1 <= exponent < RECOMPUTED - SLICED:
+        raise ValueError(f"slices are counted in powers of two from 2 to 2048, not {slices}")
+    return SLICED + exponent
+
+
+def plain(way: int) -> int:
+    """The way without recomputation."""
+    return way % RECOMPUTED
+
+
+def mode_of(way: int) -> Mode:
+    """The mode of a unit."""
+    return Mode.FULL_SHARD if plain(way) > SLICED else _MODES[plain(way)]
+
+
+def slices_of(way: int) -> int:
+    """In how many slices its operator runs."""
+    return 1 << max(plain(way) - SLICED, 0)
+
+
+def is_recomputed(way: int) -> bool:
+    """Whether its block is recomputed in backward."""
+    return way >= RECOMPUTED

@@ -1,0 +1,148 @@
+"""Operators that a plan runs in slices: their modules are exchanged, their weights sharded as slices need it.
+
+The weight of a sharded one is a DTensor ``Shard`` along the dimension that is not sliced; FSDP2 leaves it
+alone, since its slices are gathered and its gradient is scattered inside the operator. What else the operator
+has, a bias, is replicated.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from osdp.layout import shard_numel
+from osdp.plan import Decision, Plan
+from osdp.runtime.owners import Owned
+from osdp.runtime.split_modules import Slicing, check_slicing, kind_of, slice_along, sliced, sliced_dim
+
+#: The one parameter that is cut.
+_WEIGHT = "weight"
+
+
+def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Why operators of ``plan`` cannot run in the slices it says; their modules must be in ``model``."""
+    units = {operator: unit for unit in plan.units for operator in unit.operators}
+    for decision in _sliced_decisions(plan):
+        if len(units[decision.operator].operators) > 1:
+            yield f"operator {decision.operator!r} runs in slices but shares a unit"
+        for fqn in decision.modules:
+            module = model.get_submodule(fqn)
+            try:
+                check_slicing(module, _slicing(module, decision))
+            except ValueError as error:
+                yield f"operator {decision.operator!r} cannot run in {decision.slices} slices: {error}"
+
+
+def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
+    """Let the modules of sliced operators run in slices; names, parameters and types stay."""
+    made: dict[nn.Module, nn.Module] = {}
+    for decision in _sliced_decisions(plan):
+        for fqn in decision.modules:
+            module = model.get_submodule(fqn)
+            slicing = replace(
+                _slicing(module, decision), dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype
+            )
+            made[module] = sliced(module, slicing)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in made:
+                setattr(parent, name, made[child])
+
+
+def sharded_weights(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """The weights that are sharded for slices, by first FQN, and the dimension each is sharded along."""
+    found = {}
+    for decision in _sliced_decisions(plan):
+        if decision.mode.sharded:
+            module = model.get_submodule(decision.modules[0])
+            weight = next(n for n in decision.parameters if n.rpartition(".")[2] == _WEIGHT)
+            found[weight] = 1 - sliced_dim(module, _slicing(module, decision).by)
+    return found
+
+
+def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    """Register ``owned``, whole and the same on every rank or on ``meta``, sharded along ``dim``."""
+    whole = owned.parameter.detach()
+    size = shard_numel((whole.shape[dim],), mesh.size())
+    first = min(mesh.get_local_rank() * size, whole.shape[dim])
+    local = whole.narrow(dim, first, min(size, whole.shape[dim] - first)).contiguous()
+    if not whole.is_meta:
+        local = local.clone() if local.data_ptr() == whole.data_ptr() else local
+    value = DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    new = nn.Parameter(value, requires_grad=owned.parameter.requires_grad)
+    owned.register(new)
+    return new
+
+
+class SlicedParameter:
+    """A weight that is sharded for slices; modules compute with what is stored."""
+
+    def __init__(self, owned: Owned) -> None:
+        self.owned = owned
+
+    @property
+    def name(self) -> str:
+        """The first of its FQNs."""
+        return self.owned.name
+
+    @property
+    def stored(self) -> nn.Parameter:
+        """What the optimizer sees."""
+        return self.owned.parameter
+
+    @property
+    def compute(self) -> nn.Parameter:
+        """What forward and backward use."""
+        return self.owned.parameter
+
+
+class SlicedParameters:
+    """The weights of a model that are sharded for slices.
+
+    Args:
+        parameters: The weights.
+        on_gradient: Called with each when autograd has left a gradient on it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[SlicedParameter], on_gradient: Callable[[SlicedParameter], None]
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._on_gradient = on_gradient
+        self._watched: set[int] = set()
+
+    def watch(self) -> None:
+        """Report the gradients of all that are trainable now."""
+        for parameter in self.parameters:
+            if parameter.stored.requires_grad and id(parameter) not in self._watched:
+                parameter.stored.register_post_accumulate_grad_hook(self._reporter(parameter))
+                self._watched.add(id(parameter))
+
+    def _reporter(self, parameter: SlicedParameter) -> Callable[[torch.Tensor], None]:
+        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
+        mine, its = weakref.ref(self), weakref.ref(parameter)
+
+        def report(_: torch.Tensor) -> None:
+            all_parameters, found = mine(), its()
+            if all_parameters is not None and found is not None:
+                all_parameters._on_gradient(found)
+
+        return report
+
+
+def _sliced_decisions(plan: Plan) -> Iterator[Decision]:
+    return (decision for decision in plan.decisions if decision.slices > 1)
+
+
+def _slicing(module: nn.Module, decision: Decision) -> Slicing:
+    """How ``module``, one of those that share a weight, is cut as the operator is."""
+    kind = kind_of(module)
+    by = decision.sliced_by if kind is None else slice_along(kind, decision.sliced_by)
+    return Slicing(decision.slices, by)

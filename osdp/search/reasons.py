@@ -1,0 +1,114 @@
+"""Why each unit of an answer lives as it does: what the next-best choice would have cost."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from osdp.cost.judge import Outcome, judge_choice
+from osdp.cost.situation import Situation, price_root
+from osdp.cost.ways import RECOMPUTED, ROOT, WAY_OF, is_recomputed, mode_of, plain, sliced_way, slices_of
+from osdp.model_desc import Operator
+from osdp.plan import Mode
+from osdp.search.sharding import Assignment, Rules
+from osdp.units import format_bytes, format_seconds
+
+Units = tuple[tuple[int, int, int], ...]
+
+
+class Reasons:
+    """Why each unit lives as it does: what the next-best mode would have cost."""
+
+    def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
+        self._situation, self._found = situation, found
+        self._limit = situation.device.memory_limit
+        self._ways = [way for mode, way in WAY_OF.items() if mode in rules.allowed]
+        sharded, replicated = found.root_sharded, found.root_replicated
+        self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def of_unit(self, index: int) -> str:
+        """The reason of a unit of the chain; equal units of equal ways are asked once."""
+        a, b, way = self._found.units[index]
+        chain = self._situation.timeline.chain
+        neighbours = tuple(w for _, _, w in self._found.units[max(index - 1, 0) : index + 2])
+        shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
+        key = (shapes, way, neighbours)
+        if key not in self._known:
+            forced = len(self._ways) == 1
+            self._known[key] = "forced" if forced else self._compare(index)
+        return self._known[key]
+
+    def _compare(self, index: int) -> str:
+        others = [(name, self._judged(units)) for name, units in self._others(index)]
+        return _difference(self._found.outcome, others, self._limit)
+
+    def _judged(self, units: Units) -> Outcome:
+        return judge_choice(self._situation, units, self._root)
+
+    def _others(self, index: int) -> Iterator[tuple[str, Units]]:
+        """Other ways of one unit, each with the units of the whole chain."""
+        way = self._found.units[index][2]
+        again = RECOMPUTED * is_recomputed(way)
+        for other in self._ways:
+            if other != plain(way) and (not again or self._is_whole_block(index)):
+                yield str(mode_of(other)), self._exchanged({index: other + again})
+        fewer = slices_of(way) // 2
+        if fewer > 1:
+            yield f"{fewer} slices", self._exchanged({index: sliced_way(fewer) + again})
+        if again:
+            members = self._of_block(index)
+            kept = {member: plain(self._found.units[member][2]) for member in members}
+            yield "keeping its activations", self._exchanged(kept)
+
+    def _exchanged(self, ways: Mapping[int, int]) -> Units:
+        return tuple((a, b, ways.get(i, way)) for i, (a, b, way) in enumerate(self._found.units))
+
+    def _of_block(self, index: int) -> list[int]:
+        chain = self._situation.timeline.chain
+        block = chain[self._found.units[index][0]].block
+        return [i for i, (a, _, _) in enumerate(self._found.units) if chain[a].block == block]
+
+    def _is_whole_block(self, index: int) -> bool:
+        return self._of_block(index) == [index]
+
+    def of_root(self, operator: Operator) -> str:
+        """The reason of an operator in the root's unit."""
+        others = tuple(op for op in self._found.root_sharded if op != operator)
+        return self._root_difference(Mode.NO_SHARD, others, (*self._found.root_replicated, operator))
+
+    def of_replicated(self, operator: Operator) -> str:
+        """The reason of a replicated operator outside the chain."""
+        if any(not parameter.shape for parameter in operator.parameters):
+            return "a 0-dim parameter cannot be sharded"
+        others = tuple(op for op in self._found.root_replicated if op != operator)
+        return self._root_difference(Mode.SHARD_GRAD_OP, (*self._found.root_sharded, operator), others)
+
+    def _root_difference(
+        self, mode: Mode, sharded: tuple[Operator, ...], replicated: tuple[Operator, ...]
+    ) -> str:
+        if len(self._ways) == 1:
+            return "forced"
+        has_unit = bool(sharded) or any(way == ROOT for _, _, way in self._found.units)
+        root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
+        seen = judge_choice(self._situation, self._found.units, root)
+        return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
+
+
+def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: int) -> str:
+    """What the other choices would change: the best that fits, and a faster one that does not."""
+    parts = []
+    fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]
+    if fitting:
+        slower, mode, outcome = min(fitting, key=lambda item: item[0])
+        spared = chosen.peak - outcome.peak
+        parts.append(
+            f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
+            + (f" and spare {format_bytes(spared)}" if spared > 0 else "")
+        )
+    for mode, outcome in others:
+        if outcome.peak > limit and outcome.seconds < chosen.seconds:
+            gain, over = chosen.seconds - outcome.seconds, outcome.peak - limit
+            parts.append(
+                f"{mode} would save {format_seconds(gain)} but exceed the limit by {format_bytes(over)}"
+            )
+    if not parts and others:
+        parts.append("no other way fits the limit")
+    return "; ".join(parts)
