@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from osdp import LMHeadLoss
 from osdp.layout import is_inside
 
 Batch = dict[str, torch.Tensor]
@@ -258,6 +259,32 @@ def resnet(name: str, *, depths: tuple[int, ...], width: int, side: int = 64, cl
 def mlp(name: str, *, layers: int, width: int) -> Case:
     """A residual MLP."""
     return Case(name, lambda: WithLoss(Mlp(width, layers)), partial(_vectors, width), ("net.layers",))
+
+
+class HeadWithLoss(nn.Module):
+    """States of an embedding, and a head that computes its loss in slices of the vocabulary."""
+
+    def __init__(self, width: int, vocab: int, slices: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.head = LMHeadLoss(nn.Linear(width, vocab, bias=False), num_slices=slices)
+
+    def forward(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of ``labels``."""
+        total, count = self.head(self.norm(states), labels)
+        return total / count
+
+
+def head_with_loss(name: str, *, width: int, vocab: int, length: int, slices: int) -> Case:
+    """A language-model head by itself."""
+
+    def batch(size: int, generator: torch.Generator) -> Batch:
+        return {
+            "states": torch.randn(size, length, width, generator=generator),
+            "labels": torch.randint(vocab, (size, length), generator=generator),
+        }
+
+    return Case(name, lambda: HeadWithLoss(width, vocab, slices), batch, ())
 
 
 def transformer(name: str, *, layers: int, width: int, heads: int, length: int, vocab: int = 256) -> Case:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from osdp.model_desc import ModelDesc
     from osdp.plan import Mode, Plan
     from osdp.profile import Profile
+    from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
+    from osdp.runtime.split_modules import LMHeadLoss, SplitEmbedding, SplitLinear
     from osdp.training import Training
     from osdp.wrapper import OSDP, OptimalShardedDataParallel
 
@@ -24,6 +26,7 @@ __all__ = [
     "OSDP",
     "DeviceInfo",
     "InfeasibleError",
+    "LMHeadLoss",
     "Link",
     "Mode",
     "ModelDesc",
@@ -31,8 +34,13 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "Profile",
+    "SplitEmbedding",
+    "SplitLinear",
     "Training",
     "make_plan",
+    "split_cross_entropy",
+    "split_embedding",
+    "split_linear",
 ]
 
 _HOME = {
@@ -48,6 +56,12 @@ _HOME = {
     "Plan": "osdp.plan",
     "Profile": "osdp.profile",
     "Training": "osdp.training",
+    "LMHeadLoss": "osdp.runtime.split_modules",
+    "SplitEmbedding": "osdp.runtime.split_modules",
+    "SplitLinear": "osdp.runtime.split_modules",
+    "split_cross_entropy": "osdp.runtime.split",
+    "split_embedding": "osdp.runtime.split",
+    "split_linear": "osdp.runtime.split",
 }
 
 

@@ -38,6 +38,8 @@ def make_plan(
     strategy: str | Mode | None = None,
     local_batches: Sequence[int] = (),
     microbatches: Sequence[int] = (),
+    slices: Sequence[int] = (),
+    recompute: bool = False,
     auto_wrap_policy: Callable[..., Any] | None = None,
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
@@ -62,6 +64,10 @@ def make_plan(
         strategy: A mode to force on all operators.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
+        slices: Numbers of slices, powers of two, that an operator may run in; none where ``strategy`` forces a
+            mode or parameters may go unused.
+        recompute: Whether blocks may be computed again in backward instead of keeping their activations;
+            likewise.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
@@ -79,7 +85,7 @@ def make_plan(
     if mesh is None and model is not None and dist.is_initialized():
         mesh = data_parallel_mesh(model)
     device = _detected(device_info, mesh)
-    rules = Rules(allowed=_allowed(strategy), whole_blocks=find_unused_parameters)
+    rules = _rules(strategy, slices, recompute, find_unused_parameters)
 
     def profiled(batch: int) -> Profile:
         wanted = replace(training, local_batch=batch)
@@ -143,6 +149,19 @@ def _detected(device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | No
     if isinstance(device_info, DeviceInfo):
         return device_info
     return DeviceInfo.detect(device_info, mesh=mesh)
+
+
+def _rules(
+    strategy: str | Mode | None, slices: Sequence[int], recompute: bool, find_unused_parameters: bool
+) -> Rules:
+    """What the search may use."""
+    free = strategy is None and not find_unused_parameters
+    return Rules(
+        allowed=_allowed(strategy),
+        whole_blocks=find_unused_parameters,
+        slices=tuple(slices) if free else (),
+        recompute=recompute and free,
+    )
 
 
 def _allowed(strategy: str | Mode | None) -> tuple[Mode, ...]:

@@ -4,7 +4,7 @@ import random
 
 from osdp.cost.situation import Situation, build_situation
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
-from osdp.model_desc import Affine, ModelDesc, Operator, Parameter, Segment, Work
+from osdp.model_desc import Affine, Cut, ModelDesc, Operator, Parameter, Segment, Work
 from osdp.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.training import Training
 
@@ -65,7 +65,8 @@ def random_model(
         weight = Parameter(f"{name}.weight", shape, "float32")
         bias = Parameter(f"{name}.bias", shape[:1], "float32")
         place = len(segments)
-        operators.append(Operator(name, (name,), (weight, bias), block, place, place, spanning))
+        cut = None if spanning else Cut("output", 0, weight.name)
+        operators.append(Operator(name, (name,), (weight, bias), block, place, place, spanning, cut=cut))
 
     operator("embed", None, embedding, spanning=tied)
     segment("embed", "embed", "embed")

@@ -162,14 +162,14 @@ def _transfer(hosts: network.Hosts, nbytes: int) -> float:
         assert receiver.stdout is not None
         try:
             assert receiver.stdout.readline() == "ready\n"
-            subprocess.run([*second, sys.executable, "-c", send], check=True, timeout=30)
+            subprocess.run([*second, sys.executable, "-c", send], check=True, timeout=120)
             return float(receiver.stdout.readline())
         finally:
             receiver.kill()
 
 
 def _namespaces() -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=30)
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=120)
     return [line.split()[0] for line in listed.stdout.splitlines() if line]
 
 

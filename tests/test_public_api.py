@@ -13,6 +13,7 @@ def test_the_public_names_are_these() -> None:
         "OSDP",
         "DeviceInfo",
         "InfeasibleError",
+        "LMHeadLoss",
         "Link",
         "Mode",
         "ModelDesc",
@@ -20,8 +21,13 @@ def test_the_public_names_are_these() -> None:
         "Plan",
         "PlanMismatchError",
         "Profile",
+        "SplitEmbedding",
+        "SplitLinear",
         "Training",
         "make_plan",
+        "split_cross_entropy",
+        "split_embedding",
+        "split_linear",
     ]
 
 

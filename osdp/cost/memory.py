@@ -81,7 +81,7 @@ def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
         # A bucket takes the memory of the gradients it left, unless it is of another dtype.
         reused = units.sliced | (~units.in_root & (units.unsharded == 0))
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
-    return Gradients(np.where(units.sharded, units.gradient, unreduced), nothing)
+    return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
 def _always(units: Units, conditions: Conditions) -> Floats:
@@ -189,7 +189,13 @@ def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
 def _running(situation: Situation, units: Units, moment: Moment, region: int) -> Floats:
     """Bytes of the unit whose backward runs at ``region``."""
     prefix, operator = situation.prices.gradient, region // 2
+    keeps = situation.conditions.keeps_gradients
     accrued = prefix[units.stop] - prefix[np.minimum(np.maximum(units.start, operator), units.stop)]
+    if keeps:
+        runs = (units.start <= operator) & (operator < units.stop)
+        one = np.where(runs, _gradient_at(prefix, min(operator, len(prefix) - 2)), 0.0)
+        # Added in place as they come, unless the sum is of another dtype.
+        accrued = np.where(units.accumulated == units.gradient, one, accrued)
     sharded = units.unsharded + accrued
     if moment.kind == "backward_unshard":
         begins = (units.stop == moment.where + 1) & (units.mode == FULL_SHARD)
@@ -197,7 +203,8 @@ def _running(situation: Situation, units: Units, moment: Moment, region: int) ->
             begins, units.unsharded, accrued - _gradient_at(prefix, operator)
         )
     elif moment.kind == "reduce":
-        sharded = np.where(units.start == moment.where, units.reduce_peak, sharded)
+        peak = units.reduce_peak - (units.gradient if keeps else 0.0)
+        sharded = np.where(units.start == moment.where, peak, sharded)
     lasting = lasting_gradients(units, situation.conditions).after
     return np.where(units.sharded, sharded, lasting + units.largest_gradient)
 
@@ -278,6 +285,7 @@ class _PlanMemory:
     root: RootPrice
     gathered_root: float  # the root unit's all-gather output
     gradient_prefix: Floats
+    keeps_gradients: bool
     after: Floats  # (U,): gradients from the unit's own backward on
     base: float  # alive in every moment
     kept_before: Floats  # (U + 1,): SHARD_GRAD_OP parameters of the units before
@@ -305,6 +313,7 @@ class _PlanMemory:
             root=root,
             gathered_root=root.unsharded + float(units.unsharded[units.in_root].sum()),
             gradient_prefix=situation.prices.gradient,
+            keeps_gradients=conditions.keeps_gradients,
             after=after,
             base=_root_always(situation, root) + float(_always(units, conditions).sum()),
             kept_before=np.concatenate([[0.0], np.cumsum(kept)]),
@@ -352,10 +361,11 @@ class _PlanMemory:
         start, stop = (
             self._at(bound, self.low).astype(np.int64) for bound in (self.units.start, self.units.stop)
         )
-        accrued = (
-            self.gradient_prefix[stop]
-            - self.gradient_prefix[np.minimum(np.maximum(start, regions // 2), stop)]
-        )
+        prefix, operator = self.gradient_prefix, np.minimum(regions // 2, len(self.gradient_prefix) - 2)
+        accrued = prefix[stop] - prefix[np.minimum(np.maximum(start, regions // 2), stop)]
+        if self.keeps_gradients:
+            in_place = self._at(self.units.accumulated == self.units.gradient, self.low)
+            accrued = np.where(in_place, prefix[operator + 1] - prefix[operator], accrued)
         running = np.where(
             self._at(self.units.sharded, self.low),
             self._at(self.units.unsharded, self.low) + accrued,
@@ -385,6 +395,8 @@ class _PlanMemory:
         ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
         values = self.root.backward.end[first] + self._around(index, index + 1) + ahead
         values += self.units.reduce_peak[index] - self.dropped[2 * first + 1]
+        if self.keeps_gradients:
+            values -= self.units.gradient[index]
         best = _argmax(values)
         if best < 0:
             return -np.inf, Moment("reduce")

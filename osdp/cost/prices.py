@@ -109,6 +109,8 @@ class Units:
         reduce_input: Bytes of the reduce-scatter's input.
         reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into
             it.
+        accumulated: Bytes of the unsharded gradients that several microbatches add to, in the dtype of the
+            reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated.
         largest_gradient: Bytes of the largest single gradient if they are added to what is there already: a
@@ -128,6 +130,7 @@ class Units:
     gradient: Floats
     reduce_input: Floats
     reduce_peak: Floats
+    accumulated: Floats
     gradient_kept: Floats
     bucket: Floats
     largest_gradient: Floats
@@ -189,6 +192,7 @@ def price_units(
         gradient=span(prices.gradient),
         reduce_input=np.where(sharded, reduce_input, 0.0),
         reduce_peak=np.where(own, reduce_input + copying, 0.0),
+        accumulated=bucket,
         gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
         largest_gradient=np.where(

@@ -39,6 +39,11 @@ class Conditions:
     reduce_each: bool
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients stay from one microbatch to the next: new ones are added to them at once."""
+        return self.microbatches > 1 and not self.reduce_each
+
+    @property
     def reductions(self) -> int:
         """Gradient reductions a step."""
         return self.microbatches if self.reduce_each else 1
@@ -187,7 +192,7 @@ def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]
     """Gradients of operators outside the chain that earlier microbatches left."""
     if conditions.microbatches == 1:
         return 0.0
-    kept = sharded.gradient_kept if conditions.reduce_each else sharded.gradient
+    kept = sharded.gradient_kept if conditions.reduce_each else sharded.accumulated
     return float(kept.sum() + sum(units.bucket.sum() for units in replicated))
 
 

@@ -82,6 +82,7 @@ class SlicePrices:
             gradient=priced(zero, units.gradient),
             reduce_input=priced(zero, units.reduce_input),
             reduce_peak=priced(zero, units.reduce_peak),
+            accumulated=priced(zero, units.accumulated),
             gradient_kept=priced(self.gradient_kept[k], units.gradient_kept),
             bucket=priced(self.gradient_kept[k], units.bucket),
             largest_gradient=priced(backward, units.largest_gradient),

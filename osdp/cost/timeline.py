@@ -213,13 +213,18 @@ def _recompute(
     count = len(chain)
     floats = {name: np.zeros(count) for name in ("saving", "excess", "seconds")}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
+    released = _released_later(model_desc, walk)
+    previous = ""
     for block, start, stop in _whole_blocks(chain):
+        stack, before = block.rpartition(".")[0], previous
+        previous = stack
         inside = [i for i, s in enumerate(model_desc.segments) if is_inside(s.module, block)]
         a, b = inside[0], inside[-1] + 1
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
         handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
-        saving = walk.up[b] - walk.up[a] - handed_on
+        # What enters a stack of blocks is held by its caller; recomputing the first block keeps it for good.
+        saving = walk.up[b] - walk.up[a] - handed_on - (released if stack != before else 0.0)
         if saving <= 0:
             continue
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
@@ -229,6 +234,16 @@ def _recompute(
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return Recompute(until=until, possible=possible, **floats)
+
+
+def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:
+    """Bytes that forward frees outside blocks: tensors that were held for want of an end of their scope."""
+    blocks = {operator.block for operator in model_desc.operators if operator.block is not None}
+    growth = np.diff(walk.up)
+    outside = [
+        not any(is_inside(segment.module, block) for block in blocks) for segment in model_desc.segments
+    ]
+    return float(np.maximum(-growth[outside], 0.0).sum())
 
 
 def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from osdp.plan import Mode, Plan, Unit
+from osdp.runtime.arguments import keep_identity
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.owners import Owned
 from osdp.runtime.torch_private import in_backward
@@ -68,6 +69,9 @@ def _shard(
     fully_shard(
         target, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=replicated
     )
+    for module in modules:
+        if isinstance(module, nn.MultiheadAttention):
+            keep_identity(module)
 
 
 class ShardedParameter:

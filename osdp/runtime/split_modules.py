@@ -182,12 +182,9 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def cut_of(module: nn.Module) -> tuple[str, int] | None:
-    """What a module whose slices only divide its work is cut by, and the dimension of its weight.
-
-    A head with its loss has a number of slices of its own, which decides what activations there are.
-    """
+    """What a module is cut by, and the dimension of its weight; ``None`` if it cannot run in slices."""
     kind = kind_of(module)
-    if kind in (None, "head"):
+    if kind is None:
         return None
     by = WAYS[kind][0]
     return by, sliced_dim(module, by)
