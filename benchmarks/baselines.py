@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,7 @@ def fsdp2(
     mesh: DeviceMesh,
     *,
     reshard: bool = True,
+    recompute: bool = False,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """FSDP2 with one unit per block; the root, with tied weights in it, stays gathered.
@@ -31,10 +33,13 @@ def fsdp2(
         case: Knows its blocks.
         mesh: One axis: FSDP. Two axes, replicate and shard: HSDP.
         reshard: Whether blocks are resharded after forward (FULL_SHARD) or kept (SHARD_GRAD_OP).
+        recompute: Whether blocks keep only their inputs for backward.
         mp_policy: Mixed precision; none if omitted.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     for block in case.find_blocks(model):
+        if recompute:
+            checkpoint(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return model

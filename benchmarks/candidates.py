@@ -19,6 +19,14 @@ from osdp.profiler.measure import profile_model
 
 BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
 
+#: Ways to set up FSDP2 by hand: whether blocks are resharded after forward, and whether they are recomputed.
+FSDP2 = {
+    "fsdp2": (True, False),
+    "fsdp2-keep": (False, False),
+    "fsdp2-recompute": (True, True),
+    "fsdp2-keep-recompute": (False, True),
+}
+
 #: A limit that never binds.
 UNLIMITED = 2**50
 
@@ -60,7 +68,7 @@ class Candidate:
     """One way to train a case.
 
     Attributes:
-        kind: One of :data:`BASELINES` or ``"osdp"``.
+        kind: ``"ddp"``, one of :data:`FSDP2` or ``"osdp"``.
         setting: What to train.
         device: The devices the plan was made for; only for ``"osdp"``.
         chosen: The plan; only for ``"osdp"``.
@@ -76,8 +84,9 @@ class Candidate:
         setting = self.setting
         if self.kind == "ddp":
             return ddp(model)
-        if self.kind in ("fsdp2", "fsdp2-keep"):
-            return fsdp2(model, setting.case, mesh, reshard=self.kind == "fsdp2")
+        if self.kind in FSDP2:
+            reshard, recompute = FSDP2[self.kind]
+            return fsdp2(model, setting.case, mesh, reshard=reshard, recompute=recompute)
         return OSDP(model, setting.model_desc, self.device, training=setting.training, plan=self.chosen)
 
     def prepare(self, mesh: DeviceMesh) -> TrainStep:

@@ -32,13 +32,15 @@ from benchmarks.models import Batch, Case, gpt2, head_with_loss, loss_of
 from benchmarks.timing import alternate, paired_ratio
 from osdp import DeviceInfo, Plan, Training
 from osdp.cost.step import evaluate
-from osdp.plan import Mode, Unit
+from osdp.plan import Decision, Mode, Unit
 
 WORLD_SIZE = 2
 FAKE_WORLD_SIZE = 8
 SLICES = (1, 2, 4, 8, 16)
 TRAINING = Training(local_batch=4)
 WIDTH, VOCAB = 1024, 16384
+#: Operators of so many bytes are sharded.
+LARGE = 2**21
 
 
 class OneOperator(nn.Module):
@@ -54,7 +56,7 @@ class OneOperator(nn.Module):
 
 
 def case_of(target: str, slices: int, *, alone: bool) -> Case:
-    """The model of a row; a head is made with its number of slices, since they decide what logits there are."""
+    """The model of a row; a head is made with its number of slices: they decide what logits there are."""
     if target == "head":
         length = 1 if alone else 128
         return head_with_loss("head", width=WIDTH, vocab=VOCAB, length=length, slices=slices)
@@ -69,20 +71,17 @@ def _one_token(size: int, generator: torch.Generator) -> Batch:
 
 
 def plan_with(setting: Setting, device: DeviceInfo, slices: int) -> Plan:
-    """Every operator that can be cut sharded by itself, in so many slices; the others replicated."""
+    """Every large operator sharded by itself, in so many slices; the others replicated."""
     plan = setting.plan(device, strategy="NO_SHARD")
-    cuts = {op.name: op.cut for op in setting.model_desc.operators if op.cut is not None}
-    decisions = tuple(
-        decision
-        if decision.operator not in cuts
-        else replace(
-            decision,
-            mode=Mode.FULL_SHARD,
-            slices=slices,
-            sliced_by=cuts[decision.operator].by if slices > 1 else "",
-        )
-        for decision in plan.decisions
-    )
+
+    def decided(decision: Decision) -> Decision:
+        if decision.nbytes < LARGE:
+            return decision
+        cut = setting.model_desc.operator(decision.operator).cut
+        by = cut.by if cut is not None and slices > 1 else ""
+        return replace(decision, mode=Mode.FULL_SHARD, slices=slices if by else 1, sliced_by=by)
+
+    decisions = tuple(map(decided, plan.decisions))
     units = tuple(Unit(decision.mode, (decision.operator,), decision.modules) for decision in decisions)
     plan = replace(plan, decisions=decisions, units=units, optimal=False, notes=())
     predicted = evaluate(plan, setting.profile, device, setting.training, setting.model_desc)
@@ -106,7 +105,7 @@ def transient_bytes(target: str, slices: int) -> int:
 
 
 def measure_times(rank: int, world_size: int, *, target: str, slices: list[int], rounds: int) -> Row:
-    """Worker: seconds of a step for each number of slices, alternating, and gradients beside a single process."""
+    """Worker: seconds of a step for each number of slices, and gradients beside a single process."""
     del rank
     mesh = live_mesh()
     steps: dict[str, Any] = {}

@@ -64,8 +64,8 @@ def make_plan(
         strategy: A mode to force on all operators.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
-        slices: Numbers of slices, powers of two, that an operator may run in; none where ``strategy`` forces a
-            mode or parameters may go unused.
+        slices: Numbers of slices, powers of two, that an operator may run in; none where ``strategy``
+            forces a mode or parameters may go unused.
         recompute: Whether blocks may be computed again in backward instead of keeping their activations;
             likewise.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.

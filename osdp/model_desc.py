@@ -133,11 +133,13 @@ class Cut:
         by: What is cut: ``"output"`` features, or ``"rows"`` of a vocabulary.
         dim: The dimension of the weight that is cut; the other one is sharded.
         weight: Name of the weight.
+        slices: The only number of slices there may be, since it decides what activations there are; 0 if any.
     """
 
     by: str
     dim: int
     weight: str
+    slices: int = 0
 
 
 @dataclass(frozen=True, slots=True)

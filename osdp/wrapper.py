@@ -37,6 +37,8 @@ _PLANNING = (
     "reduce_dtype",
     "local_batches",
     "microbatches",
+    "slices",
+    "recompute",
 )
 
 
@@ -91,6 +93,8 @@ class OSDP(nn.Module):
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise.
+        slices: Numbers of slices, powers of two, that an operator may run in.
+        recompute: Whether blocks may be computed again in backward instead of keeping their activations.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
@@ -133,6 +137,8 @@ class OSDP(nn.Module):
         strategy: str | None = None,
         local_batches: Sequence[int] = (),
         microbatches: Sequence[int] = (),
+        slices: Sequence[int] = (),
+        recompute: bool = False,
         auto_wrap_policy: Callable[..., Any] | None = None,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -154,6 +160,8 @@ class OSDP(nn.Module):
             "strategy": strategy,
             "local_batches": local_batches,
             "microbatches": microbatches,
+            "slices": slices,
+            "recompute": recompute,
             "auto_wrap_policy": auto_wrap_policy,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,

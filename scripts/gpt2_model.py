@@ -1,6 +1,6 @@
-"""A byte-level GPT-2 from transformers' own classes, and the ways to spread it over processes."""
+"""Byte-level GPT-2 and OPT from transformers' own classes, and the ways to spread them over processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,25 +9,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 #: Wraps a model, in place or not, and returns what to call.
-Wrap = Callable[[GPT2LMHeadModel], nn.Module]
+Wrap = Callable[[PreTrainedModel], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Shape of a GPT-2: blocks, width, attention heads, bytes of context."""
+    """Shape of a model: blocks, width, attention heads, bytes of context, and which family it is of."""
 
     layers: int
     hidden: int
     heads: int
     seq: int
+    family: str = "gpt2"
 
 
-def build(size: Size, seed: int) -> GPT2LMHeadModel:
+def build(size: Size, seed: int) -> PreTrainedModel:
     """A randomly initialised model over the 256 bytes: tied embeddings, no dropout, nothing to download."""
     torch.manual_seed(seed)
+    model = FAMILIES[size.family](size)
+    # What transformers falls back to for these classes, with a warning.
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def _gpt2(size: Size) -> PreTrainedModel:
     config = GPT2Config(
         vocab_size=256,
         n_layer=size.layers,
@@ -41,17 +49,44 @@ def build(size: Size, seed: int) -> GPT2LMHeadModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config)
-    # What transformers falls back to for this class, with a warning.
-    model.loss_type = "ForCausalLM"
-    return model
+    return GPT2LMHeadModel(config)
+
+
+def _opt(size: Size) -> PreTrainedModel:
+    config = OPTConfig(
+        vocab_size=256,
+        num_hidden_layers=size.layers,
+        hidden_size=size.hidden,
+        word_embed_proj_dim=size.hidden,
+        ffn_dim=4 * size.hidden,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.seq,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        use_cache=False,
+        pad_token_id=None,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return OPTForCausalLM(config)
+
+
+#: How a model of each family is made.
+FAMILIES: dict[str, Callable[[Size], PreTrainedModel]] = {"gpt2": _gpt2, "opt": _opt}
+
+
+def blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
+    """The repeated blocks of a model of either family."""
+    inner = model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.model.decoder.layers
+    return list(inner)
 
 
 def fsdp2(mesh: DeviceMesh) -> Wrap:
     """FSDP2 as an expert sets it up: one unit per block, the root kept gathered."""
 
-    def wrap(model: GPT2LMHeadModel) -> nn.Module:
-        for block in model.transformer.h:
+    def wrap(model: PreTrainedModel) -> nn.Module:
+        for block in blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         return model
@@ -62,7 +97,7 @@ def fsdp2(mesh: DeviceMesh) -> Wrap:
 def ddp(device: torch.device) -> Wrap:
     """DDP without a second copy of the gradients."""
 
-    def wrap(model: GPT2LMHeadModel) -> nn.Module:
+    def wrap(model: PreTrainedModel) -> nn.Module:
         wrapped = DistributedDataParallel(model.to(device=device), gradient_as_bucket_view=True)
         if dist.get_backend() == "fake":
             # DDP wants a result, which a group that moves no data does not give.

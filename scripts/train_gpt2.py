@@ -1,4 +1,4 @@
-"""Train a byte-level GPT-2 on real text under OSDP, FSDP2 or DDP, and compare them in one run.
+"""Train a byte-level GPT-2 or OPT on real text under OSDP, FSDP2 or DDP, and compare them in one run.
 
 Started by torchrun, which demo.sh, gpt2_osdp.sh and gpt2_fsdp.sh do::
 
@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=parse_bytes, default="8MiB", help="of text to read (%(default)s)")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
+    parser.add_argument("--family", choices=gpt2_model.FAMILIES, default="gpt2", help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate (%(default)s)")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--memory-limit", type=parse_bytes, help="per device, for example 8GiB")
@@ -103,7 +104,7 @@ def read_corpus(options: argparse.Namespace) -> Corpus:
 
 def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
     """The settings that the flags describe; ``--batch`` counts samples per process."""
-    size = Size(options.layers, options.hidden, options.heads, options.seq)
+    size = Size(options.layers, options.hidden, options.heads, options.seq, options.family)
     return Settings(size, options.batch * world_size, options.steps, options.lr, options.seed)
 
 

@@ -40,7 +40,7 @@ class Conditions:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients stay from one microbatch to the next: new ones are added to them at once."""
+        """Whether whole gradients stay from one microbatch to the next."""
         return self.microbatches > 1 and not self.reduce_each
 
     @property

@@ -38,6 +38,7 @@ class SlicePrices:
         reduce_column: The same, in the dtype it is reduced in.
         bias_bucket: Gradient bucket of the bias.
         trains: Whether the weight is trainable.
+        in_profile: Whether it was profiled in slices, so that the gradient of one is among its activations.
         num_shards: Ranks.
     """
 
@@ -50,6 +51,7 @@ class SlicePrices:
     reduce_column: Floats
     bias_bucket: Floats
     trains: NDArray[np.bool_]
+    in_profile: NDArray[np.bool_]
     num_shards: int
 
     def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
@@ -63,7 +65,8 @@ class SlicePrices:
         whole, reduced = width * self.column[k], width * self.reduce_column[k]
         share = 1 / self.num_shards
         trains = self.trains[k]
-        backward = np.maximum(whole * (1 + share), np.where(trains, whole + reduced * (1 + share), 0.0))
+        made = np.where(self.in_profile[k], 0.0, whole)
+        backward = np.maximum(whole * (1 + share), np.where(trains, made + reduced * (1 + share), 0.0))
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
         reduce_seconds = np.where(
             trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
@@ -102,16 +105,19 @@ def price_slices(operators: Sequence[Operator], *, world_size: int, training: Tr
     names = (
         "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
     )  # fmt: skip
-    table = np.array(columns, dtype=float).reshape(-1, len(names) + 1).T
+    table = np.array(columns, dtype=float).reshape(-1, len(names) + 2).T
     return SlicePrices(
-        **dict(zip(names, table[:-1], strict=True)), trains=table[-1] > 0, num_shards=world_size
+        **dict(zip(names, table[:-2], strict=True)),
+        trains=table[-2] > 0,
+        in_profile=table[-1] > 0,
+        num_shards=world_size,
     )
 
 
 def _column(operator: Operator, world_size: int, training: Training) -> tuple[float, ...]:
     cut = operator.cut
     if cut is None:
-        return (0.0,) * 9
+        return (0.0,) * 10
     weight = next(p for p in operator.parameters if p.name == cut.weight)
     others = [p for p in operator.parameters if p.name != cut.weight]
     rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
@@ -132,4 +138,5 @@ def _column(operator: Operator, world_size: int, training: Training) -> tuple[fl
         rows * world_size * reduced,
         bias,
         weight.trainable,
+        cut.slices,
     )

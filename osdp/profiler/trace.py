@@ -63,7 +63,7 @@ def describe(
     *,
     loss_fn: LossFn | None = None,
     atoms: Sequence[str] = (),
-    cut_of: Callable[[nn.Module], tuple[str, int] | None] = lambda _: None,
+    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> ModelDesc:
     """The ordered execution trace of one forward of ``model``, and the operators in it.
 
@@ -76,7 +76,8 @@ def describe(
         loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own ``loss``,
             else the sum of their first element (see :func:`osdp.profiler.loss.scalar_loss`).
         atoms: FQNs of modules each of which is to be exactly one operator.
-        cut_of: What a module can be cut by to run in slices, and the dimension of its weight that is cut.
+        cut_of: How a module can run in slices: what is cut, the dimension of its weight that is cut, and the
+            number of slices if that is set.
 
     Returns:
         The description. If the model rejects another batch size, all of it is for the sample's.
@@ -108,7 +109,7 @@ def describe(
 
 
 def _cut(
-    model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int] | None]
+    model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int, int] | None]
 ) -> Cut | None:
     """How ``operator`` can run in slices: if it is one module's weight, and a bias at most."""
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
@@ -117,7 +118,10 @@ def _cut(
     weight, bias = (f"{fqn}.{name}".lstrip(".") for name in ("weight", "bias"))
     names = {parameter.name for parameter in operator.parameters}
     found = cut_of(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None
-    return Cut(*found, weight) if found is not None else None
+    if found is None:
+        return None
+    by, dim, slices = found
+    return Cut(by, dim, weight, slices)
 
 
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:

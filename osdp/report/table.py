@@ -9,11 +9,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from osdp.layout import is_inside
 from osdp.plan import Decision, Plan, Unit
 from osdp.units import format_bytes, format_seconds
 
 _NAME_WIDTH = 36
 _REASON_WIDTH = 38
+_WAY_WIDTH = 13
 _MOST_LINES = 8
 _HEADER = ("modules", "mode", "units", "operators", "bytes", "why")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -177,11 +179,14 @@ def _predicted(plan: Plan) -> list[str]:
         "optimizer": costs.optimizer_seconds,
     }
     share = costs.peak_bytes / plan.memory_limit
+    blocks = len(plan.recomputed)
+    again = [f"recomputed {blocks} blocks, whose activations are not kept"] if blocks else []
     return [
         f"predicted  {format_seconds(costs.step_seconds)} a step, {plan.samples_per_second:.1f} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
         f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}",
         f"states     {format_bytes(costs.state_bytes)} of it live all the time",
+        *again,
     ]
 
 
@@ -191,7 +196,7 @@ def _alike(plan: Plan) -> list[list[int]]:
     rows: dict[object, list[int]] = {}
     for number, unit in enumerate(plan.units):
         kind = tuple((_pattern(name), sizes[name]) for name in unit.operators)
-        rows.setdefault((unit.mode, unit.root, kind), []).append(number)
+        rows.setdefault((unit.root, _way(plan, unit), kind), []).append(number)
     return list(rows.values())
 
 
@@ -200,12 +205,20 @@ def _unit_row(plan: Plan, numbers: Sequence[int]) -> tuple[str, ...]:
     decisions = [_by_name(plan)[name] for unit in units for name in unit.operators]
     return (
         _wrap(", ".join(_module_names(units)), _NAME_WIDTH),
-        units[0].mode.value,
+        _wrap(_way(plan, units[0]), _WAY_WIDTH),
         str(len(units)),
         str(len(decisions)),
         format_bytes(sum(decision.nbytes for decision in decisions)),
         _wrap(_reason([_by_name(plan)[name] for name in units[0].operators]), _REASON_WIDTH),
     )
+
+
+def _way(plan: Plan, unit: Unit) -> str:
+    """The mode of a unit, and whether it runs in slices or is recomputed."""
+    slices = _by_name(plan)[unit.operators[0]].slices
+    again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
+    words = [f" in {slices} slices" * (slices > 1), ", recomputed" * again]
+    return "".join([unit.mode.value, *words])
 
 
 def _by_name(plan: Plan) -> dict[str, Decision]:

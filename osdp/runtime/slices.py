@@ -81,8 +81,10 @@ class SlicedWeight:
         """Ranks that hold a part of each slice."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def whole_slices(self, local: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Start, end and values of each slice in turn.
+    def whole_slices(self, local: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Number, start, end and values of each slice in turn.
+
+        Unpack them in the loop itself: ``enumerate`` and ``zip`` would hold on to the slice before.
 
         Args:
             local: This rank's part of the whole weight.
@@ -95,7 +97,7 @@ class SlicedWeight:
             held = [gathering.wait()]
             del gathering
             # Nothing here keeps what is handed out: who asked may free it before the next one.
-            yield start, stop, held.pop()
+            yield index, start, stop, held.pop()
 
     def _start_gather(self, local: torch.Tensor, index: int) -> "_Gathering":
         piece = self._part(local, index)

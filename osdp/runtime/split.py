@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.slices import SlicedWeight
@@ -134,8 +135,8 @@ def split_cross_entropy(
     sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
     flat = labels.reshape(-1)
     counts = flat != ignore_index
-    # Elsewhere a look at the labels would wait for the device; there the loss is NaN.
-    if flat.device.type == "cpu":
+    # On other devices a look at the labels would have to wait, and the loss is NaN; fake ones have no values.
+    if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
         outside = flat[counts & ((flat < 0) | (flat >= weight.shape[0]))]
         if outside.numel():
             raise ValueError(f"label {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
@@ -179,7 +180,7 @@ class _LinearSlices(torch.autograd.Function):
         width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
         y = x.new_zeros(x.shape[0], width, dtype=x.dtype if by_output else _sum_dtype(x))
         with _no_autocast(x):
-            for start, stop, part in sliced.whole_slices(weight):
+            for _, start, stop, part in sliced.whole_slices(weight):
                 rows = part if out_dim == 0 else part.t()
                 if by_output:
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
@@ -197,7 +198,7 @@ class _LinearSlices(torch.autograd.Function):
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
-        for index, (start, stop, part) in enumerate(slices):
+        for index, start, stop, part in slices:
             mine = slice(start, stop)
             its_x, its_grad = (x, grad[:, mine]) if by_output else (x[:, mine], grad)
             if grad_x is not None and part is not None:
@@ -220,10 +221,10 @@ class _EmbeddingSlices(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.sliced, ctx.padding = sliced, padding
-        rows = weight.new_empty(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
-        for start, stop, part in sliced.whole_slices(weight):
-            inside = ((ids >= start) & (ids < stop)).nonzero().squeeze(1)
-            rows[inside] = part[ids[inside] - start]
+        rows = weight.new_zeros(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
+        for _, start, stop, part in sliced.whole_slices(weight):
+            place, inside = _places(ids, start, stop)
+            torch.where(inside[:, None], part[place], rows, out=rows)
         return rows
 
     @staticmethod
@@ -232,9 +233,10 @@ class _EmbeddingSlices(torch.autograd.Function):
         grad = grads[0]
         grad_weight = torch.empty_like(weight)
         for index, (start, stop) in enumerate(sliced.bounds):
-            inside = ((ids >= start) & (ids < stop) & (ids != ctx.padding)).nonzero().squeeze(1)
+            place, inside = _places(ids, start, stop)
+            counts = inside & (ids != ctx.padding)
             made = grad.new_zeros(stop - start, sliced.sharded_size)
-            made.index_add_(0, ids[inside] - start, grad[inside])
+            made.index_add_(0, place, grad * counts[:, None])
             sliced.scatter_gradient(made, grad_weight, index)
         return None, grad_weight, None, None
 
@@ -255,12 +257,12 @@ class _HeadAndLoss(torch.autograd.Function):
         highest = hidden.new_full(labels.shape, -torch.inf, dtype=exact)
         total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
         with _no_autocast(hidden):
-            for start, stop, part in sliced.whole_slices(weight):
+            for _, start, stop, part in sliced.whole_slices(weight):
                 logits = (hidden @ part.t()).to(exact)
                 del part
                 higher = torch.maximum(highest, logits.amax(1))
-                inside = ((labels >= start) & (labels < stop)).nonzero().squeeze(1)
-                of_label[inside] = logits[inside, labels[inside] - start]
+                place, inside = _places(labels, start, stop)
+                of_label = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), of_label)
                 summed = logits.sub_(higher[:, None]).exp_().sum(1)
                 total = total * (highest - higher).exp() + summed
                 highest = higher
@@ -276,11 +278,11 @@ class _HeadAndLoss(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        for index, (start, stop, part) in enumerate(sliced.whole_slices(weight)):
+        for index, start, stop, part in sliced.whole_slices(weight):
             logits = (hidden @ part.t()).to(ctx.exact)
-            inside = ((labels >= start) & (labels < stop)).nonzero().squeeze(1)
+            place, inside = _places(labels, start, stop)
             share = logits.sub_(log_total[:, None]).exp_()
-            share[inside, labels[inside] - start] -= 1.0
+            share.scatter_add_(1, place[:, None], -inside[:, None].to(share.dtype))
             share = share.mul_(scale[:, None]).to(hidden.dtype)
             del logits
             if grad_hidden is not None:
@@ -290,6 +292,12 @@ class _HeadAndLoss(torch.autograd.Function):
                 sliced.scatter_gradient(share.t() @ hidden, grad_weight, index)
         hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         return hidden_gradient, grad_weight, None, None, None
+
+
+def _places(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each id lies in a slice (anywhere if it is outside), and which are inside; nobody waits for it."""
+    inside = (ids >= start) & (ids < stop)
+    return (ids - start).clamp_(0, stop - start - 1), inside
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -309,5 +317,5 @@ def _no_autocast(x: torch.Tensor) -> Any:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _bounds(sliced: SlicedWeight) -> list[tuple[int, int, None]]:
-    return [(start, stop, None) for start, stop in sliced.bounds]
+def _bounds(sliced: SlicedWeight) -> list[tuple[int, int, int, None]]:
+    return [(index, start, stop, None) for index, (start, stop) in enumerate(sliced.bounds)]

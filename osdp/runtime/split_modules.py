@@ -181,13 +181,17 @@ def kind_of(module: nn.Module) -> str | None:
     return "conv1d" if own is not None and (forward is own.forward or "slicing" in module.__dict__) else None
 
 
-def cut_of(module: nn.Module) -> tuple[str, int] | None:
-    """What a module is cut by, and the dimension of its weight; ``None`` if it cannot run in slices."""
+def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
+    """How a module can run in slices: what is cut, the dimension of its weight, and how often if that is set.
+
+    A head with its loss has a number of slices of its own.
+    """
     kind = kind_of(module)
     if kind is None:
         return None
     by = WAYS[kind][0]
-    return by, sliced_dim(module, by)
+    fixed = cast(Slicing, module.slicing).num_slices if kind == "head" else 0
+    return (by, sliced_dim(module, by), fixed) if fixed != 1 else None
 
 
 def _is_conv1d(kind: type[Any]) -> bool:

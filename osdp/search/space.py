@@ -27,7 +27,7 @@ from osdp.cost.ways import (
     sliced_way,
 )  # fmt: skip
 from osdp.layout import can_shard
-from osdp.model_desc import Operator
+from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 
 #: A stretch of operators outside blocks is cut into items of at most this many.
@@ -139,22 +139,26 @@ def _recomputable(candidate: tuple[int, int, int], first: int, end: int) -> bool
     return plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or (start, stop) == (first, end)
 
 
-def _cuts(chain: Sequence[Operator], slices: Sequence[int]) -> list[tuple[int, ...]]:
+def _cuts(chain: Sequence[Operator], slices: Sequence[int]) -> list[list[int]]:
     """The numbers of slices that each operator may run in."""
-    sizes = [_cut_size(operator) for operator in chain]
-    least = SMALLEST_CUT * max((nbytes for nbytes, _ in sizes), default=0.0)
+    weights = [_cut_weight(operator) for operator in chain]
+    least = SMALLEST_CUT * max((weight.nbytes for weight in weights if weight is not None), default=0.0)
     return [
-        tuple(count for count in slices if 0 < least <= nbytes and count <= length)
-        for nbytes, length in sizes
+        [count for count in slices if _may_be_cut(operator, weight, count, least)]
+        for operator, weight in zip(chain, weights, strict=True)
     ]
 
 
-def _cut_size(operator: Operator) -> tuple[int, int]:
-    """Bytes of the weight that can be cut, and length of the dimension."""
-    for parameter in operator.parameters:
-        if operator.cut is not None and parameter.name == operator.cut.weight:
-            return parameter.nbytes, parameter.shape[operator.cut.dim]
-    return 0, 0
+def _may_be_cut(operator: Operator, weight: Parameter | None, count: int, least: float) -> bool:
+    if weight is None or operator.cut is None or weight.nbytes < least:
+        return False
+    return count <= weight.shape[operator.cut.dim] and operator.cut.slices in (0, count)
+
+
+def _cut_weight(operator: Operator) -> Parameter | None:
+    """The weight that can be cut."""
+    name = operator.cut.weight if operator.cut is not None else None
+    return next((parameter for parameter in operator.parameters if parameter.name == name), None)
 
 
 def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
