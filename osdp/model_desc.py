@@ -211,6 +211,18 @@ class ModelDesc:
         """Changes when the parameters or their grouping change, not with the batch."""
         return codec.fingerprint([(op.modules, op.parameters) for op in self.operators])
 
+    @cached_property
+    def block_segments(self) -> dict[str, tuple[int, ...]]:
+        """Indices of the segments inside each block that holds operators."""
+        found: dict[str, list[int]] = {op.block: [] for op in self.operators if op.block is not None}
+        for index, segment in enumerate(self.segments):
+            block = segment.module
+            while block and block not in found:
+                block = block.rpartition(".")[0]
+            if block:
+                found[block].append(index)
+        return {block: tuple(indices) for block, indices in found.items()}
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, each tied one counted once."""

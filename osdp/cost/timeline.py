@@ -17,7 +17,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.layout import is_inside
 from osdp.model_desc import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
 from osdp.profile import Profile
 
@@ -218,7 +217,7 @@ def _recompute(
     for block, start, stop in _whole_blocks(chain):
         stack, before = block.rpartition(".")[0], previous
         previous = stack
-        inside = [i for i, s in enumerate(model_desc.segments) if is_inside(s.module, block)]
+        inside = model_desc.block_segments[block]
         a, b = inside[0], inside[-1] + 1
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
@@ -238,12 +237,9 @@ def _recompute(
 
 def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:
     """Bytes that forward frees outside blocks: tensors that were held for want of an end of their scope."""
-    blocks = {operator.block for operator in model_desc.operators if operator.block is not None}
-    growth = np.diff(walk.up)
-    outside = [
-        not any(is_inside(segment.module, block) for block in blocks) for segment in model_desc.segments
-    ]
-    return float(np.maximum(-growth[outside], 0.0).sum())
+    outside = np.ones(len(model_desc.segments), dtype=bool)
+    outside[[index for inside in model_desc.block_segments.values() for index in inside]] = False
+    return float(np.maximum(-np.diff(walk.up)[outside], 0.0).sum())
 
 
 def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:

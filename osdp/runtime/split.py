@@ -295,7 +295,7 @@ class _HeadAndLoss(torch.autograd.Function):
 
 
 def _places(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each id lies in a slice (anywhere if it is outside), and which are inside; nobody waits for it."""
+    """Where each id lies in a slice, anywhere if it is outside, and which are inside."""
     inside = (ids >= start) & (ids < stop)
     return (ids - start).clamp_(0, stop - start - 1), inside
 

@@ -58,7 +58,7 @@ def chain_problem(
     kinds = []
     for item in range(space.num_items):
         inner = space.inner[item]
-        start, stop, _ = space.places(item)
+        start, stop, _ = space.places[item]
         shape = start.tobytes() + stop.tobytes()
         template = shapes.setdefault(shape, len(shapes))
         if template == len(contents):
@@ -78,7 +78,7 @@ def chain_problem(
 
 
 def _template(space: Space, rows: Floats, items: list[int]) -> Template:
-    start, stop, end = space.places(items[0])
+    start, stop, end = space.places[items[0]]
     return Template(
         size=end,
         start=start,

@@ -149,7 +149,7 @@ def solve_bounded(
         beats ``upper`` if they agree.
     """
     best: Assignment | None = None
-    bound = np.inf
+    bound, undecided = np.inf, False
     choices = [
         (family, choice)
         for family in _families(rules)
@@ -160,11 +160,12 @@ def solve_bounded(
         search = _Search(situation, root, limit, family, solver)
         found = search.fastest(upper)
         bound = min(bound, search.bound)
+        undecided |= found is None and not search.impossible
         if found is not None:
             outcome, units = search.polished(*found)
             upper = outcome.seconds
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
-    if best is None and np.isinf(upper):
+    if best is None and undecided and np.isinf(upper):
         # Nothing was found, which a search of bounded width need not mean: the leanest plan decides.
         leanest = lean(situation, rules=rules, solver=solver)
         best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
@@ -256,6 +257,8 @@ class _Search:
             situation.prices, self._space.start, self._space.stop, self._space.way, situation.device
         )
         self.bound = 0.0
+        #: Whether the rows prove that nothing fits.
+        self.impossible = False
         self._needed: set[TimeCut | Moment] = set()
         self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
@@ -359,6 +362,7 @@ class _Search:
         times = len(objectives)
         prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
         if prices is None:
+            self.impossible = True
             return _Relaxed(np.inf, upper)
         # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
         names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]

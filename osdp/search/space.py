@@ -11,6 +11,7 @@ chain, with the operators outside the chain replicated or in the root's unit.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +36,9 @@ LONGEST_STRETCH = 8
 
 #: Operators of so small a part of the largest that can be cut are not: their slices would spare little.
 SMALLEST_CUT = 1 / 4
+
+
+Places = tuple[NDArray[np.int64], NDArray[np.int64], int]
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,12 @@ class Space:
         """Number of items."""
         return len(self.bounds) - 1
 
-    def places(self, item: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Place each candidate of ``item`` starts and ends at, and the place of the item's end."""
+    @cached_property
+    def places(self) -> tuple[Places, ...]:
+        """For each item, the places its candidates start and end at, and the place of its end."""
+        return tuple(self._places(item) for item in range(self.num_items))
+
+    def _places(self, item: int) -> Places:
         first, size = self.bounds[item], self.bounds[item + 1] - self.bounds[item]
         inner = self.inner[item]
         shift = np.where(self.way[inner] >= RECOMPUTED, size - 1, 0)
@@ -105,6 +113,7 @@ def build_space(
     candidates: list[tuple[int, int, int]] = []
     inner: list[slice] = []
     facts = [_Facts.of(operator) for operator in chain]
+    ways = [way for way in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
     cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
     for first, end in pairwise(bounds):
         begin = len(candidates)
@@ -114,7 +123,7 @@ def build_space(
                 joint = joint.joined(facts[b - 1])
                 if not whole_blocks or b == end:
                     only = b == a + 1 or whole_blocks
-                    candidates += [(a, b, mode) for mode in _modes(joint, allowed, only=only)]
+                    candidates += [(a, b, way) for way in _ways(joint, ways, only=only)]
             if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
                 candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed, root_dtype) else []
         for k in range(first, end):
@@ -196,12 +205,11 @@ class _Facts:
         return _Facts(self.shardable and other.shardable, self.dtypes | other.dtypes)
 
 
-def _modes(facts: _Facts, allowed: Sequence[Mode], *, only: bool) -> list[int]:
-    """Modes of a unit: FSDP2 wants one dtype and no 0-dim parameter. The ``only`` unit needs one anyway."""
-    modes = [way for way in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
+def _ways(facts: _Facts, allowed: list[int], *, only: bool) -> list[int]:
+    """Ways of a unit: FSDP2 wants one dtype and no 0-dim parameter. The ``only`` unit needs one anyway."""
     if facts.shardable and len(facts.dtypes) <= 1:
-        return modes
-    return [NO_SHARD] if NO_SHARD in modes or only else []
+        return allowed
+    return [NO_SHARD] if NO_SHARD in allowed or only else []
 
 
 def _joins_root(operator: Operator, allowed: Sequence[Mode], dtype: str | None) -> bool:
