@@ -163,7 +163,8 @@ def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
 @pytest.mark.parametrize("rules", RULES, ids=["plain", "wide"])
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_highs_on_larger_chains(seed: int, rules: Rules) -> None:
-    situation = random_situation(seed, 5, 4, tied=bool(seed % 2))
+    # Slices and recomputation make many more candidates, and HiGHS slow.
+    situation = random_situation(seed, *((3, 3) if rules.recompute else (5, 4)), tied=bool(seed % 2))
     low, high = least_peak(situation, rules=rules), 10 * least_peak(situation, rules=rules)
     for share in (0.02, 0.1, 0.3):
         limit = low + share * (high - low)
