@@ -12,16 +12,21 @@ from osdp import OSDP
 from osdp.runtime import checkpoint
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.plans import plan_by_hand
+from tests.plans import plan_by_hand, split
 from tests.test_parity import LAYOUTS, difference, whole
+
+#: Layouts of plans, some of them with operators in slices.
+SAVED = [*LAYOUTS, "shard apart in 2", "shard apart in 5"]
 
 
 def make(layout: str | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net: nn.Module = Net(gated=False)
     if layout is not None:
-        modes, groups = LAYOUTS[layout]
-        net = OSDP(net, plan=plan_by_hand(net, modes, dist.get_world_size(), groups=groups))
+        name, _, slices = layout.partition(" in ")
+        modes, groups = LAYOUTS[name]
+        plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+        net = OSDP(net, plan=split(plan, net, int(slices or 1)))
     return net, torch.optim.AdamW(net.parameters(), lr=0.05)
 
 
@@ -39,7 +44,7 @@ def weights(net: nn.Module) -> dict[str, torch.Tensor]:
 
 def save_all(folder: str) -> dict[str, torch.Tensor]:
     want: dict[str, torch.Tensor] = {}
-    for layout in LAYOUTS:
+    for layout in SAVED:
         net, optimizer = make(layout, seed=7)
         train(net, optimizer, range(3))
         checkpoint.save(f"{folder}/{layout}", net, optimizer)
@@ -53,10 +58,10 @@ def save_all(folder: str) -> dict[str, torch.Tensor]:
 
 
 def load_all(folder: str, want: dict[str, torch.Tensor]) -> None:
-    layouts: list[str | None] = [*LAYOUTS, None]
-    for saved in LAYOUTS:
+    layouts: list[str | None] = [*SAVED, None]
+    for saved in SAVED:
         for index, layout in enumerate(layouts):
-            if (index + list(LAYOUTS).index(saved)) % 4 != dist.get_world_size() % 4:
+            if (index + SAVED.index(saved)) % 4 != dist.get_world_size() % 4:
                 continue  # a quarter of the pairs, another one at another world size
             net, optimizer = make(layout, seed=99)
             checkpoint.load(f"{folder}/{saved}", net, optimizer)
@@ -80,7 +85,7 @@ def whole_states() -> dict[str, Any]:
 
 
 def wrapper_loads_its_own_state() -> None:
-    for layout in LAYOUTS:
+    for layout in SAVED:
         net, optimizer = make(layout, seed=7)
         train(net, optimizer, range(1))
         state = {name: value.clone() for name, value in net.state_dict().items()}

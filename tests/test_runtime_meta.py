@@ -11,7 +11,7 @@ from osdp.runtime import apply
 from osdp.runtime.initialise import blocks, check_initialisers, is_on_meta
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.plans import ROOT, plan_by_hand
+from tests.plans import ROOT, plan_by_hand, split
 from tests.test_parity import LAYOUTS, difference, whole
 
 
@@ -20,12 +20,12 @@ def on_meta(**options: bool) -> Net:
         return Net(**options)
 
 
-def initial(layout: str, *, tied: bool) -> dict[str, torch.Tensor]:
+def initial(layout: str, *, tied: bool, slices: int = 1) -> dict[str, torch.Tensor]:
     # Ranks differ in their seeds; rank 0's counts.
     torch.manual_seed(40 + dist.get_rank())
     net = on_meta(gated=False, tied=tied)
     modes, groups = LAYOUTS[layout]
-    apply(net, plan_by_hand(net, modes, dist.get_world_size(), groups=groups))
+    apply(net, split(plan_by_hand(net, modes, dist.get_world_size(), groups=groups), net, slices))
     assert len(list(net.parameters())) == (15 if tied else 16), "ties must hold"
     batch = tokens(dist.get_rank(), 2, 6)
     before = {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
@@ -41,6 +41,7 @@ def same_under_every_plan() -> list[torch.Tensor]:
     found = []
     for tied in (True, False):
         values = {layout: initial(layout, tied=tied) for layout in LAYOUTS}
+        values |= {"in slices": initial("shard apart", tied=tied, slices=3)}
         first = values["replicate all"]
         for layout, got in values.items():
             assert got.keys() == first.keys()

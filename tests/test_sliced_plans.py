@@ -1,0 +1,77 @@
+"""Plans with slices and recomputation: what is refused, what the search makes of them, what they take."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.candidates import given_device, make_setting
+from benchmarks.models import CASES
+from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
+from osdp.errors import InfeasibleError
+from osdp.plan import Decision, Mode
+from osdp.search.sharding import SLICES
+from tests.distributed import run
+from tests.nets import Net
+from tests.plans import plan_by_hand, split
+from tests.test_parity import LAYOUTS
+
+
+def plan_for(net: Net, change: Callable[[Decision], Decision]) -> Plan:
+    modes, groups = LAYOUTS["shard apart"]
+    plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+    return replace(plan, decisions=tuple(map(change, plan.decisions)))
+
+
+def refusals() -> None:
+    def cut(operator: str, slices: int) -> Callable[[Decision], Decision]:
+        return lambda d: replace(d, slices=slices, sliced_by="output") if d.operator == operator else d
+
+    net = Net(gated=False)
+    with pytest.raises(PlanMismatchError, match="a dimension of 7 cannot be cut into 8 slices; 1 to 7"):
+        OSDP(net, plan=plan_for(net, cut("blocks.0.up", 8)))
+    with pytest.raises(PlanMismatchError, match=r"a LayerNorm cannot run in slices: only nn\.Linear, .* can"):
+        OSDP(net, plan=plan_for(net, cut("blocks.0.norm", 2)))
+    modes, groups = LAYOUTS["shard all"]
+    shared = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+    shared = replace(shared, decisions=tuple(map(cut("blocks.0.up", 2), shared.decisions)))
+    with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.up' runs in slices but shares a unit"):
+        OSDP(net, plan=shared)
+    good = split(plan_for(net, lambda d: d), net, 2)
+    with pytest.raises(
+        PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model has"
+    ):
+        OSDP(net, plan=replace(good, recomputed=("blocks.7",)))
+    with pytest.raises(ValueError, match="operators in slices must run on every rank"):
+        OSDP(net, plan=good, find_unused_parameters=True)
+    assert isinstance(OSDP(net, plan=good), OSDP), "nothing was changed by what was refused"
+
+
+def test_bad_slices_are_refused_with_the_reason() -> None:
+    run(2, refusals)
+
+
+def test_a_decision_says_what_is_cut() -> None:
+    with pytest.raises(ValueError, match="'a' is said to run in 4 slices of nothing"):
+        Decision("a", ("a",), (), 1, Mode.FULL_SHARD, slices=4)
+
+
+@pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])
+def test_far_below_the_sharded_peak_blocks_are_recomputed_or_cut(case: str, share: float) -> None:
+    torch.set_num_threads(1)
+    setting = make_setting(CASES[case], Training(local_batch=16 if case == "gpt2-tiny" else 4))
+    device = given_device(8)
+    sharded = setting.plan(device, strategy="FULL_SHARD").predicted.peak_bytes
+    limit = int(share * sharded)
+    options = {"training": setting.training, "profile": setting.profile}
+    tight = replace(device, memory_limit=limit)
+    with pytest.raises(InfeasibleError):
+        make_plan(None, setting.model_desc, replace(tight, memory_limit=limit // 2), **options)
+    plan = make_plan(None, setting.model_desc, tight, slices=SLICES, recompute=True, **options)
+    assert plan.recomputed or any(decision.slices > 1 for decision in plan.decisions)
+    measured = setting.candidate(tight, plan).memory(8)
+    assert measured.peak <= limit
+    assert plan.predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    assert ("recomputed" in str(plan)) == bool(plan.recomputed)
