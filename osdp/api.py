@@ -82,7 +82,7 @@ def make_plan(
     """
     description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
     training = _trained(training, description, param_dtype, reduce_dtype)
-    if mesh is None and model is not None and dist.is_initialized():
+    if mesh is None and model is not None and profile is None and dist.is_initialized():
         mesh = data_parallel_mesh(model)
     device = _detected(device_info, mesh)
     rules = _rules(strategy, slices, recompute, find_unused_parameters)

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cost.memory import Moment, step_peaks
+from osdp.cost.memory import Moment
+from osdp.cost.peaks import step_peaks
 from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.time import TimeCut, optimizer_time, step_time

@@ -1,12 +1,13 @@
 """Peak memory of a step: the maximum over the moments at which a buffer appears.
 
-:func:`step_peaks` finds the highest moment of a set of units; :func:`memory_row` writes one moment as a
-linear function of candidate units. The row never exceeds what :func:`step_peaks` says of any plan, and equals
-it for plans with the same neighbours around that moment, which is what the search's cutting planes need.
+:func:`osdp.cost.peaks.step_peaks` finds the highest moment of a set of units; :func:`memory_row` writes one
+moment as a linear function of candidate units. The row never exceeds what the peaks say of any plan, and
+equals them for plans with the same neighbours around that moment, which is what the search's cutting planes
+need.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,23 +40,6 @@ class Moment(NamedTuple):
     trigger: int = -1
 
 
-def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tuple[float, Moment]]:
-    """The highest moment of each kind; units partition the chain, in trace order."""
-    memory = _PlanMemory.of(situation, units, root)
-    timeline = situation.timeline
-    found = [
-        memory.forward(timeline),
-        memory.unshard(timeline),
-        memory.backward(),
-        memory.backward_unshard(),
-        memory.reduce(),
-    ]
-    for moment in (Moment("final"), Moment("step"), Moment("step", memory.largest_temporary(situation))):
-        row, constant = memory_row(situation, units, root, moment)
-        found.append((float(row.sum()) + constant, moment))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """Gradient bytes by unit, arrays of shape ``(U,)``.
@@ -84,13 +68,14 @@ def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
-def _always(units: Units, conditions: Conditions) -> Floats:
+def always(units: Units, conditions: Conditions) -> Floats:
     """Bytes of each unit alive in every moment of forward and backward."""
     copies = np.where(units.sharded, 0.0, units.unsharded)
     return units.state + copies + lasting_gradients(units, conditions).always
 
 
-def _root_always(situation: Situation, root: RootPrice) -> float:
+def root_always(situation: Situation, root: RootPrice) -> float:
+    """Bytes of all that is no unit of the chain, alive in every moment of forward and backward."""
     return situation.timeline.resident + root.state + root.unsharded + root.low_precision + root.carried
 
 
@@ -104,7 +89,7 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
         situation: The situation.
         units: Candidate units, of which a plan takes some that partition the chain.
         root: The operators outside the chain.
-        moment: As :func:`step_peaks` returned it.
+        moment: As :func:`osdp.cost.peaks.step_peaks` returned it.
 
     Returns:
         Bytes per unit, shape ``(U,)``, and a constant.
@@ -113,10 +98,10 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
         return _step_row(situation, units, root, moment.where)
     rows = {"forward": _forward_row, "unshard": _forward_row, "final": _final_row}
     row, constant = rows.get(moment.kind, _backward_row)(situation, units, root, moment)
-    row = row + _always(units, situation.conditions)
+    row = row + always(units, situation.conditions)
     if moment.kind != "final":
         row -= _dropped(situation.timeline, units, _region(moment))
-    return row, _root_always(situation, root) + constant
+    return row, root_always(situation, root) + constant
 
 
 def _region(moment: Moment) -> int:
@@ -132,7 +117,7 @@ def _dropped(timeline: Timeline, units: Units, region: int) -> Floats:
 def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
     timeline, is_unshard = situation.timeline, moment.kind == "unshard"
     region = 2 * moment.where + 1 if is_unshard else moment.where
-    first, last = _windows(units)
+    first, last = windows(units)
     running = units.sharded & (first <= region) & (region <= last)
     kept = (units.mode == SHARD_GRAD_OP) & (last < region)
     # An unshard holds the all-gather's output beside its copy, and the previous unit's as well.
@@ -156,7 +141,7 @@ def _backward_row(
     situation: Situation, units: Units, root: RootPrice, moment: Moment
 ) -> tuple[Floats, float]:
     region = moment.where if moment.kind == "backward" else 2 * moment.where + 1
-    first, last = _windows(units)
+    first, last = windows(units)
     left, right = last < region, first > region
     row = np.where(left & (units.mode == SHARD_GRAD_OP), units.unsharded, 0.0)
     row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
@@ -250,7 +235,7 @@ def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int
     return row + np.where(has, one, 0.0), constant
 
 
-def _windows(units: Units) -> tuple[Ints, Ints]:
+def windows(units: Units) -> tuple[Ints, Ints]:
     """First and last region of each unit."""
     return 2 * units.start + 1, 2 * units.stop - 1
 
@@ -261,194 +246,3 @@ def _nearest(units: Units, values: Floats, eligible: Bools, start: int, *, is_la
     most = float(np.max(values[chosen], initial=0.0))
     nearer = eligible & ((units.start > start) if is_last else (units.start < start))
     return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)
-
-
-def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
-    """By region, what recomputed blocks do not keep, and what computing them again needs."""
-    regions = np.arange(2 * len(timeline.chain) + 1)
-    dropped, excess = np.zeros(len(regions)), np.zeros(len(regions))
-    again = timeline.recompute
-    for start in units.start[units.recomputed].tolist():
-        dropped[regions > again.until[start]] += again.saving[start]
-        excess[max(again.until[start] - 1, 0)] += again.excess[start]
-    return dropped, excess
-
-
-# -- all moments of one plan at once ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanMemory:
-    """Running sums over the ``U`` units of a plan, for all moments at once."""
-
-    units: Units
-    root: RootPrice
-    gathered_root: float  # the root unit's all-gather output
-    gradient_prefix: Floats
-    keeps_gradients: bool
-    after: Floats  # (U,): gradients from the unit's own backward on
-    base: float  # alive in every moment
-    kept_before: Floats  # (U + 1,): SHARD_GRAD_OP parameters of the units before
-    gradients_from: Floats  # (U + 1,): gradients of the units from here on
-    last_sharded: Ints  # (U + 1,): index of the nearest sharded unit before, or -1
-    next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
-    low: Ints  # (2K + 1,): number of units before each region
-    high: Ints  # (2K + 1,): first unit after each region
-    dropped: Floats  # (2K + 1,): activations that recomputed blocks do not keep
-    computing_again: Floats  # (2K + 1,): what recomputing needs beyond backward
-
-    @classmethod
-    def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
-        conditions, count = situation.conditions, len(units.start)
-        after = lasting_gradients(units, conditions).after
-        kept = np.where(units.mode == SHARD_GRAD_OP, units.unsharded, 0.0)
-        index = np.arange(count)
-        previous = np.concatenate([[-1], np.where(units.sharded, index, -1)])
-        following = np.concatenate([np.where(units.sharded, index, count), [count]])
-        regions = np.arange(2 * len(situation.timeline.chain) + 1)
-        first, last = _windows(units)
-        dropped, computing_again = _recomputed(situation.timeline, units)
-        return cls(
-            units=units,
-            root=root,
-            gathered_root=root.unsharded + float(units.unsharded[units.in_root].sum()),
-            gradient_prefix=situation.prices.gradient,
-            keeps_gradients=conditions.keeps_gradients,
-            after=after,
-            base=_root_always(situation, root) + float(_always(units, conditions).sum()),
-            kept_before=np.concatenate([[0.0], np.cumsum(kept)]),
-            gradients_from=np.concatenate([np.cumsum(after[::-1])[::-1], [0.0]]),
-            last_sharded=np.maximum.accumulate(previous),
-            next_sharded=np.minimum.accumulate(following[::-1])[::-1],
-            low=np.searchsorted(last, regions, side="left"),
-            high=np.searchsorted(first, regions, side="right"),
-            dropped=dropped,
-            computing_again=computing_again,
-        )
-
-    def forward(self, timeline: Timeline) -> tuple[float, Moment]:
-        """Compute of each region."""
-        running = np.where((self.high > self.low) & self._at(self.units.sharded, self.low), 1.0, 0.0)
-        last = self.last_sharded[self.high]
-        values = (
-            timeline.forward_peak + self.base + self.kept_before[self.low]
-            + running * self._at(self.units.unsharded, self.low) + self._held(last) - self.dropped
-        )  # fmt: skip
-        values += np.where(self.high > self.low, self._at(self.units.slice_forward, self.low), 0.0)
-        best = int(np.argmax(values))
-        return float(values[best]), Moment("forward", best, before=self._start(last[best]))
-
-    def unshard(self, timeline: Timeline) -> tuple[float, Moment]:
-        """Copy-out of each sharded unit in forward."""
-        index = np.flatnonzero(self.units.sharded)
-        last = self.last_sharded[index]
-        values = (
-            timeline.forward_start[self.units.start[index]] + self.base + self.kept_before[index]
-            + 2 * self.units.unsharded[index] + self._held(last)
-            - self.dropped[2 * self.units.start[index] + 1]
-        )  # fmt: skip
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, Moment("unshard")
-        return float(values[best]), Moment(
-            "unshard", int(self.units.start[index[best]]), self._start(last[best])
-        )
-
-    def backward(self) -> tuple[float, Moment]:
-        """Compute of each region."""
-        regions = np.arange(len(self.low))
-        own = self.high > self.low
-        start, stop = (
-            self._at(bound, self.low).astype(np.int64) for bound in (self.units.start, self.units.stop)
-        )
-        prefix, operator = self.gradient_prefix, np.minimum(regions // 2, len(self.gradient_prefix) - 2)
-        accrued = prefix[stop] - prefix[np.minimum(np.maximum(start, regions // 2), stop)]
-        if self.keeps_gradients:
-            in_place = self._at(self.units.accumulated == self.units.gradient, self.low)
-            accrued = np.where(in_place, prefix[operator + 1] - prefix[operator], accrued)
-        running = np.where(
-            self._at(self.units.sharded, self.low),
-            self._at(self.units.unsharded, self.low) + accrued,
-            self._at(self.after + self.units.largest_gradient, self.low),
-        )
-        values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
-        values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
-        values += self.computing_again - self.dropped
-        best = int(np.argmax(values))
-        return float(values[best]), self._moment("backward", best, self.low[best], self.high[best])
-
-    def backward_unshard(self) -> tuple[float, Moment]:
-        """Copy-out of each resharded unit in backward."""
-        index = np.flatnonzero(self.units.mode == FULL_SHARD)
-        last = self.units.stop[index] - 1
-        values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
-        values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, Moment("backward_unshard")
-        return float(values[best]), self._moment("backward_unshard", last[best], index[best], index[best] + 1)
-
-    def reduce(self) -> tuple[float, Moment]:
-        """Gradient reduction of each sharded unit."""
-        index = np.flatnonzero(self.units.sharded)
-        first = self.units.start[index]
-        ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
-        values = self.root.backward.end[first] + self._around(index, index + 1) + ahead
-        values += self.units.reduce_peak[index] - self.dropped[2 * first + 1]
-        if self.keeps_gradients:
-            values -= self.units.gradient[index]
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, Moment("reduce")
-        return float(values[best]), self._moment("reduce", first[best], index[best], index[best] + 1)
-
-    def largest_temporary(self, situation: Situation) -> int:
-        """The operator whose optimizer step needs the largest temporaries, or -1."""
-        prices = situation.prices
-        if prices.temporaries_add or not situation.timeline.chain:
-            return -1
-        sharded = np.repeat(self.units.mode != NO_SHARD, self.units.stop - self.units.start)
-        return int(np.argmax(np.where(sharded, prices.temporary_sharded, prices.temporary_whole)))
-
-    def _around(self, low: Ints, high: Ints) -> Floats:
-        """Parameters and gradients of the chain's units before ``low`` and from ``high`` on, in backward."""
-        return np.asarray(self.base + self.kept_before[low] + self.gradients_from[high])
-
-    def _waiting(self, high: Ints) -> Floats:
-        """The reduce-scatter input still held by the unit that ran backward before."""
-        return self._at(self.units.reduce_input, self.next_sharded[high])
-
-    def _ahead(self, low: Ints, high: Ints, own: Bools) -> Floats:
-        """The unit gathered ahead, if any unit has started that in this backward."""
-        last = self.last_sharded[low]
-        started = self.root.has_unit | (self._trigger(low, high, own) < len(self.units.start))
-        resharded = np.where(self.units.mode == FULL_SHARD, self.units.unsharded, 0.0)
-        return np.where(started & (last >= 0), self._at(resharded, last), 0.0)
-
-    def _trigger(self, low: Ints, high: Ints, own: Bools) -> Ints:
-        """Index of a sharded unit that has begun backward, or ``U``."""
-        return np.where(own & self._at(self.units.sharded, low), low, self.next_sharded[high])
-
-    def _held(self, last: Ints) -> Floats:
-        return np.where(last >= 0, self._at(self.units.unsharded, last), self.gathered_root)
-
-    def _at(self, values: NDArray[Any], index: Ints) -> NDArray[Any]:
-        """``values`` at ``index``, zero at -1 and ``U``."""
-        return np.append(values, np.zeros(1, dtype=values.dtype))[index]
-
-    def _moment(self, kind: str, where: int, low: int, high: int) -> Moment:
-        trigger = int(self._trigger(np.array([low]), np.array([high]), np.array([high > low]))[0])
-        return Moment(
-            kind,
-            int(where),
-            before=self._start(self.last_sharded[low]),
-            after=self._start(self.next_sharded[high]),
-            trigger=self._start(trigger),
-        )
-
-    def _start(self, index: int) -> int:
-        return int(self.units.start[index]) if 0 <= index < len(self.units.start) else -1
-
-
-def _argmax(values: Floats) -> int:
-    return int(np.argmax(values)) if len(values) else -1

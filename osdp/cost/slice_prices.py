@@ -40,6 +40,7 @@ class SlicePrices:
         trains: Whether the weight is trainable.
         in_profile: Whether it was profiled in slices, so that the gradient of one is among its activations.
         num_shards: Ranks.
+        accumulates: Whether there are several microbatches.
     """
 
     state: Floats
@@ -53,6 +54,7 @@ class SlicePrices:
     trains: NDArray[np.bool_]
     in_profile: NDArray[np.bool_]
     num_shards: int
+    accumulates: bool
 
     def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
         """``units`` with those that run in slices priced as such."""
@@ -71,6 +73,9 @@ class SlicePrices:
         reduce_seconds = np.where(
             trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
         )
+        if self.accumulates:
+            # The new gradient lies beside the one it is added to.
+            backward = backward + self.gradient_kept[k]
         bias = self.bias_bucket[k]
         reduce_seconds += np.where(bias > 0, average.latency + bias / average.bandwidth, 0.0)
 
@@ -111,6 +116,7 @@ def price_slices(operators: Sequence[Operator], *, world_size: int, training: Tr
         trains=table[-2] > 0,
         in_profile=table[-1] > 0,
         num_shards=world_size,
+        accumulates=training.microbatches > 1,
     )
 
 

@@ -1,5 +1,7 @@
 """``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
 
+from collections.abc import Mapping
+
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment
 from osdp.cost.prices import Units, price_units
@@ -8,7 +10,7 @@ from osdp.cost.ways import RECOMPUTED, ROOT, WAY_OF, sliced_way
 from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
 from osdp.model_desc import ModelDesc, Operator
-from osdp.plan import Plan, Prediction
+from osdp.plan import Plan, Prediction, Unit
 from osdp.profile import Profile
 from osdp.training import Training
 
@@ -71,11 +73,17 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         places = sorted(position[name] for name in unit.operators if name in position)
         beside = [outside[name] for name in unit.operators if name in outside]
         if unit.root or beside:
+            faults += [
+                f"operator {n!r} is the root's and cannot run in slices"
+                for n in unit.operators
+                if slices[n] > 1
+            ]
             (sharded if unit.mode.sharded else replicated).extend(beside)
             chained.extend((k, k + 1, ROOT) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
         elif places:
+            faults += _slice_faults(situation, unit, slices)
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
             way = sliced_way(count) if count > 1 else WAY_OF[unit.mode]
             chained.append((places[0], places[-1] + 1, way))
@@ -87,6 +95,18 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     units = price_units(situation.prices, starts, stops, ways, situation.device)
     has_unit = bool(sharded) or any(way == ROOT for way in ways)
     return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+
+
+def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:
+    """What of a unit's slices cannot be priced, since it cannot run."""
+    cut = [name for name in unit.operators if slices[name] > 1]
+    if not cut:
+        return []
+    operators = {operator.name: operator for operator in situation.timeline.chain}
+    faults = [f"operator {name!r} cannot be cut" for name in cut if operators[name].cut is None]
+    if len(unit.operators) > 1 or not unit.mode.sharded:
+        faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
+    return faults
 
 
 def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:

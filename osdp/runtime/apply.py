@@ -59,8 +59,12 @@ def apply(
     on_meta = is_on_meta(model)
     if on_meta:
         check_initialisers(model)
-    if find_unused_parameters and any(decision.slices > 1 for decision in plan.decisions):
-        raise ValueError("operators in slices must run on every rank: plan with find_unused_parameters=True")
+    in_slices_or_again = any(decision.slices > 1 for decision in plan.decisions) or plan.recomputed
+    if find_unused_parameters and in_slices_or_again:
+        raise ValueError(
+            "operators in slices and recomputed blocks must run on every rank: plan with "
+            "find_unused_parameters=True"
+        )
     device = device_of(mesh)
     policy = _policy(plan)
     in_shards = {n for unit in fsdp_units(plan) for n in _parameters_of(plan, unit.operators)}

@@ -30,12 +30,28 @@ def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
     for decision in _sliced_decisions(plan):
         if len(units[decision.operator].operators) > 1:
             yield f"operator {decision.operator!r} runs in slices but shares a unit"
+        weights = [name for name in decision.parameters if name.rpartition(".")[2] == _WEIGHT]
+        if len(weights) != 1:
+            yield f"operator {decision.operator!r} is to run in slices and has {len(weights)} weights"
         for fqn in decision.modules:
-            module = model.get_submodule(fqn)
-            try:
-                check_slicing(module, _slicing(module, decision))
-            except ValueError as error:
-                yield f"operator {decision.operator!r} cannot run in {decision.slices} slices: {error}"
+            fault = _module_fault(model, fqn, decision)
+            if fault is not None:
+                yield f"operator {decision.operator!r} cannot run in {decision.slices} slices: {fault}"
+
+
+def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
+    module = model.get_submodule(fqn)
+    if not fqn:
+        return "it is the root, which nothing holds that could exchange it"
+    if "forward" in module.__dict__:
+        return f"module {fqn!r} has a forward of its own, set on the instance"
+    if _WEIGHT not in module._parameters:
+        return f"module {fqn!r} registers no parameter 'weight'"
+    try:
+        check_slicing(module, _slicing(module, decision))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
@@ -49,8 +65,9 @@ def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy)
             )
             made[module] = sliced(module, slicing)
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in made:
+        # Not named_children(), which leaves out what is registered twice.
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in made:
                 setattr(parent, name, made[child])
 
 
@@ -70,9 +87,9 @@ def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
     whole = owned.parameter.detach()
     size = shard_numel((whole.shape[dim],), mesh.size())
     first = min(mesh.get_local_rank() * size, whole.shape[dim])
-    local = whole.narrow(dim, first, min(size, whole.shape[dim] - first)).contiguous()
-    if not whole.is_meta:
-        local = local.clone() if local.data_ptr() == whole.data_ptr() else local
+    # A copy even where the part is contiguous: as a view it would keep the whole alive.
+    part = whole.narrow(dim, first, min(size, whole.shape[dim] - first))
+    local = part.clone(memory_format=torch.contiguous_format)
     value = DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )

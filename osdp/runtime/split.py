@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.slices import SlicedWeight
@@ -92,10 +93,17 @@ def split_embedding(
         prefetch: Whether the next slice is gathered while one computes.
 
     Returns:
-        Rows of shape ``(*ids.shape, features)``.
+        Rows of shape ``(*ids.shape, features)``; elsewhere than on the CPU, zeros for ids outside.
+
+    Raises:
+        IndexError: On the CPU, an id is outside the vocabulary.
     """
     sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    if _can_look(ids):
+        outside = ids[(ids < 0) | (ids >= weight.shape[0])]
+        if outside.numel():
+            raise IndexError(f"id {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
     rows: torch.Tensor = _EmbeddingSlices.apply(  # type: ignore[no-untyped-call]
         ids.reshape(-1), _local(weight), sliced, padding
     )
@@ -135,8 +143,7 @@ def split_cross_entropy(
     sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
     flat = labels.reshape(-1)
     counts = flat != ignore_index
-    # On other devices a look at the labels would have to wait, and the loss is NaN; fake ones have no values.
-    if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
+    if _can_look(flat):
         outside = flat[counts & ((flat < 0) | (flat >= weight.shape[0]))]
         if outside.numel():
             raise ValueError(f"label {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
@@ -191,6 +198,7 @@ class _LinearSlices(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, weight), sliced, out_dim = ctx.saved_tensors, ctx.sliced, ctx.out_dim
         grad, by_output = grads[0], sliced.sliced_dim == out_dim
@@ -228,6 +236,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         return rows
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (ids, weight), sliced = ctx.saved_tensors, ctx.sliced
         grad = grads[0]
@@ -272,6 +281,7 @@ class _HeadAndLoss(torch.autograd.Function):
         return torch.where(counts, log_total - of_label, 0.0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (hidden, weight, labels, counts, log_total), sliced = ctx.saved_tensors, ctx.sliced
         scale = torch.where(counts, grads[0], 0.0)
@@ -292,6 +302,11 @@ class _HeadAndLoss(torch.autograd.Function):
                 sliced.scatter_gradient(share.t() @ hidden, grad_weight, index)
         hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         return hidden_gradient, grad_weight, None, None, None
+
+
+def _can_look(ids: torch.Tensor) -> bool:
+    """Whether values can be checked: on other devices a look would have to wait; fake tensors have none."""
+    return ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
 
 
 def _places(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,8 +102,12 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
             if module not in known:
                 yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model has not"
     for module in plan.recomputed:
-        if module not in known:
+        if module not in known or not module:
             yield f"module {module!r} is to be recomputed, which the model has not"
+        if plan.recomputed.count(module) > 1 or any(
+            other != module and is_inside(module, other) for other in plan.recomputed
+        ):
+            yield f"module {module!r} is to be recomputed twice"
 
 
 def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:

@@ -73,6 +73,10 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
     return Relaxation(weights / total if total > 0 else start, feasible, master.totals())
 
 
+#: The smallest pivot, relative to the largest entry of its column.
+_PIVOT = 1e-9
+
+
 class _Master:
     """A basis of the master problem; rows: times, memory, one convexity row per kind, scaled to about 1."""
 
@@ -164,7 +168,8 @@ class _Master:
         matrix = self._matrix()
         values = np.maximum(np.linalg.solve(matrix, self._right), 0.0)
         direction = np.linalg.solve(matrix, self._columns[column])
-        growing = direction > 1e-11
+        # A smaller pivot would be rounding, and the basis singular.
+        growing = direction > _PIVOT * max(1.0, float(np.abs(direction).max()))
         if not growing.any() or column in self._basis:
             return False
         steps = np.where(growing, values / np.where(growing, direction, 1.0), np.inf)

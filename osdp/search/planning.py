@@ -118,6 +118,10 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
         found.append("leaving strategy= out, so that every mode may be used")
     if training.param_dtype is None:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
+    if not rules.recompute:
+        found.append("recompute=True, which keeps no activations of blocks that are computed again")
+    if not rules.slices:
+        found.append("slices=(2, 4, 8, 16), so that large operators are whole in parts only")
     found.append(
         f"more ranks than {device.world_size}: sharded states take {format_bytes(state)} of each device here"
     )
