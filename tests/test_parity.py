@@ -221,7 +221,7 @@ def faults(case: Case) -> list[str]:
         raise RuntimeError(f"{case}") from error
     # Reducing in bfloat16 rounds the sum over ranks to 8 bits at each addition.
     low = "bfloat16" in ((case.dtypes[1] or case.dtypes[0]) or "")
-    # Gradients of the input of slices are summed over them in the dtype of the computation.
+    # The gradient of an input is a sum over slices, each rounded to bfloat16 before it is added.
     low = low or (case.slices > 1 and case.dtypes[0] == "bfloat16")
     tolerance = 4 * dist.get_world_size() * 2**-8 if low else TOLERANCE
     found = []

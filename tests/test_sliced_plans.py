@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.candidates import given_device, make_setting
 from benchmarks.models import CASES
@@ -51,6 +52,38 @@ def refusals() -> None:
 
 def test_bad_slices_are_refused_with_the_reason() -> None:
     run(2, refusals)
+
+
+class Shared(torch.nn.Module):
+    """One linear operator that is registered, and called, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = torch.nn.Linear(6, 6)
+        self.layers = torch.nn.Sequential(linear, torch.nn.Tanh(), linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).sum()
+
+
+def every_rank_keeps_its_own_part() -> None:
+    """Ranks after the first once kept the whole weight alive behind a view."""
+    for net in (Net(gated=False, tied=False), Shared()):
+        plan = plan_by_hand(net, Mode.FULL_SHARD, dist.get_world_size())
+        model = OSDP(net, plan=split(plan, net, 2))
+        cut = [decision.operator for decision in model.plan.decisions if decision.slices > 1]
+        assert cut
+        for operator in cut:
+            weight = model.get_submodule(operator).weight
+            assert isinstance(weight, DTensor) and isinstance(weight.placements[0], Shard)
+            local = weight.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes, operator
+    model(torch.ones(2, 6)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_every_rank_keeps_its_own_part_of_a_sliced_weight() -> None:
+    run(2, every_rank_keeps_its_own_part)
 
 
 def test_a_decision_says_what_is_cut() -> None:
