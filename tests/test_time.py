@@ -31,6 +31,7 @@ def units(modes: list[int], gather: list[float], reduce: list[float]) -> Units:
         "start": np.arange(count),
         "stop": np.arange(count) + 1,
         "mode": np.array(modes),
+        "recomputed": np.zeros(count, dtype=bool),
         "gather_seconds": np.array(gather),
         "reduce_seconds": np.array(reduce),
     }

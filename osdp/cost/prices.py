@@ -118,6 +118,7 @@ class Units:
         gather_seconds: One unshard.
         reduce_seconds: One gradient reduction.
         slice_forward: Most bytes of slices alive in forward.
+        slice_regather: Gathering the slices again in backward.
         step_seconds: Its optimizer step.
     """
 
@@ -138,6 +139,7 @@ class Units:
     reduce_seconds: Floats
     step_seconds: Floats
     slice_forward: Floats
+    slice_regather: Floats
 
     @property
     def sharded(self) -> NDArray[np.bool_]:
@@ -205,6 +207,7 @@ def price_units(
         step_seconds=prices.optimizer.per_dtensor * count
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
         slice_forward=np.zeros(len(a)),
+        slice_regather=np.zeros(len(a)),
     )
     return prices.slices.apply(units, device, prices.optimizer) if units.sliced.any() else units
 

@@ -1,8 +1,9 @@
 """Bytes and seconds of operators that run in slices of a sharded weight (:mod:`osdp.runtime.slices`).
 
-Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same, then the slice's
-gradient, its padded copy in the dtype of the reduction, and the reduced piece. The weight is stored sharded
-along the dimension that is not cut; a bias is whole on every rank, its gradient in a bucket of its own.
+Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same (but for an
+embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced piece.
+The weight is stored sharded along the dimension that is not cut; a bias is whole on every rank, its gradient
+in a bucket of its own.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class SlicePrices:
         reduce_column: The same, in the dtype it is reduced in.
         bias_bucket: Gradient bucket of the bias.
         trains: Whether the weight is trainable.
+        in_backward: Whether backward gathers the slices again; that of an embedding needs none of them.
         in_profile: Whether it was profiled in slices, so that the gradient of one is among its activations.
         num_shards: Ranks.
         accumulates: Whether there are several microbatches.
@@ -52,6 +54,7 @@ class SlicePrices:
     reduce_column: Floats
     bias_bucket: Floats
     trains: NDArray[np.bool_]
+    in_backward: NDArray[np.bool_]
     in_profile: NDArray[np.bool_]
     num_shards: int
     accumulates: bool
@@ -101,6 +104,7 @@ class SlicePrices:
                 units.step_seconds,
             ),
             slice_forward=priced(whole * (1 + share), zero),
+            slice_regather=priced(gather_seconds * self.in_backward[k], zero),
         )
 
 
@@ -110,10 +114,11 @@ def price_slices(operators: Sequence[Operator], *, world_size: int, training: Tr
     names = (
         "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
     )  # fmt: skip
-    table = np.array(columns, dtype=float).reshape(-1, len(names) + 2).T
+    table = np.array(columns, dtype=float).reshape(-1, len(names) + 3).T
     return SlicePrices(
-        **dict(zip(names, table[:-2], strict=True)),
-        trains=table[-2] > 0,
+        **dict(zip(names, table[:-3], strict=True)),
+        trains=table[-3] > 0,
+        in_backward=table[-2] > 0,
         in_profile=table[-1] > 0,
         num_shards=world_size,
         accumulates=training.microbatches > 1,
@@ -123,7 +128,7 @@ def price_slices(operators: Sequence[Operator], *, world_size: int, training: Tr
 def _column(operator: Operator, world_size: int, training: Training) -> tuple[float, ...]:
     cut = operator.cut
     if cut is None:
-        return (0.0,) * 10
+        return (0.0,) * 11
     weight = next(p for p in operator.parameters if p.name == cut.weight)
     others = [p for p in operator.parameters if p.name != cut.weight]
     rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
@@ -144,5 +149,6 @@ def _column(operator: Operator, world_size: int, training: Training) -> tuple[fl
         rows * world_size * reduced,
         bias,
         weight.trainable,
+        cut.by != "rows" or cut.slices > 0,
         cut.slices,
     )

@@ -57,7 +57,7 @@ def unit_seconds(
     replicated = ~sharded & ~units.in_root & ~units.sliced
     # Slices of a recomputed block are gathered once more; whole units stay gathered from then to backward.
     regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
-    regather += np.where(units.sliced, np.where(units.recomputed, 2 * gather, gather), 0.0)
+    regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
     hooks = np.where(sharded, conditions.unit_overhead, 0.0)
     # The root's gather precedes everything and its reduction follows everything: both stick out anywhere.
     # Slices wait for each other.
