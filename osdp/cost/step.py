@@ -1,12 +1,23 @@
 """``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment
 from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation, build_situation, price_root
-from osdp.cost.ways import RECOMPUTED, ROOT, WAY_OF, sliced_way
+from osdp.cost.ways import (
+    FULL_SHARD,
+    RECOMPUTED,
+    ROOT,
+    SHARD_GRAD_OP,
+    WAY_OF,
+    is_recomputed,
+    plain,
+    sliced_way,
+)
 from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
 from osdp.model_desc import ModelDesc, Operator
@@ -87,9 +98,10 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
             way = sliced_way(count) if count > 1 else WAY_OF[unit.mode]
             chained.append((places[0], places[-1] + 1, way))
+    chained = [_again(situation, plan, unit) for unit in chained]
+    faults += _recompute_faults(situation, plan, chained)
     if faults:
         raise PlanMismatchError(faults)
-    chained = [_again(situation, plan, unit) for unit in chained]
     chained.sort()
     starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
     units = price_units(situation.prices, starts, stops, ways, situation.device)
@@ -114,6 +126,24 @@ def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tupl
     start, stop, way = unit
     block = situation.timeline.chain[start].block
     return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
+
+
+def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[int, int, int]]) -> list[str]:
+    """Modules whose recomputation cannot be priced: no blocks, or blocks with parts that FSDP2 shards."""
+    chain, again = situation.timeline.chain, situation.timeline.recompute
+    blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
+    faults = [
+        f"module {name!r} is no block that can be recomputed"
+        for name in plan.recomputed
+        if name not in blocks
+    ]
+    for start, stop, way in units:
+        whole = bool(again.possible[start]) and again.until[start] == 2 * stop
+        if is_recomputed(way) and plain(way) in (SHARD_GRAD_OP, FULL_SHARD) and not whole:
+            faults.append(
+                f"operator {chain[start].name!r} is in a sharded unit, a part of a recomputed block"
+            )
+    return faults
 
 
 def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]:
