@@ -2,8 +2,7 @@
 
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from osdp.runtime.mesh import device_of
 from osdp.runtime.outputs import tensors_with_grad
 from osdp.runtime.reducer import GradientReducer
 from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters
+from osdp.runtime.reports import reporter
 from osdp.runtime.sharded import ShardedParameter, ShardedParameters
 from osdp.runtime.sliced import SlicedParameter, SlicedParameters
 from osdp.runtime.torch_private import (
@@ -198,19 +198,10 @@ class AppliedPlan:
     def _watch_replicated(self) -> None:
         for parameter in self._replicated:
             if parameter.compute.requires_grad and id(parameter) not in self._watched:
-                parameter.compute.register_post_accumulate_grad_hook(self._reporter(parameter))
+                parameter.compute.register_post_accumulate_grad_hook(
+                    reporter(self, parameter, AppliedPlan._on_replicated_gradient)
+                )
                 self._watched.add(id(parameter))
-
-    def _reporter(self, parameter: ReplicatedParameter) -> Callable[[torch.Tensor], None]:
-        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
-        mine, its = weakref.ref(self), weakref.ref(parameter)
-
-        def report(_: torch.Tensor) -> None:
-            applied, found = mine(), its()
-            if applied is not None and found is not None:
-                applied._on_replicated_gradient(found)
-
-        return report
 
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
         self._begin_backward()

@@ -6,7 +6,6 @@ exchange each other's weights, both silently. So every unsharded parameter repor
 log the order they run in.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.arguments import keep_identity
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.owners import Owned
+from osdp.runtime.reports import reporter
 from osdp.runtime.torch_private import in_backward
 from osdp.runtime.validate import fsdp_units, wrap_order
 
@@ -166,19 +166,10 @@ class ShardedParameters:
         for parameter in parameters:
             parameter.compute = parameter.owned.parameter
             if parameter.compute.requires_grad and not parameter.reports:
-                parameter.compute.register_post_accumulate_grad_hook(self._reporter(parameter))
+                parameter.compute.register_post_accumulate_grad_hook(
+                    reporter(self, parameter, lambda mine, its: mine._on_gradient(its))
+                )
                 parameter.reports = True
-
-    def _reporter(self, parameter: ShardedParameter) -> Callable[[torch.Tensor], None]:
-        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
-        mine, its = weakref.ref(self), weakref.ref(parameter)
-
-        def report(_: torch.Tensor) -> None:
-            all_parameters, found = mine(), its()
-            if all_parameters is not None and found is not None:
-                all_parameters._on_gradient(found)
-
-        return report
 
 
 def count_unused_as_zero(root: nn.Module) -> bool:

@@ -5,7 +5,6 @@ alone, since its slices are gathered and its gradient is scattered inside the op
 has, a bias, is replicated.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp.layout import shard_numel
 from osdp.plan import Decision, Plan
 from osdp.runtime.owners import Owned
+from osdp.runtime.reports import reporter
 from osdp.runtime.split_modules import Slicing, check_slicing, kind_of, slice_along, sliced, sliced_dim
 
 #: The one parameter that is cut.
@@ -139,19 +139,10 @@ class SlicedParameters:
         """Report the gradients of all that are trainable now."""
         for parameter in self.parameters:
             if parameter.stored.requires_grad and id(parameter) not in self._watched:
-                parameter.stored.register_post_accumulate_grad_hook(self._reporter(parameter))
+                parameter.stored.register_post_accumulate_grad_hook(
+                    reporter(self, parameter, lambda mine, its: mine._on_gradient(its))
+                )
                 self._watched.add(id(parameter))
-
-    def _reporter(self, parameter: SlicedParameter) -> Callable[[torch.Tensor], None]:
-        # Weak: the garbage collector cannot see the cycle through a tensor's hook.
-        mine, its = weakref.ref(self), weakref.ref(parameter)
-
-        def report(_: torch.Tensor) -> None:
-            all_parameters, found = mine(), its()
-            if all_parameters is not None and found is not None:
-                all_parameters._on_gradient(found)
-
-        return report
 
 
 def _sliced_decisions(plan: Plan) -> Iterator[Decision]:

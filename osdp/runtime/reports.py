@@ -1,0 +1,27 @@
+"""Hooks on parameters that tell the object which runs the model."""
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Owner = TypeVar("Owner")
+Reported = TypeVar("Reported")
+
+
+def reporter(
+    owner: Owner, parameter: Reported, tell: Callable[[Owner, Reported], None]
+) -> Callable[[torch.Tensor], None]:
+    """A hook that calls ``tell(owner, parameter)`` as long as both are there.
+
+    It holds neither: the garbage collector cannot see the cycle through a tensor's hook.
+    """
+    its_owner, its_parameter = weakref.ref(owner), weakref.ref(parameter)
+
+    def report(_: torch.Tensor) -> None:
+        found, reported = its_owner(), its_parameter()
+        if found is not None and reported is not None:
+            tell(found, reported)
+
+    return report
