@@ -1,185 +1,213 @@
 """Claim: at a fixed memory limit OSDP trains larger batches, and faster, than FSDP2 set up by hand.
 
-The limit lies halfway between FSDP2's peaks at local batches of two and four. By hand there are four
-settings: blocks resharded or kept, with and without activation checkpointing of every block. Each takes its
-largest local batch that fits (true peaks under the fake group, on the worst rank); its best throughput is
-that of its largest batch or of half of it, on two ranks. OSDP searches the batch, the modes, slices and
-recomputation.
+The limit lies halfway between FSDP2's peaks at two small local batches. By hand there are four settings:
+blocks resharded or kept, with and without activation checkpointing of every block. Each takes its largest
+local batch that fits (true peaks under the fake group, on the worst rank); its best throughput is that of its
+largest batch or of half of it, on two ranks. OSDP searches the batch, the modes, slices and recomputation;
+in the case with a large vocabulary its model computes the loss in slices.
 
     python -m benchmarks.batch_size [--quick] [--json FILE]
 """
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
+from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.baselines import mean_loss, reference_losses
-from benchmarks.candidates import FSDP2, Candidate, Setting, given_device, live_mesh, make_setting
+from benchmarks.baselines import reference_losses
+from benchmarks.candidates import (
+    FSDP2,
+    Candidate,
+    given_device,
+    live_mesh,
+    make_setting,
+    make_setting_together,
+)
 from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
+from benchmarks.launch import WorkerError
 from benchmarks.models import CASES
-from benchmarks.timing import alternate
+from benchmarks.testbed import NetworkUnavailableError, launch_over
+from benchmarks.timing import paired_ratio
+from benchmarks.turns import take_turns
 from osdp import DeviceInfo, InfeasibleError, Plan, Training, codec, make_plan
-from osdp.search.sharding import SLICES
+from osdp.search.rules import SLICES
+from osdp.units import format_bytes
 
 WORLD_SIZE = 2
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: The limit, from FSDP2's peak at the first of these batches to its peak at the second.
-BETWEEN = (2, 4)
-SHAPES = ("gpt2-deep", "gpt2-wide", "llama")
 LOSS_TOLERANCE = 1e-3
 
 
-def setting_at(case: str, batch: int) -> Setting:
-    """A case at a local batch."""
-    return make_setting(CASES[case], Training(local_batch=batch))
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One comparison.
+
+    Attributes:
+        case: The model by hand.
+        ours: The same model as OSDP trains it; it may have a head that computes its loss.
+        network: For the table.
+        bits_per_second: Rate of the link, or ``None`` for loopback.
+        between: The limit is halfway between FSDP2's peaks at these local batches.
+    """
+
+    case: str
+    ours: str
+    network: str
+    bits_per_second: int | None
+    between: tuple[int, int] = (2, 4)
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.case} {self.network}"
 
 
-def peak_at(case: str, kind: str, batch: int) -> int:
-    """True peak of a baseline; its profile does not matter."""
-    setting = Setting(CASES[case], Training(local_batch=batch), None, None)  # type: ignore[arg-type]
-    return Candidate(kind, setting).memory(WORLD_SIZE).peak
+VOCABULARY = ("llama-32k", "llama-32k sliced head")
+CLAIMS = (
+    Claim(*VOCABULARY, "1 Gbit/s", 10**9, (1, 2)),
+    Claim(*VOCABULARY, "loopback", None, (1, 2)),
+    Claim("gpt2-deep", "gpt2-deep", "loopback", None),
+    Claim("gpt2-wide", "gpt2-wide", "loopback", None),
+    Claim("llama", "llama", "loopback", None),
+)
+
+
+def peak_by_hand(case: str, kind: str, batch: int) -> int:
+    """True peak of a baseline."""
+    return Candidate(kind, CASES[case], Training(local_batch=batch)).memory(WORLD_SIZE).peak
 
 
 def largest_batch(case: str, kind: str, limit: int) -> int:
     """The largest of :data:`BATCHES` at which a baseline fits; 0 if none."""
     fitting = 0
     for batch in BATCHES:
-        if peak_at(case, kind, batch) > limit:
+        if peak_by_hand(case, kind, batch) > limit:
             break
         fitting = batch
     return fitting
 
 
-def plans(case: str, limit: int, device: DeviceInfo) -> tuple[Plan, Plan]:
-    """OSDP's plan of the highest throughput, and of the largest batch."""
-    found: list[Plan] = []
-    for batch in BATCHES:
-        setting = setting_at(case, batch)
+def searched_batches(by_hand: dict[str, int]) -> list[int]:
+    """Batches that OSDP looks at: those by hand, and powers of two from half of the largest on."""
+    largest = max(by_hand.values())
+    return sorted({size for size in (*by_hand.values(), *(2**k for k in range(8))) if 2 * size >= largest})
+
+
+def compare(
+    rank: int, world_size: int, *, case: str, ours: str, limit: int, by_hand: dict[str, int], rounds: int
+) -> Row:
+    """Worker: plan for the live network at every batch that fits, then time all settings in turn."""
+    del rank, world_size
+    mesh = live_mesh()
+    device = DeviceInfo.detect(limit)
+    candidates = {
+        f"{kind} {size}": Candidate(kind, CASES[case], Training(local_batch=size))
+        for kind, batch in by_hand.items()
+        if batch
+        for size in {batch, max(1, batch // 2)}
+    }
+    found: dict[int, tuple[Plan, Candidate]] = {}
+    for batch in searched_batches(by_hand):
+        setting = make_setting_together(CASES[ours], Training(local_batch=batch), mesh)
         try:
-            found.append(
-                make_plan(
-                    None,
-                    setting.model_desc,
-                    replace(device, memory_limit=limit),
-                    training=setting.training,
-                    profile=setting.profile,
-                    slices=SLICES,
-                    recompute=True,
-                )
+            plan = make_plan(
+                None,
+                setting.model_desc,
+                device,
+                training=setting.training,
+                profile=setting.profile,
+                slices=SLICES,
+                recompute=True,
             )
         except InfeasibleError:
             break
-    return max(found, key=lambda plan: plan.samples_per_second), found[-1]
+        found[batch] = plan, setting.candidate(device, plan)
+    best = max(found, key=lambda batch: found[batch][0].samples_per_second)
+    candidates["osdp"] = found[best][1]
+    steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
+    turns = take_turns(steps, rounds=rounds, warmup=2)
+    return {
+        "seconds": turns.seconds,
+        "loss": turns.losses["osdp"],
+        "steps": turns.steps,
+        "batches": {name: candidate.training.local_batch for name, candidate in candidates.items()},
+        "best": codec.to_json(found[best][0]),
+        "largest": codec.to_json(found[max(found)][0]),
+    }
 
 
-def detect(rank: int, world_size: int) -> str:
-    """Worker: the devices of the live group."""
-    del rank, world_size
-    return codec.to_json(DeviceInfo.detect(2**50))
-
-
-def measure_times(
-    rank: int, world_size: int, *, case: str, settings: list[tuple[str, int]], plan: str, rounds: int
-) -> Row:
-    """Worker: seconds of each setting's steps, alternating, and OSDP's last loss."""
-    del rank
-    mesh = live_mesh()
-    steps = {}
-    for kind, batch in settings:
-        setting = Setting(CASES[case], Training(local_batch=batch), None, None)  # type: ignore[arg-type]
-        steps[f"{kind} {batch}"] = Candidate(kind, setting).prepare(mesh)
-    chosen = codec.from_json(Plan, plan)
-    training = chosen.training
-    setting = make_setting(CASES[case], training)
-    steps["osdp"] = setting.candidate(given_device(world_size), chosen).prepare(mesh)
-    done, losses = dict.fromkeys(steps, 0), dict.fromkeys(steps, 0.0)
-
-    def run(name: str) -> None:
-        losses[name] = steps[name](done[name])
-        done[name] += 1
-
-    seconds = alternate(
-        {name: lambda name=name: run(name) for name in steps},
-        rounds=rounds,
-        warmup=2,
-        synchronize=dist.barrier,
-    )
-    return {"seconds": seconds, "steps": done["osdp"], "loss": mean_loss(losses["osdp"])}
-
-
-def row_of(case: str, device: DeviceInfo, rounds: int) -> Row:
-    """One shape at its limit."""
-    low, high = (peak_at(case, "fsdp2", batch) for batch in BETWEEN)
+def row_of(claim: Claim, rounds: int) -> Row:
+    """One case at its limit."""
+    low, high = (peak_by_hand(claim.case, "fsdp2", batch) for batch in claim.between)
     limit = (low + high) // 2
-    by_hand = {kind: largest_batch(case, kind, limit) for kind in FSDP2}
-    best, largest = plans(case, limit, device)
-    settings = sorted(
-        {(kind, size) for kind, batch in by_hand.items() if batch for size in (batch, max(1, batch // 2))}
-    )
+    by_hand = {kind: largest_batch(claim.case, kind, limit) for kind in FSDP2}
+    row: Row = {"name": claim.name, "limit": limit, "by_hand": by_hand}
+    arguments = {
+        "case": claim.case, "ours": claim.ours, "limit": limit, "by_hand": by_hand, "rounds": rounds
+    }  # fmt: skip
+    try:
+        timed = launch_over(
+            claim.bits_per_second, "benchmarks.batch_size:compare", WORLD_SIZE, arguments, timeout=1500
+        )[0]
+    except NetworkUnavailableError as error:
+        return row | {"reason": str(error)}
+    except WorkerError as error:
+        return row | {"error": str(error)}
+    return row | _outcome(claim, limit, by_hand, timed)
+
+
+def _outcome(claim: Claim, limit: int, by_hand: dict[str, int], timed: Row) -> Row:
+    best, largest = (codec.from_json(Plan, timed[name]) for name in ("best", "largest"))
+    rates = {
+        name: timed["batches"][name] * WORLD_SIZE / median(values)
+        for name, values in timed["seconds"].items()
+    }
+    rival = max(rates.keys() - {"osdp"}, key=lambda name: rates[name])
+    ratio = paired_ratio(timed["seconds"][rival], timed["seconds"]["osdp"])
+    scale = timed["batches"]["osdp"] / timed["batches"][rival]
+    peak = max(_measured_peak(claim.ours, plan) for plan in (best, largest))
+    expected = reference_losses(CASES[claim.case], best.training, WORLD_SIZE, timed["steps"])[-1]
     row: Row = {
-        "name": case,
-        "limit": limit,
-        "by_hand": by_hand,
         "osdp_batch": largest.local_batch,
-        "osdp_peak": max(_measured_peak(case, plan) for plan in (best, largest)),
+        "osdp_peak": peak,
         "best_batch": best.local_batch,
         "recomputed": len(best.recomputed),
         "slices": sorted({decision.slices for decision in best.decisions}),
-        "predicted": best.samples_per_second,
-    }
-    arguments = {"case": case, "settings": settings, "plan": _as_text(best), "rounds": rounds}
-    try:
-        timed = launch("benchmarks.batch_size:measure_times", WORLD_SIZE, arguments, timeout=900)[0]
-    except WorkerError as error:
-        return row | {"error": str(error)}
-    rates = {
-        f"{kind} {batch}": batch * WORLD_SIZE / _median(timed["seconds"][f"{kind} {batch}"])
-        for kind, batch in settings
-    }
-    expected = reference_losses(CASES[case], best.training, WORLD_SIZE, timed["steps"])[-1]
-    ours = best.local_batch * WORLD_SIZE / _median(timed["seconds"]["osdp"])
-    row |= {
+        "predicted_rate": best.samples_per_second,
         "rates": rates,
-        "osdp_rate": ours,
+        "osdp_rate": rates["osdp"],
+        "best_by_hand": rival,
         "batch_ratio": largest.local_batch / max(by_hand.values()),
-        "throughput_ratio": ours / max(rates.values()),
-        "best_by_hand": max(rates, key=lambda name: rates[name]),
+        "throughput_ratio": ratio.median * scale,
+        "throughput_interval": [ratio.low * scale, ratio.high * scale],
+        "loss": timed["loss"],
+        "loss_expected": expected,
         "seconds": timed["seconds"],
+        "plan": timed["best"],
     }
+    wrong = []
     if not abs(timed["loss"] - expected) <= LOSS_TOLERANCE * abs(expected):
-        row["error"] = f"loss {timed['loss']:.6f} differs from the single process's {expected:.6f}"
-    if row["osdp_peak"] > limit:
-        row["error"] = f"a plan takes {row['osdp_peak']} bytes of {limit}"
-    return row
+        wrong.append(f"loss {timed['loss']:.6f} differs from the single process's {expected:.6f}")
+    if peak > limit:
+        wrong.append(f"a plan needs {format_bytes(peak)}, the limit is {format_bytes(limit)}")
+    return row | ({"error": "; ".join(wrong)} if wrong else {})
 
 
 def _measured_peak(case: str, plan: Plan) -> int:
+    """True peak of a plan, on the worst rank."""
     setting = make_setting(CASES[case], plan.training)
     return setting.candidate(given_device(WORLD_SIZE), plan).memory(WORLD_SIZE).peak
-
-
-def _as_text(plan: Plan) -> str:
-    return codec.to_json(plan)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
-    device = codec.from_json(
-        DeviceInfo, launch("benchmarks.batch_size:detect", WORLD_SIZE, {}, timeout=120)[0]
-    )
-    shapes = SHAPES[:1] if options.quick else SHAPES
-    for case in harness.progress(shapes, len(shapes), "batch_size"):
-        result.add(row_of(case, device, 5 if options.quick else 15))
-    good = [row for row in result.rows if "throughput_ratio" in row]
+    claims = CLAIMS[:1] if options.quick else CLAIMS
+    for claim in harness.progress(claims, len(claims), "batch_size"):
+        result.add(row_of(claim, 5 if options.quick else 7))
+    good = [row for row in result.rows if "throughput_ratio" in row and "error" not in row]
     result.summary = {
         "batch_ratio": max((row["batch_ratio"] for row in good), default=None),
         "throughput_ratio": max((row["throughput_ratio"] for row in good), default=None),
@@ -192,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("batch_size", __doc__, arguments))
     keys = (
         "name", "limit", "by_hand", "osdp_batch", "osdp_peak", "best_batch", "recomputed", "slices",
-        "best_by_hand", "osdp_rate", "batch_ratio", "throughput_ratio",
+        "best_by_hand", "osdp_rate", "batch_ratio", "throughput_ratio", "error",
     )  # fmt: skip
     harness.table(
         "largest batch and best throughput at one limit",

@@ -60,7 +60,27 @@ class Setting:
 
     def candidate(self, device: DeviceInfo, plan: Plan) -> "Candidate":
         """OSDP with ``plan``."""
-        return Candidate("osdp", self, replace(device, memory_limit=plan.memory_limit), plan)
+        wrapper = OsdpWrap(self.model_desc, replace(device, memory_limit=plan.memory_limit), plan)
+        return Candidate("osdp", self.case, self.training, wrapper)
+
+    def by_hand(self, kind: str) -> "Candidate":
+        """The baseline of this kind."""
+        return Candidate(kind, self.case, self.training)
+
+
+@dataclass(frozen=True)
+class OsdpWrap:
+    """What OSDP needs to wrap a model.
+
+    Attributes:
+        model_desc: The description of the model.
+        device: The devices the plan was made for.
+        plan: The plan.
+    """
+
+    model_desc: ModelDesc
+    device: DeviceInfo
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -69,29 +89,31 @@ class Candidate:
 
     Attributes:
         kind: ``"ddp"``, one of :data:`FSDP2` or ``"osdp"``.
-        setting: What to train.
-        device: The devices the plan was made for; only for ``"osdp"``.
-        chosen: The plan; only for ``"osdp"``.
+        case: The model.
+        training: The optimizer and the local batch.
+        osdp: How OSDP wraps it; only for ``"osdp"``.
     """
 
     kind: str
-    setting: Setting
-    device: DeviceInfo | None = None
-    chosen: Plan | None = None
+    case: Case
+    training: Training
+    osdp: OsdpWrap | None = None
 
     def wrap(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Parallelise ``model`` this way, in place."""
-        setting = self.setting
         if self.kind == "ddp":
             return ddp(model)
         if self.kind in FSDP2:
             reshard, recompute = FSDP2[self.kind]
-            return fsdp2(model, setting.case, mesh, reshard=reshard, recompute=recompute)
-        return OSDP(model, setting.model_desc, self.device, training=setting.training, plan=self.chosen)
+            return fsdp2(model, self.case, mesh, reshard=reshard, recompute=recompute)
+        assert self.osdp is not None
+        return OSDP(
+            model, self.osdp.model_desc, self.osdp.device, training=self.training, plan=self.osdp.plan
+        )
 
     def prepare(self, mesh: DeviceMesh) -> TrainStep:
         """A fresh model and optimizer, as a function of the step's number."""
-        case, training = self.setting.case, self.setting.training
+        case, training = self.case, self.training
         model = self.wrap(case.model(device=mesh.device_type), mesh)
         optimizer = make_optimizer(model.parameters(), training)
         batches = rank_batches(
@@ -101,7 +123,7 @@ class Candidate:
 
     def build_step(self, mesh: DeviceMesh) -> Step:
         """A fresh model and optimizer, as a step for the memory oracle."""
-        case, training = self.setting.case, self.setting.training
+        case, training = self.case, self.training
         model = self.wrap(case.model(device=mesh.device_type), mesh)
         if self.kind == "ddp":
             # DDP expects a tensor from its collective, which the fake group does not return.

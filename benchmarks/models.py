@@ -6,7 +6,7 @@ same order.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from osdp import LMHeadLoss
+from osdp.integrations.huggingface import with_head_loss
 from osdp.layout import is_inside
 
 Batch = dict[str, torch.Tensor]
@@ -236,6 +237,15 @@ def llama(name: str, *, layers: int, width: int, heads: int, length: int, vocab:
     return Case(name, build, partial(_tokens, vocab, length), ("model.layers",))
 
 
+def with_sliced_head(name: str, case: Case, slices: int = 8) -> Case:
+    """A causal language model of transformers that computes its loss in slices of the vocabulary."""
+
+    def build() -> nn.Module:
+        return with_head_loss(case.build(), num_slices=slices)
+
+    return replace(case, name=name, build=build)
+
+
 def vit(name: str, *, layers: int, width: int, heads: int, side: int = 64, classes: int = 100) -> Case:
     """A ViT with patches of 8 x 8 pixels."""
     options = {
@@ -294,6 +304,9 @@ def transformer(name: str, *, layers: int, width: int, heads: int, length: int, 
     return Case(name, build, partial(_pairs, vocab, length), blocks)
 
 
+#: The vocabulary of Llama 2 (Touvron et al., arXiv 2307.09288, section 2.2) over a small body.
+_LARGE_VOCABULARY = llama("llama-32k", layers=6, width=256, heads=4, length=64, vocab=32000)
+
 _CASES = (
     gpt2("gpt2-tiny", layers=2, width=64, heads=2, length=32),
     gpt2("gpt2-small", layers=4, width=192, heads=4, length=64, vocab=1000),
@@ -305,6 +318,8 @@ _CASES = (
     vit("vit", layers=4, width=192, heads=4),
     resnet("resnet", depths=(2, 2, 2), width=32),
     mlp("mlp", layers=6, width=256),
+    _LARGE_VOCABULARY,
+    with_sliced_head("llama-32k sliced head", _LARGE_VOCABULARY),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
 )
 _FULL_SIZE = (

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +28,8 @@ from benchmarks.candidates import (
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import Batch, Case, gpt2, head_with_loss, loss_of
-from benchmarks.timing import alternate, paired_ratio
+from benchmarks.timing import paired_ratio
+from benchmarks.turns import take_turns
 from osdp import DeviceInfo, Plan, Training
 from osdp.cost.step import evaluate
 from osdp.plan import Decision, Mode, Unit
@@ -98,7 +98,7 @@ def candidate_of(target: str, slices: int, *, alone: bool) -> Candidate:
 def transient_bytes(target: str, slices: int) -> int:
     """Bytes the operator takes in a step beyond its states and the gradients it leaves."""
     candidate = candidate_of(target, slices, alone=True)
-    assert candidate.chosen is not None
+    assert candidate.osdp is not None
     measured = candidate.memory(FAKE_WORLD_SIZE)
     # A step ends with its gradients, which the next one drops first: they are there before it, too.
     return measured.peak - measured.end
@@ -116,24 +116,13 @@ def measure_times(rank: int, world_size: int, *, target: str, slices: list[int],
         candidate = setting.candidate(device, plan_with(setting, device, count))
         errors[str(count)] = gradient_error(candidate)
         steps[str(count)] = candidate.prepare(mesh)
-    done = dict.fromkeys(steps, 0)
-
-    def run(name: str) -> None:
-        steps[name](done[name])
-        done[name] += 1
-
-    seconds = alternate(
-        {name: lambda name=name: run(name) for name in steps},
-        rounds=rounds,
-        warmup=2,
-        synchronize=dist.barrier,
-    )
-    return {"seconds": seconds, "errors": errors}
+    turns = take_turns(steps, rounds=rounds, warmup=2)
+    return {"seconds": turns.seconds, "errors": errors}
 
 
 def gradient_error(candidate: Candidate) -> float:
     """Largest difference of a gradient from that of the model in one piece, on one batch, by norms."""
-    case = candidate.setting.case
+    case = candidate.case
     batch = case.sample(TRAINING.local_batch or 1)
     plain = case_of("head", 1, alone=False).model() if case.name == "head" else case.model()
     loss_of(plain(**batch)).backward()
@@ -162,8 +151,8 @@ def rows_of(target: str, slices: list[int], rounds: int) -> list[Row]:
     rows = []
     for count in slices:
         candidate = candidate_of(target, count, alone=False)
-        assert candidate.chosen is not None
-        predicted, measured = candidate.chosen.predicted.peak_bytes, candidate.memory(FAKE_WORLD_SIZE).peak
+        assert candidate.osdp is not None
+        predicted, measured = candidate.osdp.plan.predicted.peak_bytes, candidate.memory(FAKE_WORLD_SIZE).peak
         ratio = paired_ratio(timed["seconds"][str(count)], timed["seconds"]["1"])
         transient = transient_bytes(target, count)
         rows.append(

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.baselines import mean_loss, reference_losses
+from benchmarks.baselines import reference_losses
 from benchmarks.candidates import Candidate, given_device, live_mesh, make_setting, make_setting_together
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import CASES
-from benchmarks.timing import alternate, paired_ratio
+from benchmarks.timing import paired_ratio
+from benchmarks.turns import take_turns
 from osdp import Training
 
 WORLD_SIZE = 2
@@ -41,28 +42,12 @@ def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, ro
     candidates: dict[str, Candidate] = {}
     for strategy, baseline in PAIRS.items():
         candidates[strategy] = setting.candidate(device, setting.plan(device, strategy=strategy))
-        candidates[baseline] = Candidate(baseline, setting)
+        candidates[baseline] = setting.by_hand(baseline)
         # The baseline a second time: the ratio of a program to itself is what the machine adds.
-        candidates[f"{baseline} again"] = Candidate(baseline, setting)
+        candidates[f"{baseline} again"] = setting.by_hand(baseline)
     steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
-    done = dict.fromkeys(steps, 0)
-    losses = dict.fromkeys(steps, 0.0)
-
-    def run(name: str) -> None:
-        losses[name] = steps[name](done[name])
-        done[name] += 1
-
-    seconds = alternate(
-        {name: lambda name=name: run(name) for name in steps},
-        rounds=rounds,
-        warmup=3,
-        synchronize=dist.barrier,
-    )
-    return {
-        "seconds": seconds,
-        "steps": max(done.values()),
-        "losses": {name: mean_loss(loss) for name, loss in losses.items()},
-    }
+    turns = take_turns(steps, rounds=rounds, warmup=3)
+    return {"seconds": turns.seconds, "steps": turns.steps, "losses": turns.losses}
 
 
 def time_rows(case: str, local_batch: int, rounds: int) -> list[Row]:
@@ -110,7 +95,7 @@ def count_rows(case: str, local_batch: int) -> list[Row]:
     rows = []
     for strategy, baseline in PAIRS.items():
         ours = setting.candidate(device, setting.plan(device, strategy=strategy))
-        theirs = Candidate(baseline, setting)
+        theirs = setting.by_hand(baseline)
         row: Row = {
             "name": f"memory {case} {NAMES[strategy]}",
             "strategy": strategy,

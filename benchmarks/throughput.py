@@ -10,29 +10,27 @@ last step must be that of a single process.
 """
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.baselines import mean_loss, reference_losses
+from benchmarks.baselines import reference_losses
 from benchmarks.candidates import (
     BASELINES,
-    Candidate,
     given_device,
     live_mesh,
     make_setting,
     make_setting_together,
 )
 from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
+from benchmarks.launch import WorkerError
 from benchmarks.models import CASES, SHAPES
-from benchmarks.network import NetworkUnavailableError, two_hosts
-from benchmarks.timing import alternate, paired_ratio
+from benchmarks.testbed import NetworkUnavailableError, launch_over
+from benchmarks.timing import paired_ratio
+from benchmarks.turns import take_turns
 from osdp import DeviceInfo, Plan, Training, codec
 from osdp.units import format_bytes
 
@@ -82,7 +80,7 @@ def peaks(case: str) -> dict[str, int]:
     """True peaks of the baselines, and of OSDP's pure plans (which set the limits)."""
     setting = make_setting(CASES[case], training())
     device = given_device(WORLD_SIZE)
-    found = {kind: Candidate(kind, setting).memory(WORLD_SIZE).peak for kind in BASELINES}
+    found = {kind: setting.by_hand(kind).memory(WORLD_SIZE).peak for kind in BASELINES}
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         ours = setting.candidate(device, setting.plan(device, strategy=strategy))
         found[strategy] = ours.memory(WORLD_SIZE).peak
@@ -99,27 +97,14 @@ def compare(
     device = DeviceInfo.detect(limits[0])
     free = setting.plan(device)
     plans = {str(limit): setting.plan(device, limit) for limit in limits}
-    candidates = {kind: Candidate(kind, setting) for kind in BASELINES}
-    candidates["fsdp2 again"] = Candidate("fsdp2", setting)
+    candidates = {kind: setting.by_hand(kind) for kind in BASELINES}
+    candidates["fsdp2 again"] = setting.by_hand("fsdp2")
     candidates |= {name: setting.candidate(device, plan) for name, plan in plans.items()}
     steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
-    done = dict.fromkeys(steps, 0)
-    losses = dict.fromkeys(steps, 0.0)
-
-    def run(name: str) -> None:
-        losses[name] = steps[name](done[name])
-        done[name] += 1
-
-    seconds = alternate(
-        {name: lambda name=name: run(name) for name in steps},
-        rounds=rounds,
-        warmup=WARMUP,
-        repeats=repeats,
-        synchronize=dist.barrier,
-    )
+    turns = take_turns(steps, rounds=rounds, warmup=WARMUP, repeats=repeats)
     return {
-        "seconds": seconds,
-        "losses": {name: mean_loss(loss) for name, loss in losses.items()},
+        "seconds": turns.seconds,
+        "losses": turns.losses,
         "plans": {name: codec.to_json(plan) for name, plan in plans.items()},
         "unlimited_seconds": free.predicted.step_seconds,
         "device": codec.to_json(device),
@@ -135,15 +120,9 @@ def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[R
     name = f"{case} {network.name}"
     arguments = {"case": case, "limits": limits, "rounds": network.rounds, "repeats": network.repeats}
     try:
-        with two_hosts(network.bits_per_second) if network.bits_per_second else nullcontext() as hosts:
-            measured = launch(
-                "benchmarks.throughput:compare",
-                WORLD_SIZE,
-                arguments,
-                timeout=1500,
-                prefixes=hosts.prefixes(WORLD_SIZE) if hosts else (),
-                environment=hosts.environment if hosts else None,
-            )[0]
+        measured = launch_over(
+            network.bits_per_second, "benchmarks.throughput:compare", WORLD_SIZE, arguments, timeout=1500
+        )[0]
     except NetworkUnavailableError as error:
         return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in fractions]
     except WorkerError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from osdp.api import make_plan
-    from osdp.device_info import DeviceInfo, Link
+    from osdp.device_info import DeviceInfo, HostLink, Link
     from osdp.errors import InfeasibleError, PlanMismatchError
     from osdp.model_desc import ModelDesc
     from osdp.plan import Mode, Plan
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OSDP",
     "DeviceInfo",
+    "HostLink",
     "InfeasibleError",
     "LMHeadLoss",
     "Link",
@@ -48,6 +49,7 @@ _HOME = {
     "OptimalShardedDataParallel": "osdp.wrapper",
     "make_plan": "osdp.api",
     "DeviceInfo": "osdp.device_info",
+    "HostLink": "osdp.device_info",
     "Link": "osdp.device_info",
     "InfeasibleError": "osdp.errors",
     "PlanMismatchError": "osdp.errors",

@@ -20,7 +20,7 @@ from osdp.profiler.estimate import estimate
 from osdp.profiler.measure import profile_model
 from osdp.runtime.mesh import data_parallel_mesh
 from osdp.search.planning import batches, best_plan
-from osdp.search.sharding import Rules
+from osdp.search.rules import SLICES, Rules
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ def make_plan(
     strategy: str | Mode | None = None,
     local_batches: Sequence[int] = (),
     microbatches: Sequence[int] = (),
-    slices: Sequence[int] = (),
-    recompute: bool = False,
+    slices: Sequence[int] = SLICES,
+    recompute: bool = True,
+    offload: bool = True,
     auto_wrap_policy: Callable[..., Any] | None = None,
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
@@ -64,10 +65,10 @@ def make_plan(
         strategy: A mode to force on all operators.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
-        slices: Numbers of slices, powers of two, that an operator may run in; none where ``strategy``
-            forces a mode or parameters may go unused.
-        recompute: Whether blocks may be computed again in backward instead of keeping their activations;
-            likewise.
+        slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
+            ``strategy`` forces a mode, or where parameters may go unused.
+        recompute: Whether blocks may be computed again in backward; not where slices are forbidden.
+        offload: Whether states may live in host memory where nothing else fits; only beside accelerators.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
@@ -85,7 +86,7 @@ def make_plan(
     if mesh is None and model is not None and profile is None and dist.is_initialized():
         mesh = data_parallel_mesh(model)
     device = _detected(device_info, mesh)
-    rules = _rules(strategy, slices, recompute, find_unused_parameters)
+    rules = _rules(strategy, slices, recompute, offload, find_unused_parameters, device)
 
     def profiled(batch: int) -> Profile:
         wanted = replace(training, local_batch=batch)
@@ -152,15 +153,30 @@ def _detected(device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | No
 
 
 def _rules(
-    strategy: str | Mode | None, slices: Sequence[int], recompute: bool, find_unused_parameters: bool
+    strategy: str | Mode | None,
+    slices: Sequence[int],
+    recompute: bool,
+    offload: bool,
+    find_unused_parameters: bool,
+    device: DeviceInfo,
 ) -> Rules:
-    """What the search may use."""
+    """What the search may use.
+
+    Raises:
+        ValueError: The strategy is unknown, or needs links that are.
+    """
+    if strategy == Mode.HYBRID_SHARD and not device.group_sizes:
+        raise ValueError(
+            "strategy='HYBRID_SHARD' needs the links of groups, of which DeviceInfo knows none; "
+            "DeviceInfo.detect(group_sizes=(2,)) measures them, as it does by itself on several machines"
+        )
     free = strategy is None and not find_unused_parameters
     return Rules(
         allowed=_allowed(strategy),
         whole_blocks=find_unused_parameters,
         slices=tuple(slices) if free else (),
         recompute=recompute and free,
+        offload=offload,
     )
 
 

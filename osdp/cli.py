@@ -95,11 +95,18 @@ def plan(
     device: Annotated[Path | None, typer.Option(help="another device description")] = None,
     microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
     strategy: Annotated[str | None, typer.Option(help="force this mode everywhere")] = None,
+    slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
+    recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
+    offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
     out: _Out = Path("plan.json"),
 ) -> None:
     """Plan for what was DESCRIBED, save the plan and print it."""
     from osdp.api import make_plan
+    from osdp.search.rules import SLICES
 
+    missing = [name for name in (_MODEL, _DEVICE, _PROFILE, _TRAINING) if not Path(described, name).exists()]
+    if missing:
+        raise ValueError(f"{described} is no folder that osdp profile wrote: it has no {', '.join(missing)}")
     device_info = DeviceInfo.load(device or described / _DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
@@ -112,6 +119,9 @@ def plan(
         training=training,
         profile=profile,
         strategy=strategy,
+        slices=SLICES if slices else (),
+        recompute=recompute,
+        offload=offload,
     )
     made.save(out)
     typer.echo(made)

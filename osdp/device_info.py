@@ -23,11 +23,13 @@ class Link:
 
     Attributes:
         collective: One of :data:`COLLECTIVES`.
-        group: ``"world"``, ``"intra"`` (one node) or ``"inter"`` (one device of each node).
+        group: ``"world"``; of groups of *G* neighbouring ranks ``"inside G"``, ``"across G"`` (one rank of
+            each), or ``"two_step G"``, all ranks by a route in two steps.
         size: Ranks in the group.
         latency: Seconds a collective of no bytes takes.
         bandwidth: Bytes of the whole tensor per second.
         residual: Largest relative error of the fit over the measured sizes; 0 if it was not measured.
+        by_exchange: Whether it is faster as an exchange with local sums; of reduce-scatters.
     """
 
     collective: str
@@ -36,10 +38,34 @@ class Link:
     latency: float
     bandwidth: float
     residual: float = 0.0
+    by_exchange: bool = False
 
     def seconds(self, nbytes: float) -> float:
         """Time of one collective on a tensor of ``nbytes`` bytes."""
         return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The way to the memory of the host that a device is in, while all its devices use it at once.
+
+    Attributes:
+        to_device: Bytes per second from pinned host memory to the device.
+        to_host: Bytes per second back.
+        memory: Bytes of host memory for each device.
+        memory_bandwidth: Bytes per second that each device's process reads and writes in host memory, for
+            estimated profiles; 0 if unknown.
+    """
+
+    to_device: float
+    to_host: float
+    memory: int
+    memory_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in ("to_device", "to_host", "memory") if getattr(self, name) <= 0]
+        if wrong or self.memory_bandwidth < 0:
+            raise ValueError(f"a host link needs positive {', '.join(wrong) or 'memory_bandwidth'}: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +87,7 @@ class DeviceInfo:
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
+        host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -76,6 +103,7 @@ class DeviceInfo:
     copy_bandwidth: float = 1e10
     flops: float = 0.0
     memory_bandwidth: float = 0.0
+    host: HostLink | None = None
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -138,6 +166,12 @@ class DeviceInfo:
             f"DeviceInfo knows no {collective} in {group} for its {self.world_size} devices; measure it with "
             f"DeviceInfo.detect() under torchrun, or give links="
         )
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Sizes of the groups whose links are known, ascending."""
+        found = {int(link.group.split()[1]) for link in self.links if link.group.startswith("inside ")}
+        return tuple(sorted(found))
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""

@@ -57,7 +57,7 @@ class InfeasibleError(ValueError):
         names = ", ".join(f"{op.name} ({format_bytes(op.nbytes)})" for op in self.largest)
         helps = "".join(f"\n  - {suggestion}" for suggestion in self.suggestions)
         super().__init__(
-            f"nothing fits the memory limit of {format_bytes(limit)}: the best achievable peak is "
+            f"nothing fits the memory limit of {format_bytes(limit)}: the lowest peak found is "
             f"{format_bytes(best_peak)}, {format_bytes(self.shortfall)} too much.\n"
             f"largest operators: {names}\nwhat would help:{helps}"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from osdp import codec
 from osdp.training import Training
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 class Mode(StrEnum):
@@ -16,16 +16,46 @@ class Mode(StrEnum):
 
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
     SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, whole from forward to backward.
+    HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
     """
 
     NO_SHARD = "NO_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD = "HYBRID_SHARD"
 
     @property
     def sharded(self) -> bool:
         """Whether each rank stores only a shard."""
         return self is not Mode.NO_SHARD
+
+
+#: The modes that need no groups of ranks.
+UNGROUPED = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+
+
+class Route(StrEnum):
+    """How the collectives of a sharded unit go.
+
+    The paper's communication with groups is ``TWO_STEP``: shards cross to the other groups once, and are
+    gathered inside; gradients are reduced inside first. ``EXCHANGE`` replaces the backend's reduce-scatter by
+    an all-to-all and local sums.
+    """
+
+    FLAT = "flat"
+    EXCHANGE = "exchange"
+    TWO_STEP = "two_step"
+    TWO_STEP_EXCHANGE = "two_step_exchange"
+
+    @property
+    def in_two_steps(self) -> bool:
+        """Whether it goes across groups and inside of them one after the other."""
+        return self in (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
+
+    @property
+    def by_exchange(self) -> bool:
+        """Whether reductions are exchanges with local sums."""
+        return self in (Route.EXCHANGE, Route.TWO_STEP_EXCHANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +100,42 @@ class Unit:
         modules: FQNs of the modules to wrap together: none contains another, and together they hold the
             parameters of the operators and of no other unit that is not wrapped before.
         root: Whether it is the root's unit: gathered before everything else and kept to the end.
+        offloaded: Whether its shards, their gradients and optimizer states live in host memory.
+        group_size: Ranks of a group, which are neighbours: those that HYBRID_SHARD shards over, or those that
+            a route in two steps gathers inside of; 0 without groups.
+        route: How its collectives go.
     """
 
     mode: Mode
     operators: tuple[str, ...]
     modules: tuple[str, ...]
     root: bool = False
+    offloaded: bool = False
+    group_size: int = 0
+    route: Route = Route.FLAT
+
+    def __post_init__(self) -> None:
+        grouped = self.mode is Mode.HYBRID_SHARD or self.route.in_two_steps
+        if grouped != (self.group_size > 1) or (self.mode is Mode.HYBRID_SHARD and self.route.in_two_steps):
+            raise ValueError(
+                f"the unit of {', '.join(self.operators)} has groups of {self.group_size} ranks for "
+                f"{self.mode} by a {self.route} route: HYBRID_SHARD and routes in two steps, one of the two, "
+                "need groups of 2 or more, and nothing else has any"
+            )
+        if self.route is not Route.FLAT and not self.mode.sharded:
+            raise ValueError(
+                f"the unit of {', '.join(self.operators)} is NO_SHARD: it has no {self.route} route"
+            )
+        if self.root and self.mode is Mode.HYBRID_SHARD:
+            raise ValueError(
+                "the root's unit is not HYBRID_SHARD: its parameters lie on the mesh of all ranks"
+            )
+        if self.offloaded and (self.root or not self.mode.sharded):
+            where = "the root's" if self.root else self.mode.value
+            raise ValueError(
+                f"the unit of {', '.join(self.operators)} is {where}: only sharded units other than the "
+                "root's can live in host memory"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +207,10 @@ class Plan:
         if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
             odd = sorted(set(decided) ^ set(placed)) or sorted({n for n in placed if placed.count(n) > 1})
             raise ValueError(f"every operator must be decided once and be in one unit; not so: {odd}")
+        in_host_memory = {name for unit in self.units if unit.offloaded for name in unit.operators}
+        cut = [d.operator for d in self.decisions if d.slices > 1 and d.operator in in_host_memory]
+        if cut:
+            raise ValueError(f"operators in slices cannot live in host memory: {', '.join(cut)}")
 
     @cached_property
     def modes(self) -> dict[str, Mode]:
@@ -171,8 +235,9 @@ class Plan:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it uses more than one mode."""
-        return len({decision.mode for decision in self.decisions}) > 1
+        """Whether operators live in more than one way: modes, slices, recomputation."""
+        ways = {(decision.mode, decision.slices) for decision in self.decisions}
+        return len(ways) > 1 or len(self.recomputed) > 0
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""

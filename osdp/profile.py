@@ -78,6 +78,8 @@ class Profile:
         resident_bytes: Bytes of buffers and of the sample batch, alive throughout.
         measured: Whether it was measured rather than estimated.
         model: Fingerprint of the ModelDesc.
+        host_optimizer: The optimizer step of parameters in host memory; ``None`` where devices are CPUs, or
+            if it is unknown.
     """
 
     device: str
@@ -87,6 +89,7 @@ class Profile:
     resident_bytes: int
     measured: bool
     model: str
+    host_optimizer: OptimizerProfile | None = None
 
     @cached_property
     def by_signature(self) -> dict[str, SegmentProfile]:

@@ -6,7 +6,7 @@ which agree), and the tests count it again on the torch that is installed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from osdp import codec
@@ -309,7 +309,12 @@ class Training:
                 f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
                 f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
             )
-        for kind, sizes in _local_sizes(optimizer).items():
+        by_device = _local_sizes(optimizer)
+        accelerators = {kind: sizes for kind, sizes in by_device.items() if kind not in _FOR_LOOP_KINDS}
+        if accelerators and len(by_device) > len(accelerators) and live.foreach is None and not live.fused:
+            # Beside parameters in host memory torch takes the for-loop for all, and those need no device's.
+            live = replace(live, foreach=False)
+        for kind, sizes in (accelerators or by_device).items():
             needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
             if needs > planned + spare:
                 differences.append(

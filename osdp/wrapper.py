@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.api import make_plan
 from osdp.errors import PlanMismatchError
-from osdp.integrations.fairscale import mark, marks_here, unmark, with_marked_options
+from osdp.integrations.fairscale import is_same, mark, marks_here, unmark, with_marked_options
 from osdp.model_desc import ModelDesc
 from osdp.plan import Plan
 from osdp.profile import Profile
 from osdp.runtime import AppliedPlan, apply
-from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.mesh import data_parallel_mesh, device_of
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.torch_private import share_registries
 from osdp.runtime.validate import check_unwrapped
+from osdp.search.rules import SLICES
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _PLANNING = (
     "microbatches",
     "slices",
     "recompute",
+    "offload",
 )
 
 
@@ -46,7 +48,7 @@ def _check_reuse(plan: Plan | None, options: Mapping[str, Any]) -> None:
     """Refuse planning options beside a finished plan, and a plan for another model."""
     if plan is None:
         return
-    idle = [name for name in _PLANNING if options.get(name)]
+    idle = [name for name in _PLANNING if name in options and not is_same(options[name], _DEFAULTS[name])]
     if idle:
         raise ValueError(
             f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
@@ -93,8 +95,9 @@ class OSDP(nn.Module):
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise.
-        slices: Numbers of slices, powers of two, that an operator may run in.
+        slices: Numbers of slices, powers of two, that an operator may run in; empty: none does.
         recompute: Whether blocks may be computed again in backward instead of keeping their activations.
+        offload: Whether states may live in host memory where nothing else fits.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
@@ -137,8 +140,9 @@ class OSDP(nn.Module):
         strategy: str | None = None,
         local_batches: Sequence[int] = (),
         microbatches: Sequence[int] = (),
-        slices: Sequence[int] = (),
-        recompute: bool = False,
+        slices: Sequence[int] = SLICES,
+        recompute: bool = True,
+        offload: bool = True,
         auto_wrap_policy: Callable[..., Any] | None = None,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -162,6 +166,7 @@ class OSDP(nn.Module):
             "microbatches": microbatches,
             "slices": slices,
             "recompute": recompute,
+            "offload": offload,
             "auto_wrap_policy": auto_wrap_policy,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
@@ -169,7 +174,7 @@ class OSDP(nn.Module):
             "find_unused_parameters": find_unused_parameters,
             "cache_dir": cache_dir,
         }
-        options = with_marked_options(model, given)
+        options = with_marked_options(model, given, _DEFAULTS)
         options["mesh"] = data_parallel_mesh(model, options["mesh"])
         finds_unused = options["find_unused_parameters"]
         chosen = options.pop("plan")
@@ -265,6 +270,9 @@ class OSDP(nn.Module):
         for dtype, device in {(p.dtype, p.device) for p in self.parameters()}:
             before = torch.empty(0, dtype=dtype, device=device)
             after = fn(before)
+            if after.device == device_of(self._applied.mesh) and after.dtype == before.dtype:
+                # What lives in host memory stays there.
+                continue
             if after.device != before.device or after.dtype != before.dtype:
                 raise RuntimeError(
                     f"an OSDP model cannot be moved from {before.device} {before.dtype} to {after.device} "
@@ -282,6 +290,9 @@ class OSDP(nn.Module):
 
 #: What a caller can choose; fairscale's ``enable_wrap`` may be given them too.
 _OPTIONS = tuple(inspect.signature(OSDP.__init__).parameters)[2:]
+
+#: Their values where nothing is chosen.
+_DEFAULTS = {name: inspect.signature(OSDP.__init__).parameters[name].default for name in _OPTIONS}
 
 #: The long name, as in the paper's code.
 OptimalShardedDataParallel = OSDP

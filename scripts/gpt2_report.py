@@ -55,7 +55,7 @@ class Results:
         entropy = self.corpus.unigram_entropy
         found = []
         if self.planning and not self.planning.plan.is_mixed:
-            found.append(f"the plan is not mixed: every operator is {self.planning.plan.units[0].mode}")
+            found.append(f"the plan is not mixed: all is {self.planning.plan.units[0].mode} and whole")
         for name, run in self.runs.items():
             difference = self.difference(run)
             # Written so that a loss that is not a number is a fault.

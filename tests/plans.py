@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from osdp.plan import Decision, Mode, Plan, Prediction, Unit
+from osdp.plan import Decision, Mode, Plan, Prediction, Route, Unit
 from osdp.runtime.owners import owned_parameters
 from osdp.runtime.split_modules import cut_of
 from osdp.training import Training
@@ -77,6 +77,36 @@ def split(plan: Plan, model: nn.Module, slices: int) -> Plan:
         return replace(decision, slices=slices, sliced_by=cut[0])
 
     return replace(plan, decisions=tuple(map(decided, plan.decisions)))
+
+
+def offload(plan: Plan) -> Plan:
+    """``plan`` with the states of every unit that FSDP2 shards, but the root's, in host memory."""
+    cut = {decision.operator for decision in plan.decisions if decision.slices > 1}
+    return replace(
+        plan,
+        units=tuple(
+            replace(
+                unit, offloaded=unit.mode.sharded and not unit.root and not cut.intersection(unit.operators)
+            )
+            for unit in plan.units
+        ),
+    )
+
+
+def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route) -> Plan:
+    """``plan`` with its FULL_SHARD units in ``mode``, and every sharded unit by ``route``."""
+
+    def unit_of(unit: Unit) -> Unit:
+        if not unit.mode.sharded:
+            return unit
+        own = mode if unit.mode is Mode.FULL_SHARD and not unit.root else unit.mode
+        size = group_size if own is Mode.HYBRID_SHARD or route.in_two_steps else 0
+        return replace(unit, mode=own, group_size=size, route=route)
+
+    units = tuple(map(unit_of, plan.units))
+    modes = {name: unit.mode for unit in units for name in unit.operators}
+    decisions = tuple(replace(decision, mode=modes[decision.operator]) for decision in plan.decisions)
+    return replace(plan, units=units, decisions=decisions)
 
 
 def _units(model: nn.Module, decisions: tuple[Decision, ...], groups: Mapping[str, str]) -> tuple[Unit, ...]:

@@ -1,9 +1,10 @@
 """Random models, profiles and devices without torch: what the cost and search tests run on."""
 
 import random
+from collections.abc import Iterator
 
 from osdp.cost.situation import Situation, build_situation
-from osdp.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.device_info import COLLECTIVES, DeviceInfo, HostLink, Link
 from osdp.model_desc import Affine, Cut, ModelDesc, Operator, Parameter, Segment, Work
 from osdp.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.training import Training
@@ -29,13 +30,16 @@ def random_situation(seed: int, num_blocks: int = 1, per_block: int = 2, **optio
 
 
 def random_device(seed: int, **options: object) -> DeviceInfo:
-    """A random device."""
+    """A random device; with ``groups=G`` the links of groups of *G* are known, faster inside than across."""
     rng = random.Random(seed + 2)
-    world_size = rng.choice([2, 3, 4, 8])
+    groups = int(str(options.pop("groups", 0)))
+    world_size = rng.choice([2, 3, 4, 8] if not groups else [2 * groups, 4 * groups])
     links = tuple(
         Link(name, "world", world_size, rng.uniform(0, 2e-3), rng.choice([2e7, 1e8, 1e9]))
         for name in COLLECTIVES
     )
+    if groups:
+        links += tuple(_grouped_links(rng, groups, world_size))
     facts = {
         "memory_limit": 2**30,
         "devices_per_node": world_size,
@@ -44,8 +48,21 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
         "overlap": rng.uniform(0.5, 1.0),
         "mixed_overlap": rng.uniform(0.0, 0.5),
         "unit_overhead": rng.uniform(0, 1e-3),
+        "host": HostLink(rng.uniform(1e8, 1e9), rng.uniform(1e8, 1e9), 2**40),
     }
     return DeviceInfo(**(facts | options))
+
+
+def _grouped_links(rng: random.Random, size: int, world_size: int) -> Iterator[Link]:
+    for kind, ranks, speeds in (
+        ("inside", size, [1e8, 1e9]),
+        ("across", world_size // size, [2e7, 1e8]),
+        ("two_step", world_size, [3e7, 2e8]),
+    ):
+        for name in COLLECTIVES:
+            exchanged = name == "reduce_scatter" and rng.random() < 0.5
+            latency, bandwidth = rng.uniform(0, 2e-3), rng.choice(speeds)
+            yield Link(name, f"{kind} {size}", ranks, latency, bandwidth, by_exchange=exchanged)
 
 
 def random_model(
@@ -90,6 +107,7 @@ def random_model(
         resident_bytes=rng.randrange(10**5),
         measured=False,
         model=model_desc.fingerprint,
+        host_optimizer=OptimizerProfile(1e-6, 1e-5, rng.uniform(1e-9, 1e-8)),
     )
     return model_desc, profile
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, network
+from benchmarks import harness, testbed
 from benchmarks.harness import Options, Result
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import CASES, FULL_SIZE, loss_of
@@ -134,18 +134,18 @@ def hang(rank: int, world_size: int, *, path: str) -> None:
     time.sleep(600)
 
 
-def test_two_hosts_limit_the_rate():
+def test_hosts_limit_the_rate():
     try:
-        with network.two_hosts(80_000_000) as hosts:
+        with testbed.hosts(2, 80_000_000) as hosts:
             seconds = _transfer(hosts, 2_000_000)
-    except network.NetworkUnavailableError as error:
+    except testbed.NetworkUnavailableError as error:
         pytest.skip(str(error))
     # 2 MB at 10 MB/s: the bucket lets a little through at once.
     assert 0.1 < seconds < 1.0
     assert not set(hosts.namespaces) & set(_namespaces())
 
 
-def _transfer(hosts: network.Hosts, nbytes: int) -> float:
+def _transfer(hosts: testbed.Hosts, nbytes: int) -> float:
     """Seconds from the first to the last byte of one stream between the hosts."""
     receive = (
         "import socket, time\n"
@@ -174,16 +174,16 @@ def _namespaces() -> list[str]:
 
 
 @pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM])
-def test_two_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
+def test_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
     try:
-        network.check_available()
-    except network.NetworkUnavailableError as error:
+        testbed.check_available()
+    except testbed.NetworkUnavailableError as error:
         pytest.skip(str(error))
     script = (
         # A shell that runs the tests in the background lets its children ignore the interrupt.
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from benchmarks import network\n"
-        "with network.two_hosts(10**9) as hosts:\n"
+        "from benchmarks import testbed\n"
+        "with testbed.hosts(2, 10**9) as hosts:\n"
         "    print(*hosts.namespaces, flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen(

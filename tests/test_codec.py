@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from osdp import codec
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model_desc import DTYPE_BYTES, ModelDesc
-from osdp.plan import PLAN_VERSION, Decision, Mode, Plan, Unit
+from osdp.plan import PLAN_VERSION, UNGROUPED, Decision, Mode, Plan, Unit
 from osdp.profile import OptimizerProfile, Profile
 from osdp.training import OPTIMIZERS, Training
 
@@ -64,7 +64,7 @@ DECISION = st.builds(
 LINK = st.builds(
     Link,
     collective=st.sampled_from(COLLECTIVES),
-    group=st.sampled_from(["world", "intra", "inter"]),
+    group=st.sampled_from(["world", "inside 8", "across 8"]),
     size=st.integers(1, 10**6),
     latency=st.floats(0, 1e9),
     bandwidth=st.floats(1e-9, 1e18),
@@ -109,7 +109,7 @@ def plans(draw: st.DrawFn) -> Plan:
     decisions = tuple(dataclasses.replace(draw(of(Decision)), operator=name) for name in names)
     cut = draw(st.integers(0, len(names)))
     units = tuple(
-        Unit(draw(st.sampled_from(list(Mode))), tuple(part), tuple(part))
+        Unit(draw(st.sampled_from(UNGROUPED)), tuple(part), tuple(part))
         for part in (names[:cut], names[cut:])
     )
     hints = {

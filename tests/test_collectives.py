@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osdp.device_info import COLLECTIVES, DeviceInfo
+from osdp.plan import Route
 from osdp.profiler import collectives, machine
 from osdp.profiler.collectives import detect, fit
 from osdp.profiler.overlap import hidden_part, measure_mixed_overlap, measure_overlap
@@ -50,9 +51,9 @@ def test_one_odd_time_at_either_end_does_not_decide_the_fit() -> None:
 
 def test_links_take_their_times() -> None:
     samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
-    links = collectives._links("intra", 8, samples)
+    links = collectives._links("inside 8", 8, {Route.FLAT: samples})
     assert [(link.collective, link.group, link.size) for link in links] == [
-        (name, "intra", 8) for name in COLLECTIVES
+        (name, "inside 8", 8) for name in COLLECTIVES
     ]
     assert [link.latency for link in links] == pytest.approx([1e-3, 2e-3, 3e-3])
     assert [link.bandwidth for link in links] == pytest.approx([1e9, 2e9, 4e9])
@@ -61,10 +62,12 @@ def test_links_take_their_times() -> None:
 def test_a_time_that_noise_swallowed_does_not_count() -> None:
     samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
     samples[SIZES[0]] = UnitTimes(0.0, 1e-4, 0.0, 3e-3)
-    links = collectives._links("world", 8, samples)
+    links = collectives._links("world", 8, {Route.FLAT: samples})
     assert [link.bandwidth for link in links[:2]] == pytest.approx([1e9, 2e9])
     nothing = dict.fromkeys(SIZES, UnitTimes(0.0, 0.0, 0.0, 0.0))
-    assert all(link.seconds(SIZES[-1]) < 1e-6 for link in collectives._links("world", 8, nothing))
+    assert all(
+        link.seconds(SIZES[-1]) < 1e-6 for link in collectives._links("world", 8, {Route.FLAT: nothing})
+    )
 
 
 def test_hidden_part_stays_in_its_range() -> None:
@@ -123,7 +126,7 @@ def test_two_ranks_agree() -> None:
 def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    told = collectives._groups(None, "cpu", *collectives._shape(None, 2))
+    told = collectives._groups(None, "cpu", 4, (2,))
     mesh = init_device_mesh("cpu", (2, 2))
     refused = ""
     try:
@@ -131,7 +134,7 @@ def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     except ValueError as error:
         refused = str(error)
     info = detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
-    return info, [(name, group.size()) for name, group in told.items()], refused
+    return info, [(name, group.mesh.size()) for name, group in told.items()], refused
 
 
 def test_two_nodes_have_links_inside_and_between() -> None:
@@ -140,8 +143,9 @@ def test_two_nodes_have_links_inside_and_between() -> None:
     assert all(other == info for other, _, _ in answers)
     assert (info.nodes, info.devices_per_node) == (2, 2)
     assert list(dict.fromkeys((link.group, link.size) for link in info.links)) == told
-    assert told == [("world", 4), ("intra", 2), ("inter", 2)]
-    assert len(info.links) == 9
+    assert told == [("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)]
+    assert len(info.links) == 12
+    assert info.group_sizes == (2,)
     assert "is 4, but axis 1 of the mesh has 2" in refused
 
 
@@ -149,7 +153,7 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
-    counts = collectives._affordable_counts(mesh, cpu, SIZES, 5, 0.0)
+    counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, cpu, SIZES, 5, 0.0)
     probe = Probe(2**20, mesh, cpu)
     times = collectives._median([probe.step() for _ in range(5)])
     measures = (measure_overlap, measure_mixed_overlap)
@@ -175,6 +179,21 @@ def _on_named_hosts(names: str) -> tuple[int, int]:
 
 def _on_all_named_hosts() -> list[tuple[int, int]]:
     return [_on_named_hosts(names) for names in ("aaaa", "aabb", "abcd", "abbb", "abab")]
+
+
+def _detected_on_named_hosts(names: str) -> tuple[int, list[tuple[str, int]]]:
+    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
+        info = collectives.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
+    return info.world_size, [(link.group, link.size) for link in info.links]
+
+
+def test_the_links_of_machines_told_by_name_join_all_ranks() -> None:
+    """The world was once the ranks of one machine; two machines of one device each had no links at all."""
+    alone = run(4, _detected_on_named_hosts, "abcd")
+    assert alone == [(4, [("world", 4)] * 3)] * 4
+    world_size, links = run(4, _detected_on_named_hosts, "aabb")[0]
+    assert world_size == 4
+    assert set(links) == {("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)}
 
 
 def test_machines_are_told_by_their_names() -> None:

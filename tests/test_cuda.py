@@ -9,7 +9,9 @@ import torch.distributed as dist
 from osdp import OSDP
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.test_parity import all_faults, cases
+from tests.plans import offload, plan_by_hand
+from tests.test_offload import meta_and_checkpoint
+from tests.test_parity import LAYOUTS, all_faults, cases, offload_cases
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,6 +28,32 @@ def faults_on_gpu(part: list[Any]) -> list[str]:
 def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
     results = run(2, faults_on_gpu, cases()[::4], backend="cpu:gloo,cuda:gloo", timeout=170)
     assert [fault for rank in results for fault in rank] == []
+
+
+def test_states_in_host_memory_train_as_a_single_process_on_a_gpu() -> None:
+    results = run(2, faults_on_gpu, offload_cases(), backend="cpu:gloo,cuda:gloo", timeout=170)
+    assert [fault for rank in results for fault in rank] == []
+
+
+def offloaded_from_meta() -> float:
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
+    difference = meta_and_checkpoint()
+    modes, groups = LAYOUTS["mixed blocks"]
+    net = Net(gated=False)
+    model = OSDP(net, plan=offload(plan_by_hand(net, modes, dist.get_world_size(), groups=groups)))
+    loss_of(model(tokens(0, 2, 6)), tokens(0, 2, 6)).backward()
+    devices = {parameter.grad.device.type for parameter in model.parameters() if parameter.grad is not None}
+    assert devices == {"cpu", "cuda"}, "some gradients are on the host, the others on the device"
+    assert model.clip_grad_norm_(1e-3) > 1e-3
+    assert abs(float(model.clip_grad_norm_(1.0)) - 1e-3) < 1e-5
+    assert model.to("cuda") is model
+    return difference
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_models_on_meta_put_states_into_host_memory(backend: str) -> None:
+    assert run(1, offloaded_from_meta, backend=backend) == [0.0]
 
 
 class WithLoss(Net):

@@ -22,8 +22,8 @@ def test_alone_there_is_nobody_to_talk_to() -> None:
 
 
 def test_an_unknown_link_says_how_to_measure_it() -> None:
-    with pytest.raises(ValueError, match=r"no all_reduce in inter for its 4 devices.*DeviceInfo\.detect\(\)"):
-        INFO.link("all_reduce", "inter")
+    with pytest.raises(ValueError, match=r"no all_reduce in across 2 for its 4 .*DeviceInfo\.detect\(\)"):
+        INFO.link("all_reduce", "across 2")
 
 
 def test_world_size_and_fingerprint() -> None:

@@ -16,7 +16,12 @@ INFEASIBLE = InfeasibleError(
 
 def test_infeasible_explains_itself() -> None:
     assert INFEASIBLE.shortfall == 2 * 2**30
-    for part in ("limit of 1.00 GiB", "peak is 3.00 GiB", "2.00 GiB too much", "embedding (512.00 MiB)"):
+    for part in (
+        "limit of 1.00 GiB",
+        "peak found is 3.00 GiB",
+        "2.00 GiB too much",
+        "embedding (512.00 MiB)",
+    ):
         assert part in str(INFEASIBLE)
     assert str(INFEASIBLE).endswith("what would help:\n  - use more devices")
 

@@ -17,8 +17,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     **{name: (VALUES, set()) for name in VALUES},
     "cost": (VALUES | {"cost"}, SOLVERS),
     "search": (VALUES | {"cost", "search"}, SOLVERS),
-    "profiler": (VALUES | {"profiler"}, {"torch", "tqdm"}),
-    "runtime": (VALUES | {"runtime"}, {"torch"}),
+    "comm": (VALUES | {"comm"}, {"torch"}),
+    "profiler": (VALUES | {"comm", "profiler"}, {"torch", "tqdm"}),
+    "runtime": (VALUES | {"comm", "runtime"}, {"torch"}),
     "report": (VALUES | {"cost", "report"}, {"matplotlib", "networkx", "plotly"}),
 }
 FILES = [

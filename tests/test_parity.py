@@ -20,7 +20,7 @@ from osdp.plan import Mode, Plan
 from osdp.runtime import apply
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.plans import ROOT, plan_by_hand, split
+from tests.plans import ROOT, in_groups, offload, plan_by_hand, split
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -59,6 +59,8 @@ class Case:
     optimizer: str = "AdamW foreach"
     slices: int = 1  # of every linear operator and embedding that is a sharded unit by itself
     recomputed: bool = False  # every block, by the plan
+    offloaded: bool = False  # every sharded unit but the root's; host and device are one here
+    grouping: Any = None  # mode, group size and route of the sharded units
 
 
 def cases() -> list[Case]:
@@ -107,6 +109,23 @@ def split_cases() -> list[Case]:
     return grid
 
 
+def offload_cases() -> list[Case]:
+    layouts = ("shard all", "shard each", "keep all", "mixed blocks", "mixed leaves")
+    grid = [
+        Case(layout, accumulate=accumulate, offloaded=True)
+        for layout, accumulate in itertools.product(layouts, ("none", "keep", "reduce"))
+    ]
+    grid += [Case(layout, dtypes=("bfloat16", "float32"), offloaded=True) for layout in layouts]
+    grid += [
+        Case("mixed blocks", optimizer=name, offloaded=True) for name in OPTIMIZERS if name != "SGD fused"
+    ]
+    return [
+        *grid,
+        Case("shard all", recomputed=True, offloaded=True),
+        Case("shard each", slices=2, offloaded=True),
+    ]
+
+
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
@@ -131,6 +150,10 @@ def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
         model, modes, world_size, groups=groups, param_dtype=param_dtype, reduce_dtype=reduce_dtype
     )
     plan = split(plan, model, case.slices)
+    if case.offloaded:
+        plan = offload(plan)
+    if case.grouping is not None:
+        plan = in_groups(plan, *case.grouping)
     return replace(plan, recomputed=("blocks.0", "blocks.1")) if case.recomputed else plan
 
 
@@ -245,6 +268,11 @@ def all_faults(part: list[Case]) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_slices_and_recomputation_train_as_a_single_process(world_size: int) -> None:
     results = run(world_size, all_faults, split_cases()[:: 1 if world_size == 2 else 4], timeout=170)
+    assert [fault for rank in results for fault in rank] == []
+
+
+def test_states_in_host_memory_train_as_a_single_process() -> None:
+    results = run(2, all_faults, offload_cases(), timeout=170)
     assert [fault for rank in results for fault in rank] == []
 
 

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from osdp.cost.situation import build_situation
 from osdp.cost.step import evaluate
 from osdp.errors import InfeasibleError
-from osdp.plan import Mode, Plan, Unit
+from osdp.plan import UNGROUPED, Mode, Plan, Unit
 from osdp.profile import PassProfile, Profile, SegmentProfile
 from osdp.search import planning
 from osdp.search.planning import Candidate, batches, best_plan
-from osdp.search.sharding import Rules, least_peak, solve, solve_bounded
+from osdp.search.rules import Rules
+from osdp.search.sharding import least_peak, solve, solve_bounded
 from osdp.training import Training
 from osdp.units import format_bytes, format_seconds
 from tests.problems import random_device, random_model
 
-ONE_EACH = [Rules(allowed=(mode,)) for mode in Mode]
+ONE_EACH = [Rules(allowed=(mode,)) for mode in UNGROUPED]
 
 
 def scaled(profile: Profile, batch: int) -> Profile:
@@ -83,7 +84,7 @@ def test_every_decision_has_a_reason(seed: int) -> None:
     plan = plan_within(seed, int(least + 0.3 * max(most - least, 0)))
     in_root = {name for unit in plan.units if unit.root for name in unit.operators}
     for decision in plan.decisions:
-        told = {mode for mode in Mode if mode.value in decision.reason}
+        told = {mode for mode in UNGROUPED if mode.value in decision.reason}
         assert told or decision.reason == "no other way fits the limit"
         # To leave the root's unit for one of its own is no change of the mode.
         assert decision.mode not in told or decision.operator in in_root
@@ -109,7 +110,7 @@ def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
             continue
         seen.add(reason)
         told = 0
-        for mode in set(Mode) - {unit.mode}:
+        for mode in set(UNGROUPED) - {unit.mode}:
             other = evaluate(changed(plan, unit, mode), profile, device, Training(), model_desc)
             slower = other.step_seconds - plan.predicted.step_seconds
             if other.peak_bytes > device.memory_limit:

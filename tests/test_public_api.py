@@ -12,6 +12,7 @@ def test_the_public_names_are_these() -> None:
     assert osdp.__all__ == [
         "OSDP",
         "DeviceInfo",
+        "HostLink",
         "InfeasibleError",
         "LMHeadLoss",
         "Link",

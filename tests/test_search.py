@@ -17,7 +17,8 @@ from osdp.cost.ways import is_recomputed
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 from osdp.search.milp import solve_milp
-from osdp.search.sharding import Rules, _root_choices, least_peak, solve
+from osdp.search.rules import Rules
+from osdp.search.sharding import _root_choices, least_peak, solve
 from osdp.search.space import build_space
 from tests.problems import random_situation
 
@@ -48,7 +49,14 @@ def following(space, position, taken):
 
 def space_of(situation: Situation, has_unit: bool, rules: Rules):
     possible = situation.timeline.recompute.possible if rules.recompute else ()
-    return build_space(situation.timeline.chain, root_unit=has_unit, slices=rules.slices, recompute=possible)
+    return build_space(
+        situation.timeline.chain,
+        root_unit=has_unit,
+        slices=rules.slices,
+        recompute=possible,
+        offload=rules.offload,
+        wires=[prices.wire for prices in situation.prices.by_wire],
+    )
 
 
 def brute_force(situation: Situation, rules: Rules) -> list[tuple[Outcome, tuple]]:
@@ -71,14 +79,19 @@ VARIANTS = [
     {"foreach": True},
     {"blocking": False},
     {"blocking": True, "overlap": 0.9},
+    {"groups": 2},
 ]
 
 
-#: Sharding alone, and with slices and recomputation.
-RULES = [Rules(), Rules(slices=(2, 4), recompute=True)]
+#: Sharding alone, with slices and recomputation, and with host memory too.
+RULES = [
+    Rules(),
+    Rules(slices=(2, 4), recompute=True),
+    Rules(slices=(2,), recompute=True, offload=True),
+]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide"])
+@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide", "host"])
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules) -> None:
@@ -160,7 +173,7 @@ def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
             assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide"])
+@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide", "host"])
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_highs_on_larger_chains(seed: int, rules: Rules) -> None:
     # Slices and recomputation make many more candidates, and HiGHS slow.

@@ -13,7 +13,7 @@ from benchmarks.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
 from osdp.errors import InfeasibleError
 from osdp.plan import Decision, Mode
-from osdp.search.sharding import SLICES
+from osdp.search.rules import SLICES
 from tests.distributed import run
 from tests.nets import Net
 from tests.plans import plan_by_hand, split

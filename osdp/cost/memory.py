@@ -219,20 +219,13 @@ def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int
     row = units.state + units.gradient_kept
     constant = timeline.resident + timeline.final + root.state + root.gradient_kept
     if prices.temporaries_add:
-        whole, sharded = prices.temporary_whole, prices.temporary_sharded
-        spans = np.where(
-            units.mode != NO_SHARD,
-            sharded[units.stop] - sharded[units.start],
-            whole[units.stop] - whole[units.start],
-        )
-        return row + spans, constant + root.temporary
+        return row + units.temporary, constant + root.temporary
     if operator < 0:
         return row, constant + root.temporary
     has = (units.start <= operator) & (operator < units.stop)
-    one = np.where(
-        units.mode != NO_SHARD, prices.temporary_sharded[operator], prices.temporary_whole[operator]
-    )
-    return row + np.where(has, one, 0.0), constant
+    of_shards = np.array([on_wire.temporary_sharded[operator] for on_wire in prices.by_wire])
+    one = np.where(units.mode != NO_SHARD, of_shards[units.wire], prices.temporary_whole[operator])
+    return row + np.where(has & ~units.offloaded, one, 0.0), constant
 
 
 def windows(units: Units) -> tuple[Ints, Ints]:

@@ -40,13 +40,12 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
 
 def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
     """By region, what recomputed blocks do not keep, and what computing them again needs."""
-    regions = np.arange(2 * len(timeline.chain) + 1)
-    dropped, excess = np.zeros(len(regions)), np.zeros(len(regions))
-    again = timeline.recompute
-    for start in units.start[units.recomputed].tolist():
-        dropped[regions > again.until[start]] += again.saving[start]
-        excess[max(again.until[start] - 1, 0)] += again.excess[start]
-    return dropped, excess
+    num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
+    start = units.start[units.recomputed]
+    until = again.until[start]
+    begins = np.bincount(until + 1, again.saving[start], minlength=num_regions + 1)[:num_regions]
+    excess = np.bincount(np.maximum(until - 1, 0), again.excess[start], minlength=num_regions)
+    return np.cumsum(begins, dtype=np.float64), np.asarray(excess, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +178,14 @@ class _PlanMemory:
         prices = situation.prices
         if prices.temporaries_add or not situation.timeline.chain:
             return -1
-        sharded = np.repeat(self.units.mode != NO_SHARD, self.units.stop - self.units.start)
-        return int(np.argmax(np.where(sharded, prices.temporary_sharded, prices.temporary_whole)))
+        sizes = self.units.stop - self.units.start
+        sharded, offloaded, wire = (
+            np.repeat(values, sizes)
+            for values in (self.units.mode != NO_SHARD, self.units.offloaded, self.units.wire)
+        )
+        of_shards = np.stack([on_wire.temporary_sharded for on_wire in prices.by_wire])
+        here = np.where(sharded, of_shards[wire, np.arange(len(wire))], prices.temporary_whole)
+        return int(np.argmax(np.where(offloaded, 0.0, here)))
 
     def _around(self, low: Ints, high: Ints) -> Floats:
         """Parameters and gradients of the chain's units before ``low`` and from ``high`` on, in backward."""

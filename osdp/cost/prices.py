@@ -6,14 +6,26 @@ contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in `
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cost.host_prices import in_host_memory
 from osdp.cost.slice_prices import SlicePrices, price_slices
-from osdp.cost.ways import FULL_SHARD, NO_SHARD, RECOMPUTED, ROOT, SHARD_GRAD_OP, SLICED
+from osdp.cost.ways import (
+    FULL_SHARD,
+    NO_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    ROOT,
+    SHARD_GRAD_OP,
+    SLICED,
+    WIRE,
+)
+from osdp.cost.wires import Wire
 from osdp.device_info import DeviceInfo
 from osdp.layout import padded_numel, shard_numel
 from osdp.model_desc import DTYPE_BYTES, Operator, Parameter
@@ -32,6 +44,7 @@ class OperatorPrices:
 
     state_sharded: Floats
     state_whole: Floats
+    shard: Floats
     unsharded: Floats
     gradient: Floats
     reduce_input: Floats
@@ -51,19 +64,43 @@ class OperatorPrices:
     temporary_whole: Floats
     temporaries_add: bool
     optimizer: OptimizerProfile
+    host_optimizer: OptimizerProfile | None
     slices: SlicePrices
+    wire: Wire
+    others: tuple["OperatorPrices", ...] = ()  # the same operators over the other wires
+
+    @property
+    def by_wire(self) -> tuple["OperatorPrices", ...]:
+        """Prices by number of the wire."""
+        return (self, *self.others)
 
 
 def price_operators(
     operators: Sequence[Operator],
     *,
-    world_size: int,
+    wires: Sequence[Wire],
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
+    host_optimizer: OptimizerProfile | None = None,
 ) -> OperatorPrices:
-    """Price each operator once."""
-    columns = {
+    """Price each operator once for each wire."""
+    first, *others = (
+        _price_on(operators, wire, training, optimizer, device_kind, host_optimizer) for wire in wires
+    )
+    return replace(first, others=tuple(others))
+
+
+def _price_on(
+    operators: Sequence[Operator],
+    wire: Wire,
+    training: Training,
+    optimizer: OptimizerProfile,
+    device_kind: str,
+    host_optimizer: OptimizerProfile | None,
+) -> OperatorPrices:
+    world_size = wire.num_shards
+    columns: dict[str, Any] = {
         name: _prefix([column(op, world_size, training) for op in operators])
         for name, column in _COLUMNS.items()
     }
@@ -77,6 +114,7 @@ def price_operators(
         local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
         local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
         optimizer=optimizer,
+        host_optimizer=host_optimizer,
         copy_in=_prefix(
             [_copy_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators]
         ),
@@ -90,6 +128,7 @@ def price_operators(
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),
         temporaries_add=add,
         slices=price_slices(operators, world_size=world_size, training=training),
+        wire=wire,
     )
 
 
@@ -102,6 +141,7 @@ class Units:
         stop: One past the last operator.
         mode: Plain way of each (:mod:`osdp.cost.ways`).
         recomputed: Whether its block is computed again in backward.
+        offloaded: Whether its shards, their gradients and optimizer states live in host memory.
         state: Bytes of parameters and optimizer states, alive through the step.
         unsharded: Bytes of the whole parameters while gathered; of low-precision copies if replicated. The
             all-gather's output is as large.
@@ -119,6 +159,8 @@ class Units:
         reduce_seconds: One gradient reduction.
         slice_forward: Most bytes of slices alive in forward.
         slice_regather: Gathering the slices again in backward.
+        temporary: Bytes its optimizer step needs, if those of all units add up.
+        wire: Number of its wire.
         step_seconds: Its optimizer step.
     """
 
@@ -126,6 +168,7 @@ class Units:
     stop: NDArray[np.int64]
     mode: NDArray[np.int64]
     recomputed: NDArray[np.bool_]
+    offloaded: NDArray[np.bool_]
     state: Floats
     unsharded: Floats
     gradient: Floats
@@ -140,6 +183,8 @@ class Units:
     step_seconds: Floats
     slice_forward: Floats
     slice_regather: Floats
+    temporary: Floats
+    wire: NDArray[np.int64]
 
     @property
     def sharded(self) -> NDArray[np.bool_]:
@@ -166,13 +211,40 @@ def price_units(
 ) -> Units:
     """Price contiguous units, each in its way (:mod:`osdp.cost.ways`)."""
     a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
+    wires = ways // WIRE
+    if not wires.any():
+        return _price_units_on(prices, a, b, ways, device)
+    parts = [
+        (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
+        for number in np.unique(wires).tolist()
+        for where in [np.flatnonzero(wires == number)]
+    ]
+    whole: dict[str, NDArray[Any]] = {}
+    for field in fields(Units):
+        column = np.empty(len(a), dtype=getattr(parts[0][1], field.name).dtype)
+        for where, part in parts:
+            column[where] = getattr(part, field.name)
+        whole[field.name] = column
+    return Units(**whole)
+
+
+def _price_units_on(
+    prices: OperatorPrices,
+    a: NDArray[np.int64],
+    b: NDArray[np.int64],
+    ways: NDArray[np.int64],
+    device: DeviceInfo,
+) -> Units:
+    """Units of one wire."""
+    wire = prices.wire
     m = ways % RECOMPUTED
+    offloaded = ways & OFFLOADED > 0
     sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
 
     def span(prefix: Floats) -> Floats:
         return prefix[b] - prefix[a]
 
-    gather, reduce, average = (device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    gather, reduce, average = wire.gather, wire.reduce, wire.average
     reduce_input, bucket, count = span(prices.reduce_input), span(prices.bucket), span(prices.num_trainable)
     unsharded = span(prices.unsharded)
     trains = count > 0
@@ -181,14 +253,27 @@ def price_units(
     copying = np.maximum(
         span(prices.gradient) + span(prices.copy_in), last + reduce_input / prices.world_size
     )
+    if wire.route.by_exchange:
+        # What the other ranks sent lies beside the input until it is summed.
+        copying = np.maximum(copying, last + reduce_input * (1 + 1 / prices.world_size))
+    if wire.route.in_two_steps:
+        copying = np.maximum(copying, last + reduce_input * (2 / prices.world_size + 1 / wire.group_size))
     # The latencies of the root's unit are paid once, by its RootPrice.
     reduce_sharded = np.where(trains, own * reduce.latency + reduce_input / reduce.bandwidth, 0.0)
+    if wire.across is not None:
+        across = wire.across.latency + reduce_input / prices.world_size / wire.across.bandwidth
+        reduce_sharded = reduce_sharded + np.where(trains, across, 0.0)
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
+    additive = prices.temporaries_add
+    temporaries = (
+        [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2
+    )
     units = Units(
         start=a,
         stop=b,
         mode=m,
-        recomputed=ways >= RECOMPUTED,
+        recomputed=ways & RECOMPUTED > 0,
+        offloaded=offloaded,
         state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
         unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
         gradient=span(prices.gradient),
@@ -208,7 +293,11 @@ def price_units(
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),
+        temporary=np.where(offloaded, 0.0, np.where(sharded, *temporaries)),
+        wire=ways // WIRE,
     )
+    if offloaded.any():
+        units = in_host_memory(units, prices, device)
     return prices.slices.apply(units, device, prices.optimizer) if units.sliced.any() else units
 
 
@@ -275,6 +364,7 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "unsharded": _gathered,
     "gradient": lambda op, n, training: sum(_gradients(op, training)),
     "reduce_input": _reduce_input,
+    "shard": lambda op, n, training: sum(_shard_bytes(p, n) for p in op.parameters),
     "gradient_sharded": lambda op, n, training: sum(_shard_bytes(p, n) for p in _trainable(op)),
     "bucket": _bucket,
     "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),

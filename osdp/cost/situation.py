@@ -8,6 +8,7 @@ import numpy as np
 from osdp.cost.prices import OperatorPrices, Units, price_operators, price_units
 from osdp.cost.timeline import Backward, Timeline, build_timeline
 from osdp.cost.ways import NO_SHARD, ROOT
+from osdp.cost.wires import wires_of
 from osdp.device_info import DeviceInfo
 from osdp.model_desc import ModelDesc, Operator
 from osdp.profile import Profile
@@ -132,7 +133,8 @@ def build_situation(
         timeline=timeline,
         prices=_prices(timeline.chain, device, training, profile),
         conditions=Conditions(
-            blocking=device.blocking,
+            # On one device FSDP2 has no streams for its copies.
+            blocking=device.blocking or device.world_size == 1,
             overlap=device.overlap,
             mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
             unit_overhead=device.unit_overhead,
@@ -230,8 +232,9 @@ def _prices(
 ) -> OperatorPrices:
     return price_operators(
         operators,
-        world_size=device.world_size,
+        wires=wires_of(device),
         training=training,
         optimizer=profile.optimizer,
+        host_optimizer=profile.host_optimizer,
         device_kind=device.kind,
     )

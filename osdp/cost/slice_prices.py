@@ -71,7 +71,9 @@ class SlicePrices:
         share = 1 / self.num_shards
         trains = self.trains[k]
         made = np.where(self.in_profile[k], 0.0, whole)
-        backward = np.maximum(whole * (1 + share), np.where(trains, made + reduced * (1 + share), 0.0))
+        backward = np.maximum(
+            whole * (1 + share), np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
+        )
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
         reduce_seconds = np.where(
             trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0

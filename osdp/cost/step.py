@@ -10,10 +10,12 @@ from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation, build_situation, price_root
 from osdp.cost.ways import (
     FULL_SHARD,
+    OFFLOADED,
     RECOMPUTED,
     ROOT,
     SHARD_GRAD_OP,
     WAY_OF,
+    WIRE,
     is_recomputed,
     plain,
     sliced_way,
@@ -21,7 +23,7 @@ from osdp.cost.ways import (
 from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
 from osdp.model_desc import ModelDesc, Operator
-from osdp.plan import Plan, Prediction, Unit
+from osdp.plan import Mode, Plan, Prediction, Unit
 from osdp.profile import Profile
 from osdp.training import Training
 
@@ -89,6 +91,10 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
                 for n in unit.operators
                 if slices[n] > 1
             ]
+            if unit.offloaded:
+                faults.append(
+                    f"unit {', '.join(unit.operators)} is the root's and cannot live in host memory"
+                )
             (sharded if unit.mode.sharded else replicated).extend(beside)
             chained.extend((k, k + 1, ROOT) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
@@ -96,7 +102,7 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         elif places:
             faults += _slice_faults(situation, unit, slices)
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
-            way = sliced_way(count) if count > 1 else WAY_OF[unit.mode]
+            way = sliced_way(count) if count > 1 else _way_of(situation, unit)
             chained.append((places[0], places[-1] + 1, way))
     chained = [_again(situation, plan, unit) for unit in chained]
     faults += _recompute_faults(situation, plan, chained)
@@ -107,6 +113,34 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     units = price_units(situation.prices, starts, stops, ways, situation.device)
     has_unit = bool(sharded) or any(way == ROOT for way in ways)
     return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+
+
+def _way_of(situation: Situation, unit: Unit) -> int:
+    """The way of a unit that FSDP2 shards, or of a replicated one.
+
+    Raises:
+        PlanMismatchError: The links of its groups are unknown.
+    """
+    wires = [prices.wire for prices in situation.prices.by_wire]
+    hybrid = unit.mode is Mode.HYBRID_SHARD
+    number = next(
+        (
+            index
+            for index, wire in enumerate(wires)
+            if (wire.hybrid, wire.group_size) == (hybrid, unit.group_size)
+        ),
+        None,
+    )
+    if number is None:
+        known = ", ".join(str(size) for size in situation.device.group_sizes) or "none"
+        raise PlanMismatchError(
+            [
+                f"unit {', '.join(unit.operators)} has groups of {unit.group_size}; DeviceInfo knows links "
+                f"of groups of {known}, and detect(group_sizes=...) measures others"
+            ]
+        )
+    way = FULL_SHARD if hybrid else WAY_OF[unit.mode]
+    return way + OFFLOADED * unit.offloaded + WIRE * number
 
 
 def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:

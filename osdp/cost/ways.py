@@ -1,4 +1,4 @@
-"""How a unit may live, as one integer: its mode, the slices it runs in, whether it is recomputed.
+"""How a unit may live, as one integer: mode and slices, whether it is recomputed, and where its states are.
 
 The search treats ways as names; only here they are taken apart.
 """
@@ -11,6 +11,10 @@ NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, ROOT = range(4)
 SLICED = 4
 #: Added to the way of a unit whose block is recomputed in backward.
 RECOMPUTED = 16
+#: Added to the way of a sharded unit whose shards, gradients and optimizer states live in host memory.
+OFFLOADED = 32
+#: The number of the wire of a sharded unit (:mod:`osdp.cost.wires`) is a multiple of this in its way.
+WIRE = 64
 
 _MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP)
 
@@ -31,7 +35,7 @@ def sliced_way(slices: int) -> int:
 
 
 def plain(way: int) -> int:
-    """The way without recomputation."""
+    """The way without recomputation, offload and wire: a mode, and slices."""
     return way % RECOMPUTED
 
 
@@ -45,6 +49,16 @@ def slices_of(way: int) -> int:
     return 1 << max(plain(way) - SLICED, 0)
 
 
+def wire_of(way: int) -> int:
+    """Number of its wire."""
+    return way // WIRE
+
+
 def is_recomputed(way: int) -> bool:
     """Whether its block is recomputed in backward."""
-    return way >= RECOMPUTED
+    return bool(way & RECOMPUTED)
+
+
+def is_offloaded(way: int) -> bool:
+    """Whether its states live in host memory."""
+    return bool(way & OFFLOADED)

@@ -65,20 +65,33 @@ def mark(module: nn.Module, options: Mapping[str, Any], known: Collection[str]) 
     return module
 
 
-def with_marked_options(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given``, with what the root left out taken from the marks inside ``model``.
+def with_marked_options(
+    model: nn.Module, given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``given``, with what the root left at its default taken from the marks inside ``model``.
 
     Raises:
         ValueError: The marks disagree on it.
     """
-    merged = dict(given)
+    left_out = {option for option, value in given.items() if is_same(value, defaults[option])}
+    marked: dict[str, Any] = {}
     for name, module in model.named_modules():
         for option, value in getattr(module, _MARK, _NO_MARK).options.items():
-            if merged[option] in (None, False):
-                merged[option] = value
-            elif given[option] in (None, False) and merged[option] is not value and merged[option] != value:
-                raise ValueError(f"{name} is marked with {option}={value!r}, others with {merged[option]!r}")
-    return merged
+            first = marked.setdefault(option, value)
+            if option in left_out and not is_same(first, value):
+                raise ValueError(f"{name} is marked with {option}={value!r}, others with {first!r}")
+    return {
+        option: marked.get(option, value) if option in left_out else value for option, value in given.items()
+    }
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two options are the same object, or equal values of one kind; lists equal tuples."""
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return tuple(value) == tuple(other)
+    return value is other or (
+        isinstance(value, (str, int, float)) and type(value) is type(other) and value == other
+    )
 
 
 def marked_modules(model: nn.Module) -> tuple[str, ...]:

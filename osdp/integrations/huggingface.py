@@ -1,10 +1,13 @@
-"""Models of transformers from their configurations alone: nothing is downloaded, no weights are made."""
+"""Models of transformers: made from their configurations alone, and with a head that computes its loss."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from osdp.runtime.split_modules import LMHeadLoss
+from osdp.runtime.torch_private import share_registries
 
 #: GPT-2's published sizes: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019),
 #: table 2. Head counts keep 64 channels a head, as in the released configurations.
@@ -14,6 +17,9 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
+
+#: Models whose logits are their head's outputs as they are; others scale or cap them.
+HEAD_LOSS_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 
 
 def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
@@ -49,3 +55,72 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
     """A sample batch for :func:`causal_lm`: token ids and labels of shape ``(samples, length)``."""
     tokens = torch.zeros(samples, length, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens}
+
+
+class HeadLossModel(nn.Module):
+    """A causal language model whose head computes its loss, so that its logits never exist.
+
+    It registers what the model does, under the same names; methods and fields are the model's own. Made by
+    :func:`with_head_loss`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        share_registries(self, model)
+        # Not a submodule: its names would come a second time.
+        self.__dict__["model_with_logits"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "model_with_logits" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["model_with_logits"], name)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """The loss of ``labels``, which are shifted here, as a ``CausalLMOutput``."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        if labels is None:
+            raise ValueError("labels are needed: a head with its loss computes no logits")
+        head: LMHeadLoss = self.get_output_embeddings()
+        states = self.base_model(input_ids=input_ids, **{**inputs, "return_dict": True}).last_hidden_state
+        shifted = nn.functional.pad(labels, (0, 1), value=head.ignore_index)[..., 1:]
+        total, count = head(states, shifted)
+        return CausalLMOutput(loss=total / (count if num_items_in_batch is None else num_items_in_batch))
+
+
+def with_head_loss(model: nn.Module, *, num_slices: int = 8) -> HeadLossModel:
+    """A causal language model that computes its loss in slices of the vocabulary.
+
+    Its head becomes an :class:`osdp.LMHeadLoss` under the same name; parameters, tied ones too, and the keys
+    of the state dict stay. It wants ``labels`` and returns a loss, but no logits.
+
+    Args:
+        model: A model of transformers; its head is replaced in place. Wrap the result, not the model.
+        num_slices: Number of slices.
+
+    Raises:
+        ValueError: It is no language model of a kind in :data:`HEAD_LOSS_MODELS`, its head has a bias or
+            computes its loss already, or its vocabulary is smaller than ``num_slices``.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    suits = kind in HEAD_LOSS_MODELS and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    head: Any = model.get_output_embeddings() if suits else None  # type: ignore[operator]
+    if isinstance(model, HeadLossModel) or isinstance(head, LMHeadLoss):
+        raise ValueError("the head of this model computes its loss already")
+    if head is None:
+        raise ValueError(
+            f"a {type(model).__name__} is not known to compute its logits by its head alone; language models "
+            f"of {', '.join(HEAD_LOSS_MODELS)} do. Call osdp.LMHeadLoss in a model of your own"
+        )
+    model.set_output_embeddings(LMHeadLoss(head, num_slices=num_slices))  # type: ignore[operator]
+    return HeadLossModel(model)

@@ -8,7 +8,8 @@ error is kept in :class:`osdp.device_info.Link`.
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
@@ -17,8 +18,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp import codec
+from osdp.comm.groups import Grid, Meshes
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link
-from osdp.profiler.machine import available_memory, device_kind, measure_copy, measure_flops
+from osdp.plan import Route
+from osdp.profiler.machine import (
+    available_memory,
+    device_kind,
+    measure_copy,
+    measure_flops,
+    measure_host_link,
+)
 from osdp.profiler.overlap import measure_mixed_overlap, measure_overlap
 from osdp.profiler.probe import Probe, UnitTimes
 from osdp.units import parse_bytes
@@ -39,6 +48,7 @@ def detect(
     mesh: DeviceMesh | None = None,
     device: str | torch.device | None = None,
     devices_per_node: int | None = None,
+    group_sizes: Sequence[int] | None = None,
     sizes: Sequence[int] = SIZES,
     repeats: int = 12,
     seconds: float = 4.0,
@@ -54,8 +64,9 @@ def detect(
         mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
         device: Where to measure; by default the mesh's device type, else that of the group's backend.
         devices_per_node: Ranks of each machine, if the mesh does not say it. If neither does, machines are
-            told by their names, and the links inside and between them are not measured by themselves; ranks
-            that are spread unevenly count as one machine.
+            told by their names; ranks that are spread unevenly count as one machine.
+        group_sizes: Ranks of the groups that plans may have; by default those of one machine, if there are
+            several machines of several ranks. Takes three times ``seconds`` for each.
         sizes: Bytes of the units to measure, ascending.
         repeats: Most samples of each size.
         seconds: About how long each group is measured; slow networks are measured with fewer sizes.
@@ -71,17 +82,21 @@ def detect(
         limit = available_memory(where, per_node)
     if alone or nodes * per_node == 1:
         return _single(limit, where)
-    told = devices_per_node is not None or (mesh is not None and mesh.ndim == 2)
-    groups = _groups(mesh, where.type, nodes if told else 1, per_node)
+    if group_sizes is None:
+        group_sizes = (per_node,) if min(nodes, per_node) > 1 else ()
+    groups = _groups(mesh, where.type, nodes * per_node, group_sizes)
     if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
         raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
     links: list[Link] = []
     overheads = {}
     for name, group in groups.items():
-        samples = _samples(group, where, sizes, repeats, seconds)
-        links += _links(name, group.size(), samples)
-        overheads[name] = min(times.hooks for times in samples.values())
-    world = groups["world"].get_group()
+        by_route = {
+            route: _samples(group, route, where, sizes, repeats, seconds / len(group.routes))
+            for route in group.routes
+        }
+        links += _links(name, group.mesh.size(), by_route)
+        overheads[name] = min(times.hooks for samples in by_route.values() for times in samples.values())
+    world = groups["world"].mesh.get_group()
     nbytes = _affordable(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
@@ -102,6 +117,7 @@ def detect(
         copy_bandwidth=float(least[2]),
         flops=float(least[1]),
         memory_bandwidth=2 * float(least[2]),
+        host=measure_host_link(where, per_node, world),
         measured=True,
     )
     return _same_everywhere(info, world, where)
@@ -177,23 +193,47 @@ def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
     return runs[0][1] if is_even else size
 
 
-def _groups(mesh: DeviceMesh | None, kind: str, nodes: int, per_node: int) -> dict[str, DeviceMesh]:
-    """One-dimensional meshes by the name of their links' group."""
-    ranks = torch.arange(nodes * per_node) if mesh is None else mesh.mesh.flatten()
+@dataclass(frozen=True)
+class _Group:
+    """Ranks whose links are measured.
+
+    Attributes:
+        mesh: A mesh with one axis.
+        routes: Routes of their collectives; a reduce-scatter takes the fastest.
+        grid: Groups among them, for routes in two steps.
+    """
+
+    mesh: DeviceMesh
+    routes: tuple[Route, ...] = (Route.FLAT,)
+    grid: Grid | None = None
+
+
+def _groups(
+    mesh: DeviceMesh | None, kind: str, world_size: int, group_sizes: Sequence[int]
+) -> dict[str, _Group]:
+    """What is measured, by the name of its links' group."""
+    ranks = torch.arange(world_size) if mesh is None else mesh.mesh.flatten()
     world = mesh if mesh is not None and mesh.ndim == 1 else DeviceMesh(kind, ranks)
-    if nodes == 1 or per_node == 1:
-        return {"world": world}
-    names = ("inter", "intra")
-    grid = DeviceMesh(kind, ranks.view(nodes, per_node), mesh_dim_names=names)
-    return {"world": world, "intra": grid["intra"], "inter": grid["inter"]}
+    meshes = Meshes(world)
+    # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
+    alone = kind != "cpu"
+    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE)
+    in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
+    found = {"world": _Group(world, flat)}
+    for size in group_sizes:
+        rows = meshes.grouped(size)
+        found[f"inside {size}"] = _Group(rows["shard"], flat)
+        found[f"across {size}"] = _Group(rows["replicate"])
+        found[f"two_step {size}"] = _Group(world, in_steps, meshes.grid(size))
+    return found
 
 
 def _samples(
-    mesh: DeviceMesh, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+    ranks: _Group, route: Route, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
 ) -> dict[int, UnitTimes]:
     """Times of one unit by its bytes, each the median of the slowest rank's; takes about ``seconds``."""
-    group = mesh.get_group()
-    counts = _affordable_counts(mesh, device, sizes, repeats, seconds)
+    group = ranks.mesh.get_group()
+    counts = _affordable_counts(ranks, route, device, sizes, repeats, seconds)
     samples: dict[Probe, list[UnitTimes]] = {probe: [] for probe in counts}
     # Sizes take turns, so that a busy moment of the machine does not fall on one size alone.
     for turn in range(repeats):
@@ -204,17 +244,17 @@ def _samples(
 
 
 def _affordable_counts(
-    mesh: DeviceMesh, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+    ranks: _Group, route: Route, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
 ) -> dict[Probe, int]:
     """Warm probes of the sizes that ``seconds`` suffice for, and how often each can be timed."""
     costs: dict[Probe, float] = {}
     left = seconds
     for i, size in enumerate(sizes):
-        probe = Probe(size, mesh, device)
+        probe = Probe(size, ranks.mesh, device, route, ranks.grid)
         probe.step()
         start = time.perf_counter()
         probe.step()
-        costs[probe] = _most(time.perf_counter() - start, mesh.get_group(), device)
+        costs[probe] = _most(time.perf_counter() - start, ranks.mesh.get_group(), device)
         left -= 2 * costs[probe]
         growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
         if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
@@ -237,18 +277,23 @@ def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float
     return float(agreed)
 
 
-def _links(group: str, size: int, samples: dict[int, UnitTimes]) -> list[Link]:
-    """The three links of a group, in the order of ``COLLECTIVES``."""
-    names = dict(zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True))
+def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
+    """The three links of a group, in the order of ``COLLECTIVES``; a reduce-scatter by its fastest route."""
+    common = set.intersection(*(set(samples) for samples in by_route.values()))
+    fastest = min(by_route, key=lambda route: sum(by_route[route][nbytes].reduce for nbytes in common))
+    first = next(iter(by_route))
     links = []
-    for collective, name in names.items():
-        seen = {size: getattr(times, name) for size, times in samples.items()}
+    for collective, name in zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True):
+        route = fastest if name == "reduce" else first
+        seen = {nbytes: getattr(times, name) for nbytes, times in by_route[route].items()}
         # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
-        left = {size: seconds for size, seconds in seen.items() if seconds > 0}
+        left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
         if len(left) < 2:
-            left = {size: max(seconds, 1e-9) for size, seconds in seen.items()}
+            left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
         latency, bandwidth, residual = fit(list(left), list(left.values()))
-        links.append(Link(collective, group, size, latency, bandwidth, residual))
+        links.append(
+            Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
+        )
     return links
 
 
@@ -269,6 +314,7 @@ def _single(limit: int, device: torch.device) -> DeviceInfo:
         flops=measure_flops(device),
         memory_bandwidth=2 * copy,
         blocking=device.type == "cpu",
+        host=measure_host_link(device, 1),
         measured=True,
     )
 

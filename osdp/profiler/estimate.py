@@ -64,16 +64,24 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
         segments=tuple(
             _segment(segment, device_info, batch, narrowing) for segment in model_desc.distinct_segments
         ),
-        optimizer=estimate_optimizer(training, device_info),
+        optimizer=estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
         resident_bytes=_sample_bytes(model_desc, batch),
         measured=False,
         model=model_desc.fingerprint,
+        host_optimizer=_host_optimizer(training, device_info),
     )
 
 
-def estimate_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile:
-    """An optimizer step that memory bandwidth and launches limit."""
-    implementation = training.implementation(device_info.kind)
+def _host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile | None:
+    host = device_info.host
+    if host is None or not host.memory_bandwidth:
+        return None
+    return estimate_optimizer(training, "cpu", host.memory_bandwidth)
+
+
+def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -> OptimizerProfile:
+    """An optimizer step on a device of ``kind`` that memory bandwidth and launches limit."""
+    implementation = training.implementation(kind)
     # Parameter and states are read and written, the gradient is read.
     traffic = 2 * (1 + training.num_states) + 1
     unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
@@ -81,7 +89,7 @@ def estimate_optimizer(training: Training, device_info: DeviceInfo) -> Optimizer
     return OptimizerProfile(
         per_tensor=kernels * LAUNCH_SECONDS,
         per_dtensor=kernels * DTENSOR_LAUNCH_SECONDS,
-        per_byte=traffic * unfused / device_info.memory_bandwidth,
+        per_byte=traffic * unfused / memory_bandwidth,
     )
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
+from osdp.device_info import HostLink
 from osdp.profiler.probe import synchronize
 
 _MEMINFO = Path("/proc/meminfo")
@@ -52,6 +54,35 @@ def measure_copy(device: torch.device) -> float:
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def measure_host_link(
+    device: torch.device, devices_per_node: int, group: dist.ProcessGroup | None = None
+) -> HostLink | None:
+    """The way to host memory, measured by all ranks of ``group`` at once; all get the worst rank's numbers.
+
+    ``None`` where devices are CPUs, or if the host does not say how much memory it has.
+    """
+    if device.type == "cpu" or not _MEMINFO.exists():
+        return None
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    if group is not None:
+        dist.barrier(group)
+    found = torch.tensor(
+        [
+            _COPY_BYTES / _seconds(lambda: here.copy_(there, non_blocking=True), device),
+            _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), device),
+            available_memory(torch.device("cpu"), devices_per_node),
+            2 * measure_copy(torch.device("cpu")),
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    to_device, to_host, memory, bandwidth = found.tolist()
+    return HostLink(to_device, to_host, int(memory), bandwidth)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

@@ -1,5 +1,6 @@
 """A measured Profile: segments, optimizer step and what is resident, on this device."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.model_desc import ModelDesc
-from osdp.profile import Profile
+from osdp.profile import OptimizerProfile, Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.loss import LossFn
 from osdp.profiler.machine import device_kind
@@ -16,6 +17,9 @@ from osdp.profiler.optimizer import profile_optimizer
 from osdp.profiler.segments import cached_segments, default_device, profile_segments
 from osdp.profiler.workspace import library_workspace
 from osdp.training import Training
+
+#: Seconds that the host's optimizer is measured; plans rarely need it.
+_HOST_SECONDS = 0.5
 
 
 def profile_model(
@@ -76,4 +80,12 @@ def profile_model(
         resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors) + library_workspace(target),
         measured=True,
         model=model_desc.fingerprint,
+        host_optimizer=None if target.type == "cpu" else _on_host(training, mesh),
     )
+
+
+def _on_host(training: Training, mesh: DeviceMesh | None) -> OptimizerProfile:
+    """The optimizer step of parameters in host memory, as a plan that has such runs it."""
+    if training.foreach is None and not training.fused:
+        training = replace(training, foreach=True)
+    return profile_optimizer(training, device="cpu", mesh=mesh, seconds=_HOST_SECONDS)

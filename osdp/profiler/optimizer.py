@@ -83,7 +83,9 @@ def _parameters(
             parameter = nn.Parameter(local)
         else:
             placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-            parameter = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+            sharded = DTensor.from_local(local.to(mesh.device_type), mesh, placements, run_check=False)
+            # Offloaded parameters are on the host while their mesh is of accelerators.
+            parameter = nn.Parameter(sharded.to(device))
         parameter.grad = torch.ones_like(parameter)
         parameters.append(parameter)
     return parameters

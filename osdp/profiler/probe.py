@@ -19,6 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from osdp.comm.collectives import set_route
+from osdp.comm.groups import Grid
+from osdp.plan import Route
+
 #: Units timed together, so that the clock and the root's hooks weigh little.
 _UNITS = 4
 
@@ -142,7 +146,14 @@ class Probe:
         nbytes: Whole parameter bytes of a unit.
     """
 
-    def __init__(self, nbytes: int, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        mesh: DeviceMesh,
+        device: torch.device,
+        route: Route = Route.FLAT,
+        grid: Grid | None = None,
+    ) -> None:
         self._device = device
         self._group = mesh.get_group()
         self._clock = _ComputeClock(device)
@@ -151,6 +162,7 @@ class Probe:
         self._model = nn.Sequential(*units)
         for module in (*units, self._model):
             fully_shard(module, mesh=mesh)
+            set_route(module, route, grid)
         self._input = torch.zeros(1, device=device, requires_grad=True)
         self._bucket = torch.zeros(self.nbytes // 4, device=device)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from osdp.layout import is_inside
-from osdp.plan import Decision, Plan, Unit
+from osdp.plan import Decision, Mode, Plan, Unit
 from osdp.units import format_bytes, format_seconds
 
 _NAME_WIDTH = 36
@@ -180,7 +180,9 @@ def _predicted(plan: Plan) -> list[str]:
     }
     share = costs.peak_bytes / plan.memory_limit
     blocks = len(plan.recomputed)
-    again = [f"recomputed {blocks} blocks, whose activations are not kept"] if blocks else []
+    again = (
+        [f"recomputed {blocks} block{'s' * (blocks > 1)}, whose activations are not kept"] if blocks else []
+    )
     return [
         f"predicted  {format_seconds(costs.step_seconds)} a step, {plan.samples_per_second:.1f} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
@@ -214,10 +216,16 @@ def _unit_row(plan: Plan, numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def _way(plan: Plan, unit: Unit) -> str:
-    """The mode of a unit, and whether it runs in slices or is recomputed."""
+    """The mode of a unit, whether it runs in slices or is recomputed, and where its states are."""
     slices = _by_name(plan)[unit.operators[0]].slices
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
-    words = [f" in {slices} slices" * (slices > 1), ", recomputed" * again]
+    words = [
+        f" in {slices} slices" * (slices > 1),
+        ", recomputed" * again,
+        ", in host memory" * unit.offloaded,
+        f" over {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
+        f", two steps by {unit.group_size}" * unit.route.in_two_steps,
+    ]
     return "".join([unit.mode.value, *words])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from osdp.comm.groups import Meshes
 from osdp.plan import Plan
 from osdp.runtime.applied import AppliedPlan, gradient_group
 from osdp.runtime.buckets import Reduction
@@ -87,9 +88,12 @@ def apply(
         start_unit([name])
         replicated.add(shard_weight(owned[name], dim, mesh))
     recompute(model, plan)
-    shard_units(model, plan, mesh, policy, replicated, start_unit)
+    shard_units(model, plan, Meshes(mesh), policy, replicated, start_unit)
     if on_meta:
-        materialise(model, owned, mesh, device)
+        offloaded = [
+            name for unit in plan.units if unit.offloaded for name in _parameters_of(plan, unit.operators)
+        ]
+        materialise(model, owned, mesh, device, offloaded=offloaded)
     if not count_unused_as_zero(model) and find_unused_parameters and any_sharded:
         raise RuntimeError(
             "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later"

@@ -4,7 +4,7 @@ Each rank sums over its shards, which one all-reduce joins, and counts replicate
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,39 +37,60 @@ def clip_grad_norm_(
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}; use 2 or math.inf")
-    sharded: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    has_shards = False
+    #: Local gradients by how many ranks hold each shard; those of 0 are whole everywhere.
+    held_by: dict[int, list[torch.Tensor]] = {0: []}
     with torch.no_grad():
         for parameter in parameters:
-            if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard):
-                has_shards = has_shards or parameter.requires_grad
-            _sort_gradient(parameter.grad, sharded, whole)
-        norm = _local_norm(whole, norm_type, device)
-        if has_shards:
-            norm = _join(norm, _local_norm(sharded, norm_type, device), norm_type, group)
+            copies = _copies(parameter)
+            if parameter.requires_grad:
+                # All ranks must join alike, those without a gradient or with an empty shard too.
+                held_by.setdefault(copies, [])
+            if parameter.grad is not None:
+                held_by.setdefault(copies, []).append(_local(parameter.grad))
+        norm = _local_norm(held_by[0], norm_type, device)
+        shards = {copies: grads for copies, grads in held_by.items() if copies}
+        if shards:
+            norm = _join(norm, _norm_of_shards(shards, norm_type, device), norm_type, group)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in sharded + whole:
-            grad.mul_(factor.to(grad.dtype))
+        for grad in (grad for grads in held_by.values() for grad in grads):
+            grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
 
 
-def _sort_gradient(grad: torch.Tensor | None, sharded: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
-    if grad is None:
-        return
-    if not isinstance(grad, DTensor):
-        whole.append(grad)
-        return
-    local = grad.to_local()
-    is_sharded = isinstance(grad.placements[0], Shard)
-    if local.numel():
-        (sharded if is_sharded else whole).append(local)
+def _copies(parameter: torch.Tensor) -> int:
+    """How many ranks hold each shard of ``parameter``; 0 if all hold it whole."""
+    if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
+        return 0
+    mesh = parameter.device_mesh
+    sizes = [mesh.size(axis) for axis, p in enumerate(parameter.placements) if not isinstance(p, Shard)]
+    return math.prod(sizes)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _norm_of_shards(
+    shards: Mapping[int, list[torch.Tensor]], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """This rank's part of the norm of all shards, each counted once over all ranks that hold it."""
+    norms = [
+        _local_norm(grads, norm_type, device) / (1 if math.isinf(norm_type) else copies ** (1 / norm_type))
+        for copies, grads in shards.items()
+    ]
+    joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return joined
 
 
 def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_accumulation_dtype(grad)) for grad in grads]
+    norms = [
+        # Those of units in host memory are there, too.
+        torch.linalg.vector_norm(grad, norm_type, dtype=_accumulation_dtype(grad)).to(device)
+        for grad in grads
+    ]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return joined
 

@@ -5,7 +5,7 @@ them) is made whole on every rank, initialised by its own modules from one seed,
 So the values depend on rank 0's seed alone, and a rank holds its shards and one block at most.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ def materialise(
     mesh: DeviceMesh,
     device: torch.device,
     stamp: int | None = None,
+    offloaded: Collection[str] = (),
 ) -> None:
     """Give ``model``, wrapped on ``meta``, storage and initial values.
 
@@ -81,12 +82,15 @@ def materialise(
         mesh: The one mesh.
         device: This rank's device.
         stamp: Seed; rank 0's current one if ``None``.
+        offloaded: Names of parameters that live in host memory.
     """
     seed = torch.tensor([torch.initial_seed() % 2**62 if stamp is None else stamp], device=device)
     dist.broadcast(seed, group=mesh.get_group(), group_src=0)
     model.to_empty(device=device)
     for entry in owned.values():
         entry.register(entry.parameter)  # to_empty gave tied places a parameter each
+        if entry.name in offloaded:
+            entry.register(nn.Parameter(entry.parameter.detach().cpu(), entry.parameter.requires_grad))
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_forked(device)):
         torch.manual_seed(int(seed.item()))
         done: set[str] = set()
@@ -133,7 +137,7 @@ def _initialise(
     stored = [entry.parameter for entry in mine]
     for entry, parameter in zip(mine, stored, strict=True):
         if entry.name in done:  # tied to a module of an earlier block; this one may initialise it again
-            whole = _whole(parameter)
+            whole = _whole(parameter.to(device))
         else:
             whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         entry.register(nn.Parameter(whole, requires_grad=parameter.requires_grad))
@@ -144,27 +148,27 @@ def _initialise(
             if initialise is not None and (_holds_something(module) or hasattr(model, "_init_weights")):
                 initialise()
         for entry, parameter in zip(mine, stored, strict=True):
-            _store(entry.parameter, parameter, mesh)
+            _store(entry.parameter, parameter)
             entry.register(parameter)
 
 
-def _whole(parameter: nn.Parameter) -> torch.Tensor:
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         return whole.detach().clone()
 
 
-def _store(whole: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+def _store(whole: torch.Tensor, parameter: nn.Parameter) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
     local = parameter.to_local()
-    placement = parameter.placements[0]
-    if isinstance(placement, Shard):
-        dim = placement.dim
-        size = -(-whole.shape[dim] // mesh.size())
-        first = min(mesh.get_local_rank() * size, whole.shape[dim])
-        whole = whole.narrow(dim, first, local.shape[dim])
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            dim, own = placement.dim, parameter.device_mesh
+            size = -(-whole.shape[dim] // own.size(axis))
+            first = min(own.get_local_rank(axis) * size, whole.shape[dim])
+            whole = whole.narrow(dim, first, local.shape[dim])
     local.copy_(whole)
 
 

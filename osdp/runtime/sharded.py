@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.hooks import RemovableHandle
 
+from osdp.comm.collectives import set_route
+from osdp.comm.groups import Meshes
 from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.arguments import keep_identity
 from osdp.runtime.outputs import free_of_views
@@ -27,7 +34,7 @@ from osdp.runtime.validate import fsdp_units, wrap_order
 def shard_units(
     model: nn.Module,
     plan: Plan,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
     before_unit: Callable[[Sequence[str]], None],
@@ -37,7 +44,7 @@ def shard_units(
     Args:
         model: The model; its replicated parameters are registered already.
         plan: A plan that fits it.
-        mesh: The one mesh.
+        meshes: The mesh of all ranks, and those of groups.
         policy: Mixed precision.
         replicated: Parameters FSDP2 is to leave alone.
         before_unit: Called with the parameter names of each unit before it is sharded.
@@ -46,32 +53,50 @@ def shard_units(
     units = fsdp_units(plan)
     for unit in wrap_order(units):
         before_unit([name for operator in unit.operators for name in names[operator]])
-        modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        _shard(modules, mesh, policy, replicated, reshards=unit.mode is Mode.FULL_SHARD)
-    for unit in units:
-        if unit.root:
-            before_unit([name for operator in unit.operators for name in names[operator]])
-    # Needed first in backward and used last in forward: the root's own parameters stay gathered.
-    _shard([model], mesh, policy, replicated, reshards=False)
+        _shard([model.get_submodule(fqn) for fqn in unit.modules], unit, meshes, policy, replicated)
+    root = next((unit for unit in units if unit.root), None)
+    if root is not None:
+        before_unit([name for operator in root.operators for name in names[operator]])
+    _shard([model], root, meshes, policy, replicated)
 
 
 def _shard(
     modules: list[nn.Module],
-    mesh: DeviceMesh,
+    unit: Unit | None,
+    meshes: Meshes,
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
-    *,
-    reshards: bool,
 ) -> None:
+    """``fully_shard`` one unit; ``None`` is a root with nothing left in it."""
     for module in modules:
         module.register_forward_hook(torch.compiler.disable(free_of_views))
     target: Any = modules[0] if len(modules) == 1 else modules
+    is_hybrid = unit is not None and unit.mode is Mode.HYBRID_SHARD
     fully_shard(
-        target, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=replicated
+        target,
+        mesh=meshes.grouped(unit.group_size) if unit is not None and is_hybrid else meshes.world,
+        reshard_after_forward=unit is not None and _reshards(unit),
+        mp_policy=policy,
+        offload_policy=_offload_policy(unit, meshes),
+        ignored_params=replicated,
     )
+    if unit is not None:
+        grid = meshes.grid(unit.group_size) if unit.route.in_two_steps else None
+        set_route(modules[0], unit.route, grid)
     for module in modules:
         if isinstance(module, nn.MultiheadAttention):
             keep_identity(module)
+
+
+def _reshards(unit: Unit) -> bool:
+    """Whether its parameters are given up after forward; the root's are needed first in backward."""
+    return not unit.root and unit.mode in (Mode.FULL_SHARD, Mode.HYBRID_SHARD)
+
+
+def _offload_policy(unit: Unit | None, meshes: Meshes) -> OffloadPolicy:
+    if unit is None or not unit.offloaded:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=meshes.world.device_type != "cpu")
 
 
 class ShardedParameter:

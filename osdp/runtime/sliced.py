@@ -57,11 +57,15 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
 def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
     """Let the modules of sliced operators run in slices; names, parameters and types stay."""
     made: dict[nn.Module, nn.Module] = {}
+    routes = {operator: unit.route for unit in plan.units for operator in unit.operators}
     for decision in _sliced_decisions(plan):
         for fqn in decision.modules:
             module = model.get_submodule(fqn)
             slicing = replace(
-                _slicing(module, decision), dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype
+                _slicing(module, decision),
+                dtype=policy.param_dtype,
+                reduce_dtype=policy.reduce_dtype,
+                by_exchange=routes[decision.operator].by_exchange,
             )
             made[module] = sliced(module, slicing)
     for parent in list(model.modules()):

@@ -7,7 +7,7 @@ DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints s
 Inside, a gathered slice has the sharded dimension first: ``[sharded, sliced]``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from osdp.comm.collectives import exchange
+from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.layout import padded_numel, shard_numel, slice_bounds
-
-# torch 2.13 renamed them and warns of the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class SlicedWeight:
         dtype: Dtype slices are gathered and computed in.
         reduce_dtype: Dtype their gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes: two are whole then.
+        by_exchange: Whether gradients are reduced by an exchange with local sums.
     """
 
     sliced_dim: int
@@ -43,6 +42,7 @@ class SlicedWeight:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     prefetch: bool = False
+    by_exchange: bool = False
 
     @classmethod
     def of(
@@ -54,6 +54,7 @@ class SlicedWeight:
         dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = False,
+        by_exchange: bool = False,
     ) -> "SlicedWeight":
         """The slices of ``weight``, a plain matrix or a DTensor that is sharded along the other dimension.
 
@@ -74,7 +75,7 @@ class SlicedWeight:
         dtype = dtype or weight.dtype
         bounds = slice_bounds(weight.shape[sliced_dim], num_slices)
         size = weight.shape[1 - sliced_dim]
-        return cls(sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch)
+        return cls(sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch, by_exchange)
 
     @property
     def num_shards(self) -> int:
@@ -110,7 +111,7 @@ class SlicedWeight:
         padded[: piece.shape[0]].copy_(piece)
         padded[piece.shape[0] :].zero_()
         whole = padded.new_empty(self.num_shards * rows, width)
-        work = _all_gather(whole, padded, group=self.group, async_op=True)
+        work = all_gather(whole, padded, group=self.group, async_op=True)
         return _Gathering(whole, self, work, padded)
 
     def scatter_gradient(self, gradient: torch.Tensor, local_gradient: torch.Tensor, index: int) -> None:
@@ -133,7 +134,10 @@ class SlicedWeight:
         torch.mul(by_shard, 1 / self.num_shards, out=whole[: self.sharded_size])
         whole[self.sharded_size :].zero_()
         mine = whole.new_empty(rows, width)
-        _reduce_scatter(mine, whole, group=self.group)
+        if self.by_exchange:
+            exchange(mine, whole, dist.ReduceOp.SUM, self.group)
+        else:
+            reduce_scatter(mine, whole, group=self.group)
         held = target if self.sliced_dim == 1 else target.t()
         held.copy_(mine[: held.shape[0]])
 

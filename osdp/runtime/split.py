@@ -33,6 +33,7 @@ def split_linear(
     transposed: bool = False,
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
+    by_exchange: bool = False,
 ) -> torch.Tensor:
     """``F.linear(x, weight, bias)`` in slices.
 
@@ -47,6 +48,7 @@ def split_linear(
             ``Conv1D``.
         reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
         prefetch: Whether the next slice is gathered while one computes.
+        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
 
     Returns:
         Output of shape ``(..., out_features)``.
@@ -64,7 +66,13 @@ def split_linear(
     x, bias, dtype = _autocast(x, bias, weight)
     sliced_dim = out_dim if by == "output" else 1 - out_dim
     sliced = SlicedWeight.of(
-        weight, num_slices, sliced_dim, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
+        weight,
+        num_slices,
+        sliced_dim,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        prefetch=prefetch,
+        by_exchange=by_exchange,
     )
     flat = x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
@@ -80,6 +88,7 @@ def split_embedding(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
+    by_exchange: bool = False,
 ) -> torch.Tensor:
     """``F.embedding(ids, weight, padding_idx)`` in slices of the vocabulary.
 
@@ -91,6 +100,7 @@ def split_embedding(
         dtype: Dtype of the result; that of the weight if ``None``.
         reduce_dtype: Dtype gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes.
+        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
 
     Returns:
         Rows of shape ``(*ids.shape, features)``; elsewhere than on the CPU, zeros for ids outside.
@@ -98,7 +108,15 @@ def split_embedding(
     Raises:
         IndexError: On the CPU, an id is outside the vocabulary.
     """
-    sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
+    sliced = SlicedWeight.of(
+        weight,
+        num_slices,
+        0,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        prefetch=prefetch,
+        by_exchange=by_exchange,
+    )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     if _can_look(ids):
         outside = ids[(ids < 0) | (ids >= weight.shape[0])]
@@ -119,6 +137,7 @@ def split_cross_entropy(
     ignore_index: int = -100,
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
+    by_exchange: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
 
@@ -130,6 +149,7 @@ def split_cross_entropy(
         ignore_index: The label of positions that do not count.
         reduce_dtype: Dtype gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes.
+        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
 
     Returns:
         The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
@@ -140,7 +160,15 @@ def split_cross_entropy(
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels of shape {tuple(labels.shape)} for hidden {tuple(hidden.shape)}")
     hidden, _, dtype = _autocast(hidden, None, weight)
-    sliced = SlicedWeight.of(weight, num_slices, 0, dtype=dtype, reduce_dtype=reduce_dtype, prefetch=prefetch)
+    sliced = SlicedWeight.of(
+        weight,
+        num_slices,
+        0,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        prefetch=prefetch,
+        by_exchange=by_exchange,
+    )
     flat = labels.reshape(-1)
     counts = flat != ignore_index
     if _can_look(flat):

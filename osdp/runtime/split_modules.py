@@ -32,6 +32,7 @@ class Slicing:
         prefetch: Whether the next slice is gathered while one computes.
         dtype: Dtype an embedding's rows are gathered in; that of the weight if ``None``.
         reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+        by_exchange: Whether gradients are reduced by an exchange with local sums.
     """
 
     num_slices: int
@@ -39,6 +40,7 @@ class Slicing:
     prefetch: bool = False
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    by_exchange: bool = False
 
 
 class SplitLinear(nn.Linear):
@@ -118,7 +120,9 @@ class LMHeadLoss(nn.Module):
         weight: The head's, of shape ``(vocabulary, features)``.
 
     The logits of one slice exist at a time. Use it where a model would compute ``head(hidden)`` and then
-    ``cross_entropy``; a weight that is tied to an embedding stays tied.
+    ``cross_entropy``; a weight that is tied to an embedding stays tied. It returns a sum and a count, so that
+    microbatches and ranks can be weighted rightly: ``total, count = head_loss(hidden, labels)`` and then
+    ``loss = total / count``.
 
     Args:
         head: The head; its parameters are shared, not copied. Heads with a bias are not supported.
@@ -160,6 +164,7 @@ class LMHeadLoss(nn.Module):
             ignore_index=self.ignore_index,
             reduce_dtype=slicing.reduce_dtype,
             prefetch=slicing.prefetch,
+            by_exchange=slicing.by_exchange,
         )
 
 
@@ -259,6 +264,7 @@ def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         transposed=transposed,
         reduce_dtype=slicing.reduce_dtype,
         prefetch=slicing.prefetch,
+        by_exchange=slicing.by_exchange,
     )
 
 
@@ -272,6 +278,7 @@ def _embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
         dtype=slicing.dtype,
         reduce_dtype=slicing.reduce_dtype,
         prefetch=slicing.prefetch,
+        by_exchange=slicing.by_exchange,
     )
 
 

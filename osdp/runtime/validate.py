@@ -130,6 +130,11 @@ def _mode_differences(plan: Plan) -> Iterator[str]:
         for operator in unit.operators:
             if plan.modes[operator] is not unit.mode:
                 yield f"operator {operator!r} is decided {plan.modes[operator]} but its unit is {unit.mode}"
+        if unit.group_size and (plan.world_size % unit.group_size or unit.group_size == plan.world_size):
+            yield (
+                f"the unit of {unit.operators[0]!r} has groups of {unit.group_size} ranks, which must be "
+                f"several and divide {plan.world_size}"
+            )
     if sum(unit.root for unit in plan.units if unit.mode.sharded) > 1:
         yield "more than one sharded unit is the root's"
 

@@ -16,6 +16,10 @@ from osdp.search.chain import ChainProblem, ChainSolution
 Floats = NDArray[np.float64]
 
 
+#: HiGHS's word for a problem without a solution.
+_INFEASIBLE = 2
+
+
 def solve_milp(
     problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = (), *, time_limit: float = 60.0
 ) -> ChainSolution:
@@ -43,7 +47,9 @@ def solve_milp(
         options={"mip_rel_gap": 0.0, "time_limit": time_limit},
     )
     if answer.x is None:
-        return ChainSolution(np.inf, None, upper)
+        # Out of time is no proof.
+        proven = answer.status == _INFEASIBLE
+        return ChainSolution(np.inf, None, upper if proven else -np.inf)
     taken = np.flatnonzero(answer.x[:count] > 0.5)
     value = float((rows[taken].sum(axis=0) + problem.constant)[:times].max())
     if value >= upper:

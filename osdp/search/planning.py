@@ -8,16 +8,17 @@ import numpy as np
 from osdp.cost.judge import judge
 from osdp.cost.situation import Situation, build_situation, price_root
 from osdp.cost.step import prediction, price_plan
-from osdp.cost.ways import ROOT, is_recomputed, mode_of, slices_of
+from osdp.cost.ways import ROOT, is_offloaded, is_recomputed, mode_of, slices_of, wire_of
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import unit_modules
 from osdp.model_desc import ModelDesc, Operator
-from osdp.plan import Decision, Mode, Plan, Unit
+from osdp.plan import Decision, Mode, Plan, Route, Unit
 from osdp.profile import Profile
 from osdp.search.polish import share_buckets
 from osdp.search.reasons import Reasons
-from osdp.search.sharding import ANYTHING, Assignment, Rules, least_peak, solve_bounded
+from osdp.search.rules import SHARDING, SLICES, Rules
+from osdp.search.sharding import Assignment, least_peak, solve_bounded
 from osdp.training import Training
 from osdp.units import format_bytes
 
@@ -40,7 +41,7 @@ class Candidate:
 
 
 def best_plan(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules = ANYTHING
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules = SHARDING
 ) -> Plan:
     """The plan with the highest throughput among all candidates.
 
@@ -51,26 +52,65 @@ def best_plan(
         model_desc: The model.
         candidates: Local batches and microbatches to choose from; one for a given step.
         device: The devices and their memory limit.
-        rules: Modes that may be used.
+        rules: What may be used; host memory only where nothing fits without it.
 
     Raises:
         InfeasibleError: No plan of any candidate fits the limit.
     """
+    on_device = replace(rules, offload=False)
+    answer = _fastest(model_desc, candidates, device, on_device)
+    if answer is None and rules.offload and _knows_host(candidates, device):
+        candidates = [
+            replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
+        ]
+        answer = _fastest(model_desc, candidates, device, rules)
+        if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
+            answer = None
+    if answer is None:
+        raise _infeasible(model_desc, candidates, device, rules)
+    situation, found, gap = answer
+    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules, gap)
+
+
+def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
+    """Whether the way to host memory and the optimizer there are known."""
+    return device.host is not None and all(c.profile.host_optimizer is not None for c in candidates)
+
+
+def _beside_host(training: Training) -> Training:
+    """The training of a plan that may offload: torch's default beside the host is a for-loop."""
+    return replace(training, foreach=True) if training.foreach is None and not training.fused else training
+
+
+def _host_bytes(situation: Situation, found: Assignment) -> float:
+    """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
+    return sum(
+        float(prefix[stop] - prefix[start])
+        for start, stop, way in found.units
+        if is_offloaded(way)
+        for prices in [situation.prices.by_wire[wire_of(way)]]
+        for prefix in (prices.state_sharded, prices.gradient_sharded)
+    )
+
+
+def _fastest(
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
+) -> tuple[Situation, Assignment, float] | None:
+    """The assignment with the highest throughput, and by how much of it a better one could be faster."""
     best: tuple[Situation, Assignment] | None = None
     rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
         for situation in _situations(model_desc, candidate, device):
+            if rules.offload and situation.conditions.reductions > 1:
+                # A second gradient is added on the host while the device waits, which nobody has priced.
+                continue
             upper = samples / rate if rate else np.inf
             found, bound = solve_bounded(situation, device.memory_limit, rules=rules, upper=upper)
             possible = max(possible, samples / bound)
             if found is not None:
                 best, rate = (situation, found), samples / found.outcome.seconds
-    if best is None:
-        raise _infeasible(model_desc, candidates, device, rules)
-    situation, found = best
-    gap = max(0.0, 1 - rate / possible)
-    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules, gap)
+    return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
 
 def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
@@ -94,8 +134,16 @@ def _situations(model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo)
 def _infeasible(
     model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
 ) -> InfeasibleError:
-    situations = [s for candidate in candidates for s in _situations(model_desc, candidate, device)]
-    peaks = [least_peak(situation, rules=rules) for situation in situations]
+    # The smallest batch has the lowest peak.
+    smallest = min(candidate.profile.local_batch for candidate in candidates)
+    situations = [
+        situation
+        for candidate in candidates
+        if candidate.profile.local_batch == smallest
+        for situation in _situations(model_desc, candidate, device)
+    ]
+    usable = replace(rules, offload=rules.offload and _knows_host(candidates, device))
+    peaks = [least_peak(situation, rules=usable) for situation in situations]
     leanest = situations[int(np.argmin(peaks))]
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
     return InfeasibleError(
@@ -109,23 +157,53 @@ def _infeasible(
 def _suggestions(situation: Situation, rules: Rules) -> list[str]:
     """What would lower the peak, with how far where it can be told."""
     training, device = situation.training, situation.device
-    state = float(situation.prices.state_sharded[-1])
     found = []
     batch = situation.profile.local_batch
     if batch > 1:
         found.append(f"a local batch below {batch}; more microbatches keep the global batch as it is")
     if rules.allowed != tuple(Mode):
-        found.append("leaving strategy= out, so that every mode may be used")
+        found.append("leaving strategy= out, so that every mode, slices and recomputation may be used")
     if training.param_dtype is None:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
-    if not rules.recompute:
-        found.append("recompute=True, which keeps no activations of blocks that are computed again")
-    if not rules.slices:
-        found.append("slices=(2, 4, 8, 16), so that large operators are whole in parts only")
+    if rules.allowed == tuple(Mode) and not rules.whole_blocks:
+        found += _wider(situation, rules)
+    state = float(situation.prices.state_sharded[-1])
     found.append(
         f"more ranks than {device.world_size}: sharded states take {format_bytes(state)} of each device here"
     )
-    return found
+    return [*found, *_about_offload(situation, rules)]
+
+
+def _wider(situation: Situation, rules: Rules) -> list[str]:
+    """What would lower the peak of those things that the caller has ruled out."""
+    options = {
+        "recompute=True, which computes blocks again": replace(rules, recompute=True),
+        f"slices={SLICES}, which cuts large operators": replace(rules, slices=SLICES),
+    }
+    here = least_peak(situation, rules=replace(rules, offload=False))
+    peaks = {
+        text: least_peak(situation, rules=replace(wider, offload=False))
+        for text, wider in options.items()
+        if wider != rules
+    }
+    return [f"{text}: {format_bytes(peak)}" for text, peak in peaks.items() if peak < here]
+
+
+def _about_offload(situation: Situation, rules: Rules) -> list[str]:
+    """What host memory could do, or why it was left out."""
+    host, known = situation.device.host, situation.profile.host_optimizer is not None
+    if situation.device.kind == "cpu" and host is None:
+        return ["(nothing was offloaded: what CPU devices hold is in host memory already)"]
+    if not rules.offload:
+        return ["offload=True, so that states may live in host memory"]
+    if host is None or not known:
+        return ["a measured DeviceInfo.host and Profile.host_optimizer, so that states may be offloaded"]
+    needed = float(situation.prices.state_sharded[-1] + situation.prices.gradient_sharded[-1])
+    if needed <= host.memory:
+        return []
+    return [
+        f"more host memory than {format_bytes(host.memory)}: all states take {format_bytes(needed)} there"
+    ]
 
 
 def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float) -> Plan:
@@ -138,7 +216,9 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
     chain = situation.timeline.chain
     for index, (a, b, way) in enumerate(found.units):
         operators = chain[a:b]
-        decided |= {op.name: (mode_of(way), reasons.of_unit(index)) for op in operators}
+        wire = situation.prices.by_wire[wire_of(way)].wire
+        mode = Mode.HYBRID_SHARD if wire.hybrid else mode_of(way)
+        decided |= {op.name: (mode, reasons.of_unit(index)) for op in operators}
         slices |= {op.name: slices_of(way) for op in operators}
         if is_recomputed(way):
             recomputed[str(chain[a].block)] = None
@@ -146,13 +226,24 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
             in_root += operators
             continue
         modules = unit_modules(operators, model_desc.operators, model_desc.modules)
-        units.append(Unit(mode_of(way), tuple(op.name for op in operators), modules))
+        names = tuple(op.name for op in operators)
+        units.append(
+            Unit(
+                mode,
+                names,
+                modules,
+                offloaded=is_offloaded(way),
+                group_size=wire.group_size,
+                route=wire.route if mode.sharded else Route.FLAT,
+            )
+        )
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
     decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
     decided |= {op.name: (Mode.SHARD_GRAD_OP, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
-        units.insert(0, Unit(Mode.SHARD_GRAD_OP, tuple(op.name for op in in_root), ("",), root=True))
+        names, route = tuple(op.name for op in in_root), situation.prices.wire.route
+        units.insert(0, Unit(Mode.SHARD_GRAD_OP, names, ("",), root=True, route=route))
     training, device = situation.training, situation.device
     plan = Plan(
         model=model_desc.fingerprint,
@@ -186,10 +277,15 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
 
 
 def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
-    cuts = f"{found.cuts} moments of the step decided the search"
-    if gap <= _PROVEN:
-        return (cuts,)
-    return (cuts, f"proven to be within {gap:.2e} of the highest throughput")
+    notes = [f"{found.cuts} moments of the step decided the search"]
+    if gap > _PROVEN:
+        notes.append(f"proven to be within {gap:.2%} of the highest throughput")
+    if any(is_offloaded(way) for _, _, way in found.units):
+        notes.append(
+            "no plan was found that fits the devices alone, so some states live in host memory; give the "
+            "optimizer foreach=True, since torch's default beside them is a loop over all tensors"
+        )
+    return tuple(notes)
 
 
 def batches(

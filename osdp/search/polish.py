@@ -1,7 +1,7 @@
 """Better neighbours of a plan: one item's units exchanged at a time, while the judge sees an improvement.
 
 Used where the exact search stopped with a gap. A neighbour gives one item the units that another item of its
-shape has, or one unit of all its operators in some mode. The sweep is deterministic and bounded.
+shape has, or those of a pattern that plans start from. The sweep is deterministic and bounded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from osdp.cost.judge import Outcome, judge_choice
 from osdp.cost.situation import RootPrice, Situation
-from osdp.cost.ways import NO_SHARD, WAY_OF
+from osdp.cost.ways import NO_SHARD
+from osdp.search.seeds import item_patterns
 from osdp.search.space import Space
 
 Units = tuple[tuple[int, int, int], ...]
@@ -33,10 +34,11 @@ def polish(
     """
     items = _by_item(space, chosen)
     allowed = set(zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True))
+    usual = item_patterns(space)
     looks, improved = 0, True
     while improved:
         improved = False
-        for item, units in _neighbours(space, items, allowed):
+        for item, units in _neighbours(space, items, usual, allowed):
             if looks == LOOKS:
                 return outcome, _joined(items)
             looks += 1
@@ -58,7 +60,10 @@ def _joined(items: Sequence[Units]) -> Units:
 
 
 def _neighbours(
-    space: Space, items: Sequence[Units], allowed: set[tuple[int, int, int]]
+    space: Space,
+    items: Sequence[Units],
+    usual: Sequence[Sequence[Units]],
+    allowed: set[tuple[int, int, int]],
 ) -> Iterator[tuple[int, Units]]:
     """Items with other units than they have, rarest patterns first: there the last bytes are to be won."""
     sizes = [end - first for first, end in pairwise(space.bounds)]
@@ -66,10 +71,9 @@ def _neighbours(
     for first, size, units in zip(space.bounds, sizes, items, strict=False):
         key = (size, tuple((a - first, b - first, m) for a, b, m in units))
         patterns[key] = patterns.get(key, 0) + 1
-    for size in dict.fromkeys(sizes):
-        patterns |= {
-            (size, ((0, size, m),)): 0 for m in WAY_OF.values() if (size, ((0, size, m),)) not in patterns
-        }
+    for in_one_way in usual:
+        for first, size, units in zip(space.bounds, sizes, in_one_way, strict=False):
+            patterns.setdefault((size, tuple((a - first, b - first, m) for a, b, m in units)), 0)
     own = {
         item: tuple((a - first, b - first, m) for a, b, m in units)
         for item, (first, units) in enumerate(zip(space.bounds, items, strict=False))

@@ -4,10 +4,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from osdp.cost.judge import Outcome, judge_choice
 from osdp.cost.situation import Situation, price_root
-from osdp.cost.ways import RECOMPUTED, ROOT, WAY_OF, is_recomputed, mode_of, plain, sliced_way, slices_of
+from osdp.cost.ways import (
+    FULL_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    ROOT,
+    WAY_OF,
+    WIRE,
+    is_offloaded,
+    is_recomputed,
+    mode_of,
+    sliced_way,
+    slices_of,
+)
 from osdp.model_desc import Operator
 from osdp.plan import Mode
-from osdp.search.sharding import Assignment, Rules
+from osdp.search.rules import Rules
+from osdp.search.sharding import Assignment
 from osdp.units import format_bytes, format_seconds
 
 Units = tuple[tuple[int, int, int], ...]
@@ -19,7 +32,7 @@ class Reasons:
     def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
         self._situation, self._found = situation, found
         self._limit = situation.device.memory_limit
-        self._ways = [way for mode, way in WAY_OF.items() if mode in rules.allowed]
+        self._ways = list(_named_ways(situation, rules))
         sharded, replicated = found.root_sharded, found.root_replicated
         self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
         self._known: dict[tuple[object, ...], str] = {}
@@ -32,7 +45,7 @@ class Reasons:
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
         key = (shapes, way, neighbours)
         if key not in self._known:
-            forced = len(self._ways) == 1
+            forced = len(self._ways) == 1 and not is_offloaded(way)
             self._known[key] = "forced" if forced else self._compare(index)
         return self._known[key]
 
@@ -47,15 +60,18 @@ class Reasons:
         """Other ways of one unit, each with the units of the whole chain."""
         way = self._found.units[index][2]
         again = RECOMPUTED * is_recomputed(way)
-        for other in self._ways:
-            if other != plain(way) and (not again or self._is_whole_block(index)):
-                yield str(mode_of(other)), self._exchanged({index: other + again})
+        for name, other in self._ways:
+            if other != way - again and (not again or self._is_whole_block(index)):
+                whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
+                yield f"{name}{whole}", self._exchanged({index: other + again})
         fewer = slices_of(way) // 2
         if fewer > 1:
             yield f"{fewer} slices", self._exchanged({index: sliced_way(fewer) + again})
+        if is_offloaded(way):
+            yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
         if again:
             members = self._of_block(index)
-            kept = {member: plain(self._found.units[member][2]) for member in members}
+            kept = {member: self._found.units[member][2] - RECOMPUTED for member in members}
             yield "keeping its activations", self._exchanged(kept)
 
     def _exchanged(self, ways: Mapping[int, int]) -> Units:
@@ -90,6 +106,19 @@ class Reasons:
         root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
         seen = judge_choice(self._situation, self._found.units, root)
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
+
+
+def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]:
+    """Whole ways a unit may have, and what they are called."""
+    yield from ((str(mode), way) for mode, way in WAY_OF.items() if mode in rules.allowed)
+    for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
+        wire = prices.wire
+        if wire.hybrid and Mode.HYBRID_SHARD in rules.allowed:
+            yield f"HYBRID_SHARD over {wire.group_size}", FULL_SHARD + WIRE * number
+        if not wire.hybrid:
+            for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
+                if mode in rules.allowed:
+                    yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number
 
 
 def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: int) -> str:

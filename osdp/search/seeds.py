@@ -9,10 +9,22 @@ from itertools import combinations, pairwise
 
 from osdp.cost.judge import Outcome, judge_choice
 from osdp.cost.situation import RootPrice, Situation
-from osdp.cost.ways import FULL_SHARD, NO_SHARD, RECOMPUTED, SHARD_GRAD_OP, plain
+from osdp.cost.ways import (
+    FULL_SHARD,
+    NO_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    SHARD_GRAD_OP,
+    SLICED,
+    WIRE,
+    is_recomputed,
+    plain,
+)
 from osdp.search.space import Space
 
 Units = tuple[tuple[int, int, int], ...]
+
+_MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
 
 
 def best_seed(
@@ -57,20 +69,43 @@ class _Pattern:
         return tuple(unit for item, way in enumerate(ways) for unit in self._items[way][item])
 
 
+def item_patterns(space: Space) -> list[list[Units]]:
+    """Each item in each of the ways that plans start from."""
+    return [in_way(space, way) for way in _ways_and_pairs(space)[0]]
+
+
 def _patterns(space: Space) -> Iterator[_Pattern]:
-    ways = [NO_SHARD, SHARD_GRAD_OP, FULL_SHARD]
-    pairs = list(combinations(ways, 2))
-    if bool((space.way >= RECOMPUTED).any()):
-        again = [NO_SHARD + RECOMPUTED, FULL_SHARD + RECOMPUTED]
-        ways += again
-        pairs += [(NO_SHARD, again[0]), (FULL_SHARD, again[1]), (NO_SHARD, again[1])]
-    items = {way: _in_way(space, way) for way in ways}
+    ways, pairs = _ways_and_pairs(space)
+    items = {way: in_way(space, way) for way in ways}
     for first, rest in pairs:
         yield _Pattern(items, first, rest, from_end=False)
         yield _Pattern(items, first, rest, from_end=True)
 
 
-def _in_way(space: Space, way: int) -> list[Units]:
+def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ways of whole items, and the pairs of them that plans start from."""
+    ways = list(_MODES)
+    pairs = list(combinations(ways, 2))
+    again = RECOMPUTED * bool((space.way & RECOMPUTED).any())
+    if again:
+        ways += [NO_SHARD + again, FULL_SHARD + again]
+        pairs += [(first, first + again) for first in (NO_SHARD, FULL_SHARD)]
+        pairs.append((NO_SHARD, FULL_SHARD + again))
+    most_cut = max(map(plain, set(space.way.tolist())), default=0)
+    if most_cut > SLICED:
+        pairs += [(way, most_cut + again) for way in ways]
+        ways.append(most_cut + again)
+    for number in range(1, int(space.way.max(initial=0)) // WIRE + 1):
+        pairs += [(way, FULL_SHARD + WIRE * number) for way in _MODES]
+        ways.append(FULL_SHARD + WIRE * number)
+    if bool((space.way & OFFLOADED).any()):
+        away = [way + OFFLOADED for way in ways if plain(way) == FULL_SHARD]
+        ways += away
+        pairs += [(way - OFFLOADED, way) for way in away]
+    return ways, pairs
+
+
+def in_way(space: Space, way: int) -> list[Units]:
     """Each item as one unit of ``way``, or as near to that as its candidates come."""
     return [
         _nearest(space, item, first, end, way) for item, (first, end) in enumerate(pairwise(space.bounds))
@@ -78,15 +113,24 @@ def _in_way(space: Space, way: int) -> list[Units]:
 
 
 def _nearest(space: Space, item: int, first: int, end: int, way: int) -> Units:
-    """Candidates of ``way`` as long as possible; where there is none, of any, its plain way first."""
+    """Candidates of ``way`` as long as possible; where there is none, of any, its plain way first.
+
+    What cannot run in slices is replicated operator by operator, which leaves the others to be cut.
+    """
     inner = space.inner[item]
     found = list(
         zip(space.start[inner].tolist(), space.stop[inner].tolist(), space.way[inner].tolist(), strict=True)
     )
+    if plain(way) > SLICED:
+        single = [unit for unit in found if unit[1] == unit[0] + 1]
+        alike = [unit for unit in single if is_recomputed(unit[2]) == is_recomputed(way)]
+        everywhere = set(range(first, end))
+        found = next((some for some in (alike, single) if {unit[0] for unit in some} == everywhere), found)
     units, place = [], first
     while place < end:
         here = [unit for unit in found if unit[0] == place]
-        best = max(here, key=lambda unit: (unit[2] == way, unit[2] == plain(way), unit[1], -unit[2]))
+        nearest = (way, way & ~RECOMPUTED, plain(way))
+        best = max(here, key=lambda unit: (*(unit[2] == near for near in nearest), unit[1], -unit[2]))
         units.append(best)
         place = best[1]
     return tuple(units)

@@ -4,8 +4,9 @@ The chain's operators are grouped into *items*: the operators of one block, or a
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
 any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
 and is not much smaller than the largest, may run in slices. A block may be recomputed in backward if it is
-one unit, or if its operators are replicated or run in slices. A plan is any set of units that partitions the
-chain, with the operators outside the chain replicated or in the root's unit.
+one unit, or if its operators are replicated or run in slices. Where nothing else fits, sharded units outside
+the root's and not in slices may live in host memory. A plan is any set of units that partitions the chain,
+with the operators outside the chain replicated or in the root's unit.
 """
 
 from collections import Counter
@@ -20,13 +21,16 @@ from numpy.typing import NDArray
 from osdp.cost.ways import (
     FULL_SHARD,
     NO_SHARD,
+    OFFLOADED,
     RECOMPUTED,
     ROOT,
     SHARD_GRAD_OP,
+    WIRE,
     mode_of,
     plain,
     sliced_way,
 )  # fmt: skip
+from osdp.cost.wires import Wire
 from osdp.layout import can_shard
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
@@ -75,7 +79,7 @@ class Space:
     def _places(self, item: int) -> Places:
         first, size = self.bounds[item], self.bounds[item + 1] - self.bounds[item]
         inner = self.inner[item]
-        shift = np.where(self.way[inner] >= RECOMPUTED, size - 1, 0)
+        shift = np.where(self.way[inner] & RECOMPUTED > 0, size - 1, 0)
         end = 2 * size - 1
 
         def place(boundary: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -94,6 +98,8 @@ def build_space(
     whole_blocks: bool = False,
     slices: Sequence[int] = (),
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
+    offload: bool = False,
+    wires: Sequence[Wire] = (),
 ) -> Space:
     """All candidate units over ``chain``.
 
@@ -105,6 +111,8 @@ def build_space(
         whole_blocks: Whether units must be whole items (conditionally executed operators).
         slices: Numbers of slices an operator may run in.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
+        offload: Whether units with collectives of their own may live in host memory.
+        wires: Over which ranks and links units may lie; only flat over all ranks if empty.
 
     Returns:
         The space.
@@ -114,6 +122,7 @@ def build_space(
     inner: list[slice] = []
     facts = [_Facts.of(operator) for operator in chain]
     ways = [way for way in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
+    ways += [way for number in range(1, len(wires)) for way in _ways_on(wires[number], number, allowed)]
     cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
     for first, end in pairwise(bounds):
         begin = len(candidates)
@@ -131,6 +140,9 @@ def build_space(
         if len(recompute) and recompute[first]:
             again = [c for c in candidates[begin:] if _recomputable(c, first, end)]
             candidates += [(a, b, way + RECOMPUTED) for a, b, way in again]
+        if offload:
+            own = [c for c in candidates[begin:] if plain(c[2]) in (SHARD_GRAD_OP, FULL_SHARD)]
+            candidates += [(a, b, way + OFFLOADED) for a, b, way in own]
         inner.append(slice(begin, len(candidates)))
     columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
     return Space(
@@ -140,6 +152,13 @@ def build_space(
         way=columns[:, 2],
         inner=tuple(inner),
     )
+
+
+def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
+    """Ways of units that lie on a wire with groups."""
+    if wire.hybrid:
+        return [FULL_SHARD + WIRE * number] if Mode.HYBRID_SHARD in allowed else []
+    return [way + WIRE * number for way in (SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
 
 
 def _recomputable(candidate: tuple[int, int, int], first: int, end: int) -> bool:
@@ -213,9 +232,20 @@ def _ways(facts: _Facts, allowed: list[int], *, only: bool) -> list[int]:
 
 
 def _joins_root(operator: Operator, allowed: Sequence[Mode], dtype: str | None) -> bool:
-    dtypes = {p.dtype for p in operator.parameters if p.trainable}
     return (
         can_shard(operator)
-        and dtypes <= {dtype}
+        and trainable_dtypes(operator) <= {dtype}
         and (Mode.SHARD_GRAD_OP in allowed or Mode.FULL_SHARD in allowed)
     )
+
+
+def root_dtype(operators: Sequence[Operator]) -> str | None:
+    """The dtype of the root's unit: that of the first operator of one trainable dtype; FSDP2 wants one."""
+    return next(
+        (dtype for op in operators for dtype in trainable_dtypes(op) if len(trainable_dtypes(op)) == 1), None
+    )
+
+
+def trainable_dtypes(operator: Operator) -> set[str]:
+    """Dtypes of its trainable parameters."""
+    return {parameter.dtype for parameter in operator.parameters if parameter.trainable}

@@ -1,0 +1,165 @@
+"""Collectives of sharded units for links of two speeds, and a reduce-scatter where a backend has no real one.
+
+Ranks are numbered group by group: rank ``i * P + j`` is member *j* of group *i*, of *N* groups of *P*. A
+gather in two steps goes across groups first, so that every shard crosses the slow link once for each group
+instead of once for each rank; a reduce-scatter goes the other way. Shards lie as after a flat collective.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from osdp.comm.groups import Grid
+from osdp.comm.torch_private import AllGather, ReduceScatter, all_gather, reduce_scatter
+from osdp.plan import Route
+
+#: What a reduction may be: an operation of c10d, or its bare type.
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class _Temporary:
+    """Buffers that live for one collective."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An empty tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TwoStepAllGather(_Temporary, AllGather):
+    """All-gather across rows, then inside each.
+
+    Args:
+        grid: The ranks of the group it is called with.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` with the inputs of all ranks, in the order of ranks."""
+        rows, columns = self._grid.shape
+        assert group.size() == rows * columns
+        column = input_tensor.new_empty(rows, input_tensor.numel())
+        all_gather(column.view(-1), input_tensor, group=self._grid.across)
+        whole = output_tensor.view(rows, -1)
+        work: dist.Work | None = None
+        for row in range(rows):
+            # On one communicator collectives end in the order they began: the last one stands for all.
+            is_async = async_op and row == rows - 1
+            work = all_gather(whole[row], column[row], group=self._grid.inside, async_op=is_async)
+        return work
+
+
+class FlatReduceScatter(_Temporary, ReduceScatter):
+    """Reduce-scatter over all ranks of the group as an exchange of shards and local sums.
+
+    For gloo, whose own is an all-reduce of the whole tensor in disguise.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` with this rank's part of the reduced inputs."""
+        del async_op  # the sums wait for the exchange
+        exchange(output_tensor, input_tensor, op, group)
+        return None
+
+
+class TwoStepReduceScatter(_Temporary, ReduceScatter):
+    """Reduce-scatter inside each row, then across rows.
+
+    Args:
+        grid: The ranks of the group it is called with.
+        by_exchange: Whether both steps are exchanges of shards with local sums.
+    """
+
+    def __init__(self, grid: Grid, *, by_exchange: bool) -> None:
+        self._grid, self._by_exchange = grid, by_exchange
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` with this rank's part of the reduced inputs."""
+        rows, columns = self._grid.shape
+        assert group.size() == rows * columns
+        parts = input_tensor.view(rows, -1)
+        column = input_tensor.new_empty(rows, output_tensor.numel())
+        for row in range(rows):
+            self._step(column[row], parts[row], op, self._grid.inside)
+        # A mean of means of equally many is the mean; a factor is applied once.
+        last = op if op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) else dist.ReduceOp.SUM
+        return self._step(output_tensor, column.view(-1), last, self._grid.across, async_op=async_op)
+
+    def _step(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        op: ReduceOp,
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self._by_exchange:
+            exchange(output, whole, op, group)
+            return None
+        work: dist.Work | None = reduce_scatter(output, whole, op=op, group=group, async_op=async_op)
+        return work
+
+
+def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
+    """Reduce-scatter as an all-to-all and a local sum; each rank sends every other one its shard.
+
+    Args:
+        output: This rank's shard.
+        whole: Shards for all ranks, in their order.
+        op: ``SUM`` or ``AVG``.
+        group: The ranks.
+
+    Raises:
+        ValueError: It is another operation.
+    """
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"a reduce-scatter by exchange sums or averages; it cannot do {op}")
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole, group=group)
+    torch.sum(received.view(group.size(), -1), 0, out=output)
+    if op == dist.ReduceOp.AVG:
+        output.div_(group.size())
+
+
+def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:
+    """Let the collectives of a unit go by ``route``.
+
+    Args:
+        module: A module that ``fully_shard`` has sharded by itself or with others.
+        route: How.
+        grid: The groups of a route in two steps.
+    """
+    assert isinstance(module, FSDPModule)
+    if route.in_two_steps:
+        assert grid is not None
+        module.set_custom_all_gather(TwoStepAllGather(grid))
+        module.set_custom_reduce_scatter(TwoStepReduceScatter(grid, by_exchange=route.by_exchange))
+    elif route.by_exchange:
+        module.set_custom_reduce_scatter(FlatReduceScatter())

@@ -1,0 +1,244 @@
+"""Cutting planes for one choice of root: a few moments at a time, until the judge agrees."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.judge import Outcome, judge
+from osdp.cost.memory import Moment, memory_row
+from osdp.cost.prices import price_units
+from osdp.cost.situation import RootPrice, Situation
+from osdp.cost.time import TimeCut, time_row
+from osdp.search.chain import (
+    FIRST_LOOK,
+    LAST_WORD,
+    TOLERANCE,
+    ChainProblem,
+    ChainSolution,
+    row_prices,
+)
+from osdp.search.polish import polish
+from osdp.search.problem import arrangements, candidates_of, chain_problem
+from osdp.search.rules import Rules
+from osdp.search.seeds import best_seed
+from osdp.search.space import build_space, root_dtype
+
+Floats = NDArray[np.float64]
+Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
+
+#: Chains of at most so many items are small: there the search may be wider still.
+_SMALL = 6
+SMALL_WORD = 512
+#: Rounds of cuts in which the search is as wide as it gets; where they do not suffice a gap is left.
+_LAST_ROUNDS = 3
+#: Moments that are looked at for a proof that nothing fits, before plans to start from are judged.
+_PROOF_ROUNDS = 4
+#: Rounds without a lower peak after which the search for the lowest one ends.
+_LEAN_ROUNDS = 12
+#: Rounds of cuts on larger chains; what further ones win, :mod:`osdp.search.polish` wins faster.
+_MOST_LOOKS = 16
+#: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
+CLOSE_ENOUGH = 1e-5
+
+
+class CutSearch:
+    """Cutting planes for one choice of root."""
+
+    def __init__(
+        self, situation: Situation, root: RootPrice, limit: float, rules: Rules, solver: Solver
+    ) -> None:
+        chain = situation.timeline.chain
+        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
+        self._space = build_space(
+            chain,
+            allowed=rules.allowed,
+            root_unit=root.has_unit,
+            root_dtype=root_dtype((*situation.timeline.root, *chain)),
+            whole_blocks=rules.whole_blocks,
+            slices=rules.slices,
+            recompute=situation.timeline.recompute.possible if rules.recompute else (),
+            offload=rules.offload,
+            wires=[prices.wire for prices in situation.prices.by_wire],
+        )
+        self._candidates = price_units(
+            situation.prices, self._space.start, self._space.stop, self._space.way, situation.device
+        )
+        self.bound = 0.0
+        #: Whether the rows prove that nothing fits.
+        self.impossible = False
+        self._needed: set[TimeCut | Moment] = set()
+        self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
+        self._times: dict[TimeCut, tuple[Floats, float]] = {}
+        self._moments: dict[Moment, tuple[Floats, float]] = {}
+
+    @property
+    def num_cuts(self) -> int:
+        """Rows in use."""
+        return len(self._times) + len(self._moments)
+
+    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """The fastest feasible units that beat ``upper`` seconds."""
+        self._cut_time(TimeCut())
+        self._cut_moment(Moment("step"))
+        probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
+        self.bound = min(upper, probe.bound)
+        if probe.bound >= upper:
+            return None
+        best = self._anything_that_fits()
+        if self.impossible:
+            self.bound = upper
+            return None
+        if np.isinf(upper):
+            # Nothing that fits is known yet: a search that starts from a plan never ends without one.
+            seed = best_seed(self._situation, self._space, self._root, self._limit)
+            best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
+        if best is not None:
+            best = best if best[0].seconds < upper else None
+            upper = best[0].seconds if best is not None else upper
+        widths, rounds, looks = FIRST_LOOK, 0, 0
+        while rounds < _LAST_ROUNDS and (looks < _MOST_LOOKS or best is None):
+            rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
+            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
+            self.bound = min(upper, max(found.bound, self.bound))
+            outcome = found.outcome
+            fits = outcome is not None and outcome.peak <= self._limit
+            if outcome is not None and fits and outcome.seconds < upper:
+                best, upper = (outcome, found.chosen), outcome.seconds
+            if outcome is None or (fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE)):
+                if widths == self._last_word or found.bound >= upper * (1 - CLOSE_ENOUGH):
+                    return best
+                widths = self._last_word
+                continue
+            # One moment at a time: every further row makes equal items different.
+            progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
+            if not (progress | (not fits and self._cut_moment(outcome.moment))):
+                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
+            widths = FIRST_LOOK
+        return best
+
+    def _anything_that_fits(self) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """Units that fit, if a few rounds find any; :attr:`impossible` is set if they prove that none do."""
+        for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
+            found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
+            self.impossible = found.bound > self._limit
+            outcome = found.outcome
+            if self.impossible or outcome is None:
+                break
+            if outcome.peak <= self._limit:
+                return outcome, found.chosen
+            if not self._cut_moment(outcome.moment):
+                break
+        return None
+
+    def polished(
+        self, outcome: Outcome, chosen: tuple[tuple[int, int, int], ...]
+    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """An answer that is not proven best, after a bounded number of improvements."""
+        if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
+            return outcome, chosen
+        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome)
+
+    def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """The units with the lowest peak that was found; it need not be below ``enough``.
+
+        The search ends too where it is proven that nothing is as low as ``enough``.
+        """
+        self._cut_moment(Moment("step"))
+        best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
+        if best is None:
+            raise RuntimeError("no limit, and yet no plan to start from")
+        patience = _LEAN_ROUNDS
+        while True:
+            upper = best[0].peak
+            found = self._relaxed(list(self._moments.values()), [], upper, self._last_word)
+            outcome = found.outcome
+            if outcome is None:
+                return best
+            patience -= 1
+            if outcome.peak < upper:
+                best, patience = (outcome, found.chosen), _LEAN_ROUNDS
+            if outcome.peak <= found.value * (1 + 2 * TOLERANCE) or patience == 0:
+                return best
+            if best[0].peak <= enough or found.bound > enough > 0:
+                return best
+            if not self._cut_moment(outcome.moment):
+                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment}")
+
+    def _cut_time(self, cut: TimeCut) -> bool:
+        if cut in self._times:
+            return self._need(cut)
+        self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
+        return True
+
+    def _need(self, name: TimeCut | Moment) -> bool:
+        """Keep a known row in the search: another arrangement of equal items may break it."""
+        if name in self._needed:
+            return False
+        self._needed.add(name)
+        return True
+
+    def _cut_moment(self, moment: Moment) -> bool:
+        if moment in self._moments:
+            return self._need(moment)
+        self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
+        return True
+
+    def _relaxed(
+        self,
+        objectives: list[tuple[Floats, float]],
+        bounded: list[tuple[Floats, float]],
+        upper: float,
+        widths: tuple[int, ...],
+    ) -> "_Relaxed":
+        """The best units under the rows so far."""
+        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
+        constant = np.array([constant for _, constant in (*objectives, *bounded)])
+        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
+        times = len(objectives)
+        prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
+        if prices is None:
+            self.impossible = True
+            return _Relaxed(np.inf, upper)
+        # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
+        names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
+        active = [k for k, name in enumerate(names) if prices[k] > 0 or k == 0 or name in self._needed]
+        while True:
+            num_times = sum(row < times for row in active)
+            problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
+            solution = self._solver(problem, upper, widths)
+            if solution.paths is None:
+                return _Relaxed(solution.value, solution.bound)
+            index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
+            reached = rows[index].sum(axis=0) + constant
+            excess = reached / np.where(np.isfinite(caps), caps, solution.value * (1 + TOLERANCE))
+            excess[active] = 0.0
+            worst = int(np.argmax(excess))
+            if excess[worst] <= 1:
+                break
+            self._needed.add(names[worst])
+            active = sorted([*active, worst])
+        options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
+        chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
+        return _Relaxed(solution.value, solution.bound, chosen, outcome)
+
+    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
+        """Units of the paths through all items, and what the judge says of them."""
+        index = np.array(candidates_of(self._space, paths), dtype=np.int64)
+        start, stop, way = (
+            column[index] for column in (self._space.start, self._space.stop, self._space.way)
+        )
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        chosen = tuple(zip(start.tolist(), stop.tolist(), way.tolist(), strict=True))
+        return chosen, judge(self._situation, units, self._root)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """The best units under some rows, and no units' lower bound."""
+
+    value: float
+    bound: float
+    chosen: tuple[tuple[int, int, int], ...] = ()
+    outcome: Outcome | None = None

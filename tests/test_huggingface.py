@@ -1,0 +1,99 @@
+"""Models of transformers whose head computes the loss."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from osdp import LMHeadLoss
+from osdp.integrations.huggingface import HEAD_LOSS_MODELS, causal_lm, with_head_loss
+
+pytest.importorskip("transformers")
+
+_SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 8},
+}
+_SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+
+
+def _model(kind: str, **fields: Any) -> nn.Module:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shape = {} if kind == "gpt2" else {**_SHAPE}
+    if kind in ("llama", "mistral", "qwen2", "qwen3"):
+        shape["num_key_value_heads"] = 1
+    shape |= {"vocab_size": 50, "max_position_embeddings": 16, "pad_token_id": 0, "intermediate_size": 24}
+    config = CONFIG_MAPPING[kind](**{**shape, **_SHAPES.get(kind, {}), "use_cache": False, **fields})
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 5:] = -100
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind", HEAD_LOSS_MODELS)
+def test_loss_and_gradients_are_those_of_the_logits(kind: str) -> None:
+    plain = _model(kind)
+    sliced = with_head_loss(copy.deepcopy(plain), num_slices=7)
+    assert list(sliced.state_dict()) == list(plain.state_dict())
+    wanted, got = plain(**_batch()).loss, sliced(**_batch()).loss
+    # transformers takes its logits to float32 before the loss.
+    torch.testing.assert_close(got, wanted.double(), rtol=1e-6, atol=0)
+    wanted.backward()
+    got.backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    assert [name for name, _ in sliced.named_parameters()] == list(gradients)
+    for name, parameter in sliced.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-7)
+
+
+def test_tied_weights_stay_tied_when_tied_again() -> None:
+    model = with_head_loss(_model("gpt2"))
+    model.tie_weights()  # type: ignore[operator]
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore
+
+
+def test_the_sum_over_a_larger_batch_is_divided_by_its_count() -> None:
+    plain, batch = _model("llama"), {**_batch(), "num_items_in_batch": 100}
+    wanted = plain(**batch).loss
+    got = with_head_loss(plain)(**batch).loss
+    torch.testing.assert_close(got, wanted.double(), rtol=1e-6, atol=0)
+
+
+def test_models_that_scale_their_logits_are_refused() -> None:
+    scaled = causal_lm("gemma2", {**_SHAPE, "vocab_size": 50, "head_dim": 8, "num_key_value_heads": 1})
+    with pytest.raises(ValueError, match=r"a Gemma2ForCausalLM is not .* gpt2, .*osdp\.LMHeadLoss"):
+        with_head_loss(scaled)
+    with pytest.raises(ValueError, match="a Linear is not"):
+        with_head_loss(nn.Linear(2, 2))
+
+
+def test_a_model_that_has_it_is_refused_again_and_wants_labels() -> None:
+    model = with_head_loss(_model("qwen2"))
+    assert isinstance(model.get_output_embeddings(), LMHeadLoss)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="already"):
+        with_head_loss(model)
+    with pytest.raises(ValueError, match="labels are needed"):
+        model(input_ids=_batch()["input_ids"])
+    # Models differ in what comes second.
+    with pytest.raises(TypeError, match="positional"):
+        model(_batch()["input_ids"], _batch()["attention_mask"])
+    assert model.config.model_type == "qwen2"
+
+
+def test_a_tuple_may_be_asked_for_and_a_second_head_is_not_dropped() -> None:
+    from transformers import GPT2Config, GPT2DoubleHeadsModel
+
+    asked = with_head_loss(_model("gpt2"))(**_batch(), return_dict=False).loss
+    assert asked == with_head_loss(_model("gpt2"))(**_batch()).loss
+    with pytest.raises(ValueError, match="a GPT2DoubleHeadsModel is not"):
+        with_head_loss(GPT2DoubleHeadsModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)))
