@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from osdp.api import make_plan
     from osdp.device_info import DeviceInfo, HostLink, Link
     from osdp.errors import InfeasibleError, PlanMismatchError
+    from osdp.integrations.group_args import gen_fsdp_args
     from osdp.model_desc import ModelDesc
     from osdp.plan import Mode, Plan
     from osdp.profile import Profile
@@ -38,6 +39,7 @@ __all__ = [
     "SplitEmbedding",
     "SplitLinear",
     "Training",
+    "gen_fsdp_args",
     "make_plan",
     "split_cross_entropy",
     "split_embedding",
@@ -48,6 +50,7 @@ _HOME = {
     "OSDP": "osdp.wrapper",
     "OptimalShardedDataParallel": "osdp.wrapper",
     "make_plan": "osdp.api",
+    "gen_fsdp_args": "osdp.integrations.group_args",
     "DeviceInfo": "osdp.device_info",
     "HostLink": "osdp.device_info",
     "Link": "osdp.device_info",

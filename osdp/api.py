@@ -11,7 +11,7 @@ from torch import nn
 
 from osdp.device_info import DeviceInfo
 from osdp.integrations.auto_wrap import policy_atoms
-from osdp.integrations.fairscale import marked_modules
+from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.model_desc import ModelDesc
 from osdp.plan import Mode, Plan
 from osdp.profile import Profile
@@ -41,6 +41,8 @@ def make_plan(
     slices: Sequence[int] = SLICES,
     recompute: bool = True,
     offload: bool = True,
+    group_sizes: Sequence[int] | None = None,
+    two_step: bool | None = None,
     auto_wrap_policy: Callable[..., Any] | None = None,
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
@@ -69,6 +71,10 @@ def make_plan(
             ``strategy`` forces a mode, or where parameters may go unused.
         recompute: Whether blocks may be computed again in backward; not where slices are forbidden.
         offload: Whether states may live in host memory where nothing else fits; only beside accelerators.
+        group_sizes: Ranks of the groups that plans may have; all whose links are known, or on several
+            machines those of one machine, if ``None``.
+        two_step: Whether collectives over all ranks go across such groups and inside them one after the
+            other; the search decides if ``None``.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
@@ -83,30 +89,40 @@ def make_plan(
     """
     description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
     training = _trained(training, description, param_dtype, reduce_dtype)
-    if mesh is None and model is not None and profile is None and dist.is_initialized():
-        mesh = data_parallel_mesh(model)
-    device = _detected(device_info, mesh)
-    rules = _rules(strategy, slices, recompute, offload, find_unused_parameters, device)
+    mesh = mesh or _mesh(model, profile)
+    device = _detected(device_info, mesh, group_sizes)
+    rules = _rules(strategy, slices, recompute, offload, two_step, find_unused_parameters, device)
 
     def profiled(batch: int) -> Profile:
         wanted = replace(training, local_batch=batch)
-        given = [profile] if isinstance(profile, Profile) else list(profile or ())
-        for candidate in given:
-            if candidate.local_batch == batch:
-                return candidate
-        if given:
-            sizes = ", ".join(str(candidate.local_batch) for candidate in given)
-            raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
+        if profile:
+            return _given(profile, batch)
         if model is None:
             return estimate(description, device, wanted)
-        return profile_model(
-            model, description, sample, training=wanted, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
-            progress=_rank(mesh) == 0,
-        )  # fmt: skip
+        with allowed_to_run(model):
+            return profile_model(
+                model, description, sample, training=wanted, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
+                progress=_rank(mesh) == 0,
+            )  # fmt: skip
 
-    sizes = local_batches or (training.local_batch or description.local_batch,)
-    candidates = batches(training, sizes, microbatches or (training.microbatches,), profiled)
+    candidates = batches(training, local_batches, microbatches, profiled)
     return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
+
+
+def _given(given: Profile | Sequence[Profile], batch: int) -> Profile:
+    profiles = [given] if isinstance(given, Profile) else given
+    for profile in profiles:
+        if profile.local_batch == batch:
+            return profile
+    sizes = ", ".join(str(profile.local_batch) for profile in profiles)
+    raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
+
+
+def _mesh(model: nn.Module | None, profile: Any) -> "DeviceMesh | None":
+    """The mesh to measure on, if anything is to be measured."""
+    if model is None or profile is not None or not dist.is_initialized():
+        return None
+    return data_parallel_mesh(model)
 
 
 def _described(
@@ -124,7 +140,8 @@ def _described(
         raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
     batch = SampleBatch.of(given)
     atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
-    return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
+    with allowed_to_run(model):
+        return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
 
 
 def _trained(
@@ -146,10 +163,12 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _detected(device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None") -> DeviceInfo:
-    if isinstance(device_info, DeviceInfo):
-        return device_info
-    return DeviceInfo.detect(device_info, mesh=mesh)
+def _detected(
+    device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None", group_sizes: Sequence[int] | None
+) -> DeviceInfo:
+    if not isinstance(device_info, DeviceInfo):
+        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes)
+    return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 
 def _rules(
@@ -157,6 +176,7 @@ def _rules(
     slices: Sequence[int],
     recompute: bool,
     offload: bool,
+    two_step: bool | None,
     find_unused_parameters: bool,
     device: DeviceInfo,
 ) -> Rules:
@@ -165,9 +185,10 @@ def _rules(
     Raises:
         ValueError: The strategy is unknown, or needs links that are.
     """
-    if strategy == Mode.HYBRID_SHARD and not device.group_sizes:
+    if (strategy == Mode.HYBRID_SHARD or two_step) and not device.group_sizes:
+        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
         raise ValueError(
-            "strategy='HYBRID_SHARD' needs the links of groups, of which DeviceInfo knows none; "
+            f"{asked} needs the links of groups, of which DeviceInfo knows none; "
             "DeviceInfo.detect(group_sizes=(2,)) measures them, as it does by itself on several machines"
         )
     free = strategy is None and not find_unused_parameters
@@ -177,6 +198,7 @@ def _rules(
         slices=tuple(slices) if free else (),
         recompute=recompute and free,
         offload=offload,
+        two_step=two_step,
     )
 
 

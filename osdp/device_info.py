@@ -5,7 +5,8 @@ linear model of Hockney (Parallel Computing 20(3), 1994), fitted to the live bac
 a ring, because backends differ: gloo's reduce-scatter costs as much as an all-reduce.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,22 @@ class DeviceInfo:
         """Sizes of the groups whose links are known, ascending."""
         found = {int(link.group.split()[1]) for link in self.links if link.group.startswith("inside ")}
         return tuple(sorted(found))
+
+    def with_groups(self, sizes: Sequence[int]) -> "DeviceInfo":
+        """The same devices with the links of groups of these sizes only.
+
+        Raises:
+            ValueError: Links of one of them are unknown.
+        """
+        unknown = sorted(set(sizes) - set(self.group_sizes))
+        if unknown:
+            known = ", ".join(str(size) for size in self.group_sizes) or "none"
+            raise ValueError(
+                f"DeviceInfo knows the links of groups of {known}, not of {', '.join(map(str, unknown))}: "
+                f"measure them with DeviceInfo.detect(group_sizes={tuple(sizes)})"
+            )
+        kept = [link for link in self.links if link.group == "world" or int(link.group.split()[1]) in sizes]
+        return replace(self, links=tuple(kept))
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""

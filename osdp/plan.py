@@ -126,10 +126,6 @@ class Unit:
             raise ValueError(
                 f"the unit of {', '.join(self.operators)} is NO_SHARD: it has no {self.route} route"
             )
-        if self.root and self.mode is Mode.HYBRID_SHARD:
-            raise ValueError(
-                "the root's unit is not HYBRID_SHARD: its parameters lie on the mesh of all ranks"
-            )
         if self.offloaded and (self.root or not self.mode.sharded):
             where = "the root's" if self.root else self.mode.value
             raise ValueError(

@@ -41,6 +41,8 @@ _PLANNING = (
     "slices",
     "recompute",
     "offload",
+    "group_sizes",
+    "two_step",
 )
 
 
@@ -98,6 +100,9 @@ class OSDP(nn.Module):
         slices: Numbers of slices, powers of two, that an operator may run in; empty: none does.
         recompute: Whether blocks may be computed again in backward instead of keeping their activations.
         offload: Whether states may live in host memory where nothing else fits.
+        group_sizes: Ranks of the groups that plans may have; all whose links are known if ``None``.
+        two_step: Whether collectives over all ranks go across such groups and inside them one after the
+            other; the search decides if ``None``.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
@@ -143,6 +148,8 @@ class OSDP(nn.Module):
         slices: Sequence[int] = SLICES,
         recompute: bool = True,
         offload: bool = True,
+        group_sizes: Sequence[int] | None = None,
+        two_step: bool | None = None,
         auto_wrap_policy: Callable[..., Any] | None = None,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -167,6 +174,8 @@ class OSDP(nn.Module):
             "slices": slices,
             "recompute": recompute,
             "offload": offload,
+            "group_sizes": group_sizes,
+            "two_step": two_step,
             "auto_wrap_policy": auto_wrap_policy,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,

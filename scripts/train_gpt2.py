@@ -47,7 +47,7 @@ def main() -> None:
         print(gpt2_report.text(results))
         if options.json:
             gpt2_report.save(results, options.json)
-    finish()
+    leave()
 
 
 def parse() -> argparse.Namespace:
@@ -88,9 +88,14 @@ def start() -> Part:
     return Part(dist.get_rank(), dist.get_world_size(), device)
 
 
-def finish() -> None:
-    """Leave the process group, if it is still there."""
+def leave() -> None:
+    """Leave the process group, if it is still there, once all processes are done with it.
+
+    A thread of gloo still holds the tensors of the last collective when that is over; were the interpreter
+    to end meanwhile, the process would be aborted (https://github.com/pytorch/pytorch/issues/190489).
+    """
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -155,7 +160,7 @@ def measured_peaks(
         peaks = torch.tensor([run.peak_bytes for run in runs.values()], device=part.device)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return dict(zip(runs, peaks.tolist(), strict=True))
-    dist.destroy_process_group()
+    leave()
     if part.rank > 0:
         return {}
     return {

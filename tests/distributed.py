@@ -4,6 +4,7 @@ A plain fork hangs once the parent ran a multi-threaded backward, and spawn pays
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -123,6 +124,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))

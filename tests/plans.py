@@ -93,13 +93,13 @@ def offload(plan: Plan) -> Plan:
     )
 
 
-def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route) -> Plan:
-    """``plan`` with its FULL_SHARD units in ``mode``, and every sharded unit by ``route``."""
+def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route, root: bool = False) -> Plan:
+    """``plan`` with FULL_SHARD units (the root's, too, if ``root``) in ``mode``, and all by ``route``."""
 
     def unit_of(unit: Unit) -> Unit:
         if not unit.mode.sharded:
             return unit
-        own = mode if unit.mode is Mode.FULL_SHARD and not unit.root else unit.mode
+        own = mode if unit.mode is Mode.FULL_SHARD and (root or not unit.root) else unit.mode
         size = group_size if own is Mode.HYBRID_SHARD or route.in_two_steps else 0
         return replace(unit, mode=own, group_size=size, route=route)
 

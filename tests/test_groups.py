@@ -80,23 +80,23 @@ def test_units_say_what_groups_they_have() -> None:
         {"mode": Mode.FULL_SHARD, "route": Route.TWO_STEP},
         {"mode": Mode.HYBRID_SHARD, "group_size": 2, "route": Route.TWO_STEP},
         {"mode": Mode.NO_SHARD, "route": Route.EXCHANGE},
-        {"mode": Mode.HYBRID_SHARD, "group_size": 2, "root": True},
     ):
         with pytest.raises(ValueError, match="unit"):
             Unit(operators=("a",), modules=("a",), **wrong)
 
 
-#: Mode, group size and route of the sharded units of a layout.
-Grouping = tuple[Mode, int, Route]
+#: Mode, group size and route of the sharded units of a layout, and whether they are the root's, too.
+Grouping = tuple[Mode, int, Route, bool]
 
 
 def groupings(group_size: int) -> list[Grouping]:
     return [
-        (Mode.HYBRID_SHARD, group_size, Route.FLAT),
-        (Mode.HYBRID_SHARD, group_size, Route.EXCHANGE),
-        (Mode.FULL_SHARD, 0, Route.EXCHANGE),
-        (Mode.FULL_SHARD, group_size, Route.TWO_STEP),
-        (Mode.FULL_SHARD, group_size, Route.TWO_STEP_EXCHANGE),
+        (Mode.HYBRID_SHARD, group_size, Route.FLAT, False),
+        (Mode.HYBRID_SHARD, group_size, Route.FLAT, True),
+        (Mode.HYBRID_SHARD, group_size, Route.EXCHANGE, False),
+        (Mode.FULL_SHARD, 0, Route.EXCHANGE, False),
+        (Mode.FULL_SHARD, group_size, Route.TWO_STEP, False),
+        (Mode.FULL_SHARD, group_size, Route.TWO_STEP_EXCHANGE, False),
     ]
 
 

@@ -17,8 +17,9 @@ from osdp.cost.ways import is_recomputed
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 from osdp.search.milp import solve_milp
+from osdp.search.root import root_choices
 from osdp.search.rules import Rules
-from osdp.search.sharding import _root_choices, least_peak, solve
+from osdp.search.sharding import least_peak, solve
 from osdp.search.space import build_space
 from tests.problems import random_situation
 
@@ -61,7 +62,7 @@ def space_of(situation: Situation, has_unit: bool, rules: Rules):
 
 def brute_force(situation: Situation, rules: Rules) -> list[tuple[Outcome, tuple]]:
     found = []
-    for sharded, replicated, has_unit in _root_choices(situation.timeline.root, Rules()):
+    for sharded, replicated, has_unit in root_choices(situation.timeline.root, Rules()):
         root = price_root(situation, sharded, replicated, has_unit=has_unit)
         space = space_of(situation, has_unit, rules)
         for path in all_paths(space):
@@ -125,7 +126,7 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rul
     """A row taken at one plan equals the judge there and never exceeds it at another."""
     situation = random_situation(seed, 2, 3, **variant)
     rng = random.Random(seed)
-    sharded, replicated, has_unit = rng.choice(_root_choices(situation.timeline.root, Rules()))
+    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, Rules()))
     root = price_root(situation, sharded, replicated, has_unit=has_unit)
     space = space_of(situation, has_unit, rules)
     every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)

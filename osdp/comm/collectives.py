@@ -143,7 +143,7 @@ def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dis
         raise ValueError(f"a reduce-scatter by exchange sums or averages; it cannot do {op}")
     received = torch.empty_like(whole)
     dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(group.size(), -1), 0, out=output)
+    torch.sum(received.view(group.size(), *output.shape), 0, out=output)
     if op == dist.ReduceOp.AVG:
         output.div_(group.size())
 

@@ -259,10 +259,9 @@ def _price_units_on(
     if wire.route.in_two_steps:
         copying = np.maximum(copying, last + reduce_input * (2 / prices.world_size + 1 / wire.group_size))
     # The latencies of the root's unit are paid once, by its RootPrice.
-    reduce_sharded = np.where(trains, own * reduce.latency + reduce_input / reduce.bandwidth, 0.0)
+    reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if wire.across is not None:
-        across = wire.across.latency + reduce_input / prices.world_size / wire.across.bandwidth
-        reduce_sharded = reduce_sharded + np.where(trains, across, 0.0)
+        reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
     additive = prices.temporaries_add
     temporaries = (

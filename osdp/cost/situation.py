@@ -7,7 +7,7 @@ import numpy as np
 
 from osdp.cost.prices import OperatorPrices, Units, price_operators, price_units
 from osdp.cost.timeline import Backward, Timeline, build_timeline
-from osdp.cost.ways import NO_SHARD, ROOT
+from osdp.cost.ways import NO_SHARD, ROOT, WIRE, wire_of
 from osdp.cost.wires import wires_of
 from osdp.device_info import DeviceInfo
 from osdp.model_desc import ModelDesc, Operator
@@ -63,6 +63,7 @@ class Situation:
         profile: The profile.
         plain_saving: Seconds of the optimizer step that a plan saves if it shards nothing, since its
             parameters are plain tensors.
+        root_wire: Number of the wire of the root's unit.
     """
 
     timeline: Timeline
@@ -72,6 +73,12 @@ class Situation:
     training: Training
     profile: Profile
     plain_saving: float = 0.0
+    root_wire: int = 0
+
+    @property
+    def root_way(self) -> int:
+        """The way of operators in the root's unit."""
+        return ROOT + WIRE * self.root_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +167,8 @@ def price_root(
         replicated: Those that are replicated.
         has_unit: Whether there is a root unit, if only of chain operators that join it.
     """
-    unit, unit_temporary = _price_group(situation, sharded, ROOT)
-    latency = {
-        name: situation.device.link(name).latency * has_unit for name in ("all_gather", "reduce_scatter")
-    }
+    unit, unit_temporary = _price_group(situation, sharded, situation.root_way)
+    wire = situation.prices.by_wire[situation.root_wire].wire
     whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
 
     def replicated_sum(name: str) -> float:
@@ -181,8 +186,8 @@ def price_root(
         gradient=sum(nbytes for _, nbytes in arrivals),
         reduce_input=float(unit.reduce_input.sum()),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
-        gather_seconds=float(unit.gather_seconds.sum()) + latency["all_gather"],
-        reduce_seconds=float(unit.reduce_seconds.sum()) + latency["reduce_scatter"],
+        gather_seconds=float(unit.gather_seconds.sum()) + has_unit * wire.gather.latency,
+        reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * wire.reduce_latency,
         average_seconds=replicated_sum("reduce_seconds"),
         step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
         temporary=float(sum(temporaries) if situation.prices.temporaries_add else max(temporaries)),
@@ -213,16 +218,19 @@ def _gradient_arrivals(
         return float((opened + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]
-    ours = [(op, float(_price_group(situation, [op], ROOT)[0].gradient.sum())) for op in sharded]
+    ours = [
+        (op, float(_price_group(situation, [op], situation.root_way)[0].gradient.sum())) for op in sharded
+    ]
     last = len(situation.timeline.backward_high) - 1
     return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
 
 
-def _price_group(situation: Situation, operators: Sequence[Operator], mode: int) -> tuple[Units, float]:
+def _price_group(situation: Situation, operators: Sequence[Operator], way: int) -> tuple[Units, float]:
     prices = _prices(operators, situation.device, situation.training, situation.profile)
     count = min(len(operators), 1)
-    units = price_units(prices, [0] * count, [len(operators)] * count, [mode] * count, situation.device)
-    temporary = prices.temporary_whole if mode == NO_SHARD else prices.temporary_sharded
+    units = price_units(prices, [0] * count, [len(operators)] * count, [way] * count, situation.device)
+    prices = prices.by_wire[wire_of(way)]
+    temporary = prices.temporary_whole if way == NO_SHARD else prices.temporary_sharded
     value = temporary[-1] if prices.temporaries_add else temporary.max(initial=0.0)
     return units, float(value)
 

@@ -1,6 +1,7 @@
 """``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -74,6 +75,8 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     Raises:
         PlanMismatchError: The plan's operators are not the model's, or a unit is not contiguous.
     """
+    roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
+    situation = replace(situation, root_wire=_wire_of(situation, roots[0]) if roots else 0)
     timeline = situation.timeline
     position = {operator.name: k for k, operator in enumerate(timeline.chain)}
     outside = {operator.name: operator for operator in timeline.root}
@@ -96,7 +99,7 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
                     f"unit {', '.join(unit.operators)} is the root's and cannot live in host memory"
                 )
             (sharded if unit.mode.sharded else replicated).extend(beside)
-            chained.extend((k, k + 1, ROOT) for k in places)
+            chained.extend((k, k + 1, situation.root_way) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
         elif places:
@@ -111,12 +114,18 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     chained.sort()
     starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
     units = price_units(situation.prices, starts, stops, ways, situation.device)
-    has_unit = bool(sharded) or any(way == ROOT for way in ways)
+    has_unit = bool(sharded) or any(plain(way) == ROOT for way in ways)
     return units, price_root(situation, sharded, replicated, has_unit=has_unit)
 
 
 def _way_of(situation: Situation, unit: Unit) -> int:
-    """The way of a unit that FSDP2 shards, or of a replicated one.
+    """The way of a unit that FSDP2 shards, or of a replicated one."""
+    way = FULL_SHARD if unit.mode is Mode.HYBRID_SHARD else WAY_OF[unit.mode]
+    return way + OFFLOADED * unit.offloaded + WIRE * _wire_of(situation, unit)
+
+
+def _wire_of(situation: Situation, unit: Unit) -> int:
+    """The number of the wire a unit lies on.
 
     Raises:
         PlanMismatchError: The links of its groups are unknown.
@@ -139,8 +148,7 @@ def _way_of(situation: Situation, unit: Unit) -> int:
                 f"of groups of {known}, and detect(group_sizes=...) measures others"
             ]
         )
-    way = FULL_SHARD if hybrid else WAY_OF[unit.mode]
-    return way + OFFLOADED * unit.offloaded + WIRE * number
+    return number
 
 
 def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:

@@ -33,6 +33,11 @@ class Wire:
         """Whether units are sharded inside groups only."""
         return self.across is not None
 
+    @property
+    def reduce_latency(self) -> float:
+        """Seconds a gradient reduction of no bytes takes."""
+        return self.reduce.latency + (self.across.latency if self.across is not None else 0.0)
+
 
 def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
     """All wires whose links are known; the first is flat, over all ranks.

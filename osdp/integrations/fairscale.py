@@ -11,7 +11,8 @@ marks away. fairscale itself is not imported here: if nobody has, nobody is insi
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -99,14 +100,32 @@ def marked_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if name and hasattr(module, _MARK))
 
 
+@contextmanager
+def allowed_to_run(model: nn.Module | None) -> Iterator[None]:
+    """Inside, marked modules of ``model`` and copies made of them run, so that they can be planned for."""
+    marked = [module for module in model.modules() if hasattr(module, _MARK)] if model is not None else []
+    for module in marked:
+        _release(module)
+    try:
+        yield
+    finally:
+        for module in marked:
+            options = getattr(module, _MARK).options
+            setattr(module, _MARK, Mark(module.register_forward_pre_hook(_refuse), options))
+
+
 def unmark(model: nn.Module) -> None:
     """Take all marks away, so that ``model`` runs."""
     for module in model.modules():
-        found = getattr(module, _MARK, None)
-        if isinstance(found, Mark):
-            if found.handle is not None:
-                found.handle.remove()
+        if hasattr(module, _MARK):
+            _release(module)
             delattr(module, _MARK)
+
+
+def _release(module: nn.Module) -> None:
+    handle = getattr(module, _MARK).handle
+    if handle is not None:
+        handle.remove()
 
 
 def _refuse(module: nn.Module, _args: object) -> NoReturn:

@@ -214,6 +214,12 @@ def _groups(
     """What is measured, by the name of its links' group."""
     ranks = torch.arange(world_size) if mesh is None else mesh.mesh.flatten()
     world = mesh if mesh is not None and mesh.ndim == 1 else DeviceMesh(kind, ranks)
+    wrong = [size for size in group_sizes if world_size % size or not 1 < size < world_size]
+    if wrong:
+        raise ValueError(
+            f"groups of {', '.join(map(str, wrong))} ranks: several groups of several ranks must divide the "
+            f"{world_size} ranks there are"
+        )
     meshes = Meshes(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
     alone = kind != "cpu"

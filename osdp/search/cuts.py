@@ -55,12 +55,14 @@ class CutSearch:
             chain,
             allowed=rules.allowed,
             root_unit=root.has_unit,
+            root_way=situation.root_way,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             whole_blocks=rules.whole_blocks,
             slices=rules.slices,
             recompute=situation.timeline.recompute.possible if rules.recompute else (),
             offload=rules.offload,
             wires=[prices.wire for prices in situation.prices.by_wire],
+            two_step=rules.two_step,
         )
         self._candidates = price_units(
             situation.prices, self._space.start, self._space.stop, self._space.way, situation.device

@@ -8,7 +8,7 @@ import numpy as np
 from osdp.cost.judge import judge
 from osdp.cost.situation import Situation, build_situation, price_root
 from osdp.cost.step import prediction, price_plan
-from osdp.cost.ways import ROOT, is_offloaded, is_recomputed, mode_of, slices_of, wire_of
+from osdp.cost.ways import ROOT, is_offloaded, is_recomputed, mode_of, plain, slices_of, wire_of
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import unit_modules
@@ -17,6 +17,7 @@ from osdp.plan import Decision, Mode, Plan, Route, Unit
 from osdp.profile import Profile
 from osdp.search.polish import share_buckets
 from osdp.search.reasons import Reasons
+from osdp.search.root import root_wire
 from osdp.search.rules import SHARDING, SLICES, Rules
 from osdp.search.sharding import Assignment, least_peak, solve_bounded
 from osdp.training import Training
@@ -101,7 +102,7 @@ def _fastest(
     rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
-        for situation in _situations(model_desc, candidate, device):
+        for situation in _situations(model_desc, candidate, device, rules):
             if rules.offload and situation.conditions.reductions > 1:
                 # A second gradient is added on the host while the device waits, which nobody has priced.
                 continue
@@ -123,11 +124,15 @@ def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
     return replace(found, units=units, outcome=outcome)
 
 
-def _situations(model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo) -> list[Situation]:
+def _situations(
+    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: Rules
+) -> list[Situation]:
     training = candidate.training
     ways = (True, False) if training.microbatches > 1 else (True,)
     return [
-        build_situation(model_desc, candidate.profile, device, training, reduce_each=each) for each in ways
+        replace(situation, root_wire=root_wire(situation, rules))
+        for each in ways
+        for situation in [build_situation(model_desc, candidate.profile, device, training, reduce_each=each)]
     ]
 
 
@@ -140,7 +145,7 @@ def _infeasible(
         situation
         for candidate in candidates
         if candidate.profile.local_batch == smallest
-        for situation in _situations(model_desc, candidate, device)
+        for situation in _situations(model_desc, candidate, device, rules)
     ]
     usable = replace(rules, offload=rules.offload and _knows_host(candidates, device))
     peaks = [least_peak(situation, rules=usable) for situation in situations]
@@ -222,7 +227,7 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
         slices |= {op.name: slices_of(way) for op in operators}
         if is_recomputed(way):
             recomputed[str(chain[a].block)] = None
-        if way == ROOT:
+        if plain(way) == ROOT:
             in_root += operators
             continue
         modules = unit_modules(operators, model_desc.operators, model_desc.modules)
@@ -240,10 +245,15 @@ def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules:
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
     decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
-    decided |= {op.name: (Mode.SHARD_GRAD_OP, reasons.of_root(op)) for op in found.root_sharded}
+    on = situation.prices.by_wire[situation.root_wire].wire
+    root_mode = Mode.HYBRID_SHARD if on.hybrid else Mode.SHARD_GRAD_OP
+    decided |= {op.name: (root_mode, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
-        names, route = tuple(op.name for op in in_root), situation.prices.wire.route
-        units.insert(0, Unit(Mode.SHARD_GRAD_OP, names, ("",), root=True, route=route))
+        names = tuple(op.name for op in in_root)
+        units.insert(
+            0,
+            Unit(root_mode, names, ("",), root=True, group_size=on.group_size, route=on.route),
+        )
     training, device = situation.training, situation.device
     plan = Plan(
         model=model_desc.fingerprint,
@@ -294,10 +304,11 @@ def batches(
     microbatches: Sequence[int],
     profile: Callable[[int], Profile],
 ) -> list[Candidate]:
-    """Candidates for each local batch and number of microbatches, largest first."""
+    """Candidates for each local batch and number of microbatches, the training's if empty; largest first."""
+    sizes = set(local_batches) or {training.local_batch or 1}
     return [
         Candidate(replace(training, local_batch=batch, microbatches=count), measured)
-        for batch in sorted(set(local_batches), reverse=True)
+        for batch in sorted(sizes, reverse=True)
         for measured in [profile(batch)]
-        for count in sorted(set(microbatches), reverse=True)
+        for count in sorted(set(microbatches) or {training.microbatches}, reverse=True)
     ]

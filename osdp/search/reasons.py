@@ -8,7 +8,6 @@ from osdp.cost.ways import (
     FULL_SHARD,
     OFFLOADED,
     RECOMPUTED,
-    ROOT,
     WAY_OF,
     WIRE,
     is_offloaded,
@@ -102,7 +101,7 @@ class Reasons:
     ) -> str:
         if len(self._ways) == 1:
             return "forced"
-        has_unit = bool(sharded) or any(way == ROOT for _, _, way in self._found.units)
+        has_unit = bool(sharded) or self._found.chain_joins_root
         root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
         seen = judge_choice(self._situation, self._found.units, root)
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
@@ -110,12 +109,13 @@ class Reasons:
 
 def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]:
     """Whole ways a unit may have, and what they are called."""
-    yield from ((str(mode), way) for mode, way in WAY_OF.items() if mode in rules.allowed)
+    flat = (Mode.NO_SHARD,) if rules.two_step else tuple(WAY_OF)
+    yield from ((str(mode), WAY_OF[mode]) for mode in flat if mode in rules.allowed)
     for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
         wire = prices.wire
         if wire.hybrid and Mode.HYBRID_SHARD in rules.allowed:
             yield f"HYBRID_SHARD over {wire.group_size}", FULL_SHARD + WIRE * number
-        if not wire.hybrid:
+        if not wire.hybrid and rules.two_step is not False:
             for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
                 if mode in rules.allowed:
                     yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number

@@ -18,6 +18,7 @@ class Rules:
         slices: Numbers of slices an operator may run in.
         recompute: Whether blocks may be recomputed.
         offload: Whether sharded units may live in host memory.
+        two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
     """
 
     allowed: tuple[Mode, ...] = tuple(Mode)
@@ -25,6 +26,7 @@ class Rules:
     slices: tuple[int, ...] = ()
     recompute: bool = False
     offload: bool = False
+    two_step: bool | None = None
 
 
 #: Sharding alone, in any mode.

@@ -16,25 +16,19 @@ reach of a search in a second: then the answer is improved by :mod:`osdp.search.
 that was proven, as :attr:`Assignment.gap` tells.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
 from osdp.cost.judge import Outcome
 from osdp.cost.situation import Situation, price_root
-from osdp.cost.ways import ROOT
-from osdp.layout import can_shard
+from osdp.cost.ways import ROOT, plain
 from osdp.model_desc import Operator
 from osdp.plan import Mode
 from osdp.search.chain import solve_chain
 from osdp.search.cuts import CutSearch, Solver
+from osdp.search.root import root_choices
 from osdp.search.rules import SHARDING, Rules
-from osdp.search.space import root_dtype, trainable_dtypes
-
-#: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
-_ROOT_CHOICES = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,12 @@ class Assignment:
     @property
     def has_root_unit(self) -> bool:
         """Whether anything is in the root's unit."""
-        return bool(self.root_sharded) or any(way == ROOT for _, _, way in self.units)
+        return bool(self.root_sharded) or self.chain_joins_root
+
+    @property
+    def chain_joins_root(self) -> bool:
+        """Whether operators of the chain are in the root's unit."""
+        return any(plain(way) == ROOT for _, _, way in self.units)
 
     @property
     def gap(self) -> float:
@@ -107,7 +106,7 @@ def solve_bounded(
     choices = [
         (family, choice)
         for family in _families(rules)
-        for choice in _root_choices(situation.timeline.root, family)
+        for choice in root_choices(situation.timeline.root, family)
     ]
     for family, (root_sharded, root_replicated, has_unit) in choices:
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
@@ -139,7 +138,7 @@ def lean(
 ) -> Assignment:
     """The assignment with the lowest peak that was found; the search ends with one of ``enough`` bytes."""
     best: Assignment | None = None
-    for root_sharded, root_replicated, has_unit in _root_choices(situation.timeline.root, rules):
+    for root_sharded, root_replicated, has_unit in root_choices(situation.timeline.root, rules):
         if best is not None and best.outcome.peak <= enough:
             break
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
@@ -157,29 +156,3 @@ def _families(rules: Rules) -> tuple[Rules, ...]:
     if Mode.NO_SHARD not in rules.allowed or len(rules.allowed) == 1:
         return (rules,)
     return replace(rules, allowed=(Mode.NO_SHARD,)), rules
-
-
-def _root_choices(
-    operators: Sequence[Operator], rules: Rules
-) -> list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]]:
-    """Ways to split the operators outside the chain into root unit and replicated; and is there a unit."""
-    shards = any(mode.sharded for mode in rules.allowed)
-    dtype = root_dtype(operators)
-    fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
-    free = sorted(fitting, key=lambda op: -op.nbytes) if shards else []
-    forced = Mode.NO_SHARD not in rules.allowed
-    heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
-    groups = [*((op,) for op in heads), *([tail] if tail else [])]
-    choices: list[tuple[tuple[Operator, ...], tuple[Operator, ...], bool]] = []
-    for count in range(len(groups), -1, -1):
-        for chosen in combinations(groups, count):
-            sharded = tuple(op for group in chosen for op in group)
-            if forced and len(sharded) < len(free):
-                continue
-            replicated = tuple(op for op in operators if op not in sharded)
-            choices += (
-                [(sharded, replicated, True)]
-                if sharded
-                else [((), replicated, shards), ((), replicated, False)]
-            )
-    return list(dict.fromkeys(choices))

@@ -94,12 +94,14 @@ def build_space(
     *,
     allowed: Sequence[Mode] = tuple(Mode),
     root_unit: bool,
+    root_way: int = ROOT,
     root_dtype: str | None = "float32",
     whole_blocks: bool = False,
     slices: Sequence[int] = (),
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
     offload: bool = False,
     wires: Sequence[Wire] = (),
+    two_step: bool | None = None,
 ) -> Space:
     """All candidate units over ``chain``.
 
@@ -107,12 +109,14 @@ def build_space(
         chain: Operators in trace order.
         allowed: Modes that may be used; operators that cannot be sharded stay NO_SHARD whatever it says.
         root_unit: Whether operators outside blocks may join the root's unit.
+        root_way: The way of those that do.
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
         whole_blocks: Whether units must be whole items (conditionally executed operators).
         slices: Numbers of slices an operator may run in.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
         offload: Whether units with collectives of their own may live in host memory.
         wires: Over which ranks and links units may lie; only flat over all ranks if empty.
+        two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
 
     Returns:
         The space.
@@ -121,8 +125,14 @@ def build_space(
     candidates: list[tuple[int, int, int]] = []
     inner: list[slice] = []
     facts = [_Facts.of(operator) for operator in chain]
-    ways = [way for way in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
-    ways += [way for number in range(1, len(wires)) for way in _ways_on(wires[number], number, allowed)]
+    flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
+    ways = [way for way in flat if mode_of(way) in allowed]
+    ways += [
+        way
+        for number in range(1, len(wires))
+        if wires[number].hybrid or two_step is not False
+        for way in _ways_on(wires[number], number, allowed)
+    ]
     cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
     for first, end in pairwise(bounds):
         begin = len(candidates)
@@ -134,7 +144,7 @@ def build_space(
                     only = b == a + 1 or whole_blocks
                     candidates += [(a, b, way) for way in _ways(joint, ways, only=only)]
             if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
-                candidates += [(a, a + 1, ROOT)] if _joins_root(chain[a], allowed, root_dtype) else []
+                candidates += [(a, a + 1, root_way)] if _joins_root(chain[a], allowed, root_dtype) else []
         for k in range(first, end):
             candidates += [(k, k + 1, sliced_way(count)) for count in cuts[k]]
         if len(recompute) and recompute[first]:

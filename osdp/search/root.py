@@ -1,0 +1,58 @@
+"""The root's unit: which operators outside the chain may be in it, and over which links it goes."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from osdp.cost.situation import Situation
+from osdp.layout import can_shard
+from osdp.model_desc import Operator
+from osdp.plan import Mode
+from osdp.search.rules import Rules
+from osdp.search.space import root_dtype, trainable_dtypes
+
+#: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
+_ROOT_CHOICES = 3
+
+#: Operators in the root unit, replicated ones, and whether there is such a unit.
+RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
+
+
+def root_wire(situation: Situation, rules: Rules) -> int:
+    """The number of the wire that gathers and reduces all that may join the root's unit soonest.
+
+    It lies over all ranks, unless every unit must lie inside groups.
+    """
+    hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
+    loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
+    nbytes = sum(operator.nbytes for operator in loose)
+    wires = [(number, prices.wire) for number, prices in enumerate(situation.prices.by_wire)]
+    seconds = {
+        number: wire.gather.seconds(nbytes) + wire.reduce.seconds(nbytes)
+        for number, wire in wires
+        if wire.hybrid == hybrid and (hybrid or rules.two_step in (None, wire.route.in_two_steps))
+    }
+    return min(seconds, key=lambda number: seconds[number], default=0)
+
+
+def root_choices(operators: Sequence[Operator], rules: Rules) -> list[RootChoice]:
+    """Ways to split the operators outside the chain into root unit and replicated; and is there a unit."""
+    shards = any(mode.sharded for mode in rules.allowed)
+    dtype = root_dtype(operators)
+    fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
+    free = sorted(fitting, key=lambda op: -op.nbytes) if shards else []
+    forced = Mode.NO_SHARD not in rules.allowed
+    heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
+    groups = [*((op,) for op in heads), *([tail] if tail else [])]
+    choices: list[RootChoice] = []
+    for count in range(len(groups), -1, -1):
+        for chosen in combinations(groups, count):
+            sharded = tuple(op for group in chosen for op in group)
+            if forced and len(sharded) < len(free):
+                continue
+            replicated = tuple(op for op in operators if op not in sharded)
+            choices += (
+                [(sharded, replicated, True)]
+                if sharded
+                else [((), replicated, shards), ((), replicated, False)]
+            )
+    return list(dict.fromkeys(choices))
