@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks.baselines import TrainStep, ddp, fsdp2, make_optimizer, rank_batches, train_step
+from benchmarks.baselines import (
+    TrainStep,
+    ddp,
+    fsdp2,
+    make_optimizer,
+    rank_batches,
+    train_step,
+    with_real_reduce_scatter,
+)
 from benchmarks.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
 from benchmarks.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
+from osdp.comm.groups import Meshes
 from osdp.device_info import COLLECTIVES
 from osdp.profile import Profile
 from osdp.profiler.measure import profile_model
@@ -47,15 +57,15 @@ class Setting:
     model_desc: ModelDesc
     profile: Profile
 
-    def plan(self, device: DeviceInfo, memory_limit: int = UNLIMITED, strategy: str | None = None) -> Plan:
-        """The plan for these devices under ``memory_limit`` bytes, or the one that ``strategy`` forces."""
+    def plan(self, device: DeviceInfo, memory_limit: int = UNLIMITED, **options: Any) -> Plan:
+        """The plan for these devices under ``memory_limit`` bytes; ``options`` as for ``make_plan``."""
         return make_plan(
             None,
             self.model_desc,
             replace(device, memory_limit=memory_limit),
             training=self.training,
             profile=self.profile,
-            strategy=strategy,
+            **options,
         )
 
     def candidate(self, device: DeviceInfo, plan: Plan) -> "Candidate":
@@ -63,9 +73,9 @@ class Setting:
         wrapper = OsdpWrap(self.model_desc, replace(device, memory_limit=plan.memory_limit), plan)
         return Candidate("osdp", self.case, self.training, wrapper)
 
-    def by_hand(self, kind: str) -> "Candidate":
+    def by_hand(self, kind: str, group_size: int = 0) -> "Candidate":
         """The baseline of this kind."""
-        return Candidate(kind, self.case, self.training)
+        return Candidate(kind, self.case, self.training, group_size=group_size)
 
 
 @dataclass(frozen=True)
@@ -88,21 +98,28 @@ class Candidate:
     """One way to train a case.
 
     Attributes:
-        kind: ``"ddp"``, one of :data:`FSDP2` or ``"osdp"``.
+        kind: ``"ddp"``, one of :data:`FSDP2`, ``"fsdp2-ring"`` (with a real reduce-scatter on gloo),
+            ``"hsdp"`` (FSDP2 inside groups, replicated across) or ``"osdp"``.
         case: The model.
         training: The optimizer and the local batch.
         osdp: How OSDP wraps it; only for ``"osdp"``.
+        group_size: Ranks of a group; only for ``"hsdp"``.
     """
 
     kind: str
     case: Case
     training: Training
     osdp: OsdpWrap | None = None
+    group_size: int = 0
 
     def wrap(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Parallelise ``model`` this way, in place."""
         if self.kind == "ddp":
             return ddp(model)
+        if self.kind == "hsdp":
+            return fsdp2(model, self.case, Meshes(mesh).grouped(self.group_size))
+        if self.kind == "fsdp2-ring":
+            return with_real_reduce_scatter(fsdp2(model, self.case, mesh))
         if self.kind in FSDP2:
             reshard, recompute = FSDP2[self.kind]
             return fsdp2(model, self.case, mesh, reshard=reshard, recompute=recompute)

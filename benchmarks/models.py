@@ -311,6 +311,7 @@ _CASES = (
     gpt2("gpt2-tiny", layers=2, width=64, heads=2, length=32),
     gpt2("gpt2-small", layers=4, width=192, heads=4, length=64, vocab=1000),
     gpt2("gpt2-deep", layers=16, width=192, heads=4, length=64),
+    gpt2("gpt2-grouped", layers=6, width=256, heads=4, length=64),
     gpt2("gpt2-wide", layers=3, width=768, heads=12, length=64),
     bert("bert", layers=4, width=192, heads=4, length=64, vocab=1000),
     opt("opt", layers=4, width=192, heads=4, length=64, vocab=1000),

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ended_cleanly, launch
@@ -91,6 +92,11 @@ def hosts(count: int, bits_per_second: int) -> Iterator[Hosts]:
         finally:
             for name in made:
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=30)
+
+
+def received_bytes() -> int:
+    """Bytes that came over this host's uplink so far; asked by a rank on the host."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").read_text())
 
 
 def launch_over(
