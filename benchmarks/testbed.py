@@ -138,6 +138,8 @@ def _join(bridge: str, name: str, index: int, bits_per_second: int) -> None:
     _run("ip", "-n", name, "address", "add", f"10.231.7.{index + 1}/24", "dev", INTERFACE)
     for place, device in ((name, "lo"), (name, INTERFACE), (bridge, port)):
         _run("ip", "-n", place, "link", "set", device, "up")
+    # Linux's default, whatever this machine's own: BBR takes a token bucket for a congested path.
+    _run("ip", "-n", name, "route", "change", "10.231.7.0/24", "dev", INTERFACE, "congctl", "cubic")
     for place, device in ((name, INTERFACE), (bridge, port)):
         _run(
             "tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf",

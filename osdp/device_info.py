@@ -30,7 +30,7 @@ class Link:
         latency: Seconds a collective of no bytes takes.
         bandwidth: Bytes of the whole tensor per second.
         residual: Largest relative error of the fit over the measured sizes; 0 if it was not measured.
-        by_exchange: Whether it is faster as an exchange with local sums; of reduce-scatters.
+        by_exchange: Whether a unit is faster with exchanges of shards and local sums; not of all-reduces.
     """
 
     collective: str

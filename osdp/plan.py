@@ -39,7 +39,7 @@ class Route(StrEnum):
 
     The paper's communication with groups is ``TWO_STEP``: shards cross to the other groups once, and are
     gathered inside; gradients are reduced inside first. ``EXCHANGE`` replaces the backend's reduce-scatter by
-    an all-to-all and local sums.
+    an exchange of shards and local sums, and the first step of a gather in two steps by an exchange.
     """
 
     FLAT = "flat"

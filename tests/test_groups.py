@@ -1,5 +1,6 @@
 """Group sharding and communication with groups: every layout trains as a single process does."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +30,9 @@ def equal_to_flat(group_size: int) -> None:
         mine = torch.arange(numel, dtype=dtype) + 10 * rank
         want, got = torch.empty(size * numel, dtype=dtype), torch.empty(size * numel, dtype=dtype)
         all_gather(want, mine)
-        for is_async in (False, True):
+        for is_async, by_exchange in itertools.product((False, True), repeat=2):
             got.zero_()
-            work = TwoStepAllGather(grid)(
+            work = TwoStepAllGather(grid, by_exchange=by_exchange)(
                 output_tensor=got, input_tensor=mine, group=world, async_op=is_async
             )
             if work is not None:

@@ -35,10 +35,11 @@ class TwoStepAllGather(_Temporary, AllGather):
 
     Args:
         grid: The ranks of the group it is called with.
+        by_exchange: Whether ranks send each other their shards in the first step.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(self, grid: Grid, *, by_exchange: bool) -> None:
+        self._grid, self._by_exchange = grid, by_exchange
 
     def __call__(
         self,
@@ -51,7 +52,10 @@ class TwoStepAllGather(_Temporary, AllGather):
         rows, columns = self._grid.shape
         assert group.size() == rows * columns
         column = input_tensor.new_empty(rows, input_tensor.numel())
-        all_gather(column.view(-1), input_tensor, group=self._grid.across)
+        if self._by_exchange:
+            _swap([input_tensor] * rows, list(column), self._grid.across)
+        else:
+            all_gather(column.view(-1), input_tensor, group=self._grid.across)
         whole = output_tensor.view(rows, -1)
         work: dist.Work | None = None
         for row in range(rows):
@@ -128,7 +132,7 @@ class TwoStepReduceScatter(_Temporary, ReduceScatter):
 
 
 def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
-    """Reduce-scatter as an all-to-all and a local sum; each rank sends every other one its shard.
+    """Reduce-scatter as an exchange of shards and a local sum; each rank sends every other one its shard.
 
     Args:
         output: This rank's shard.
@@ -141,11 +145,28 @@ def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dis
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"a reduce-scatter by exchange sums or averages; it cannot do {op}")
-    received = torch.empty_like(whole)
-    dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(group.size(), *output.shape), 0, out=output)
+    parts = whole.view(group.size(), *output.shape)
+    received = torch.empty_like(parts)
+    _swap(list(parts), list(received), group)
+    torch.sum(received, 0, out=output)
     if op == dist.ReduceOp.AVG:
         output.div_(group.size())
+
+
+def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Send every rank of ``group`` its part, and receive one from each.
+
+    All receives are posted before anything is sent. gloo's sender waits for the receiver's word, and on the
+    one connection of two ranks that word would queue behind what goes the same way: its own all-gather and
+    all-to-all keep one direction of a slow link idle for half of their time so.
+    """
+    mine, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
+    operations = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in others]
+    operations += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in others]
+    works = dist.batch_isend_irecv(operations)
+    received[mine].copy_(sent[mine])
+    for work in works:
+        work.wait()
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:
@@ -159,7 +180,7 @@ def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None
     assert isinstance(module, FSDPModule)
     if route.in_two_steps:
         assert grid is not None
-        module.set_custom_all_gather(TwoStepAllGather(grid))
+        module.set_custom_all_gather(TwoStepAllGather(grid, by_exchange=route.by_exchange))
         module.set_custom_reduce_scatter(TwoStepReduceScatter(grid, by_exchange=route.by_exchange))
     elif route.by_exchange:
         module.set_custom_reduce_scatter(FlatReduceScatter())

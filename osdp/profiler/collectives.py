@@ -284,13 +284,18 @@ def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float
 
 
 def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
-    """The three links of a group, in the order of ``COLLECTIVES``; a reduce-scatter by its fastest route."""
+    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on."""
     common = set.intersection(*(set(samples) for samples in by_route.values()))
-    fastest = min(by_route, key=lambda route: sum(by_route[route][nbytes].reduce for nbytes in common))
+    fastest = min(
+        by_route,
+        key=lambda route: sum(
+            by_route[route][size].unshard + by_route[route][size].reduce for size in common
+        ),
+    )
     first = next(iter(by_route))
     links = []
     for collective, name in zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True):
-        route = fastest if name == "reduce" else first
+        route = fastest if name != "all_reduce" else first
         seen = {nbytes: getattr(times, name) for nbytes, times in by_route[route].items()}
         # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
         left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
