@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plans and trains a byte-level GPT-2 on real text with OSDP, beside FSDP2, DDP and a single process.
-# Flags are those of scripts/train_gpt2.py; NPROC sets the number of processes.
+# Flags are those of scripts/train_text.py; NPROC sets the number of processes.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/launch.sh"
 # On one device there is nothing to shard: two processes on the CPU then.

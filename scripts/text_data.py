@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 #: Every tenth chunk is held out, so that both parts see every region of the corpus.
 LARGEST_CHUNK = 2**16
 HELD_OUT_EVERY = 10
+#: The token that hides a byte, and how many tokens there are: bytes, this one and one for padding.
+MASK, VOCABULARY = 256, 258
+#: Label of positions that do not count.
+IGNORED = -100
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", ".git", ".venv"}
 
 
@@ -67,6 +71,31 @@ def batch(text: NDArray[np.uint8], samples: int, length: int, *, seed: int, step
         raise ValueError(f"samples of {length} bytes do not fit into {len(text)} bytes of text")
     starts = np.random.default_rng((seed, step)).integers(len(text) - length, size=samples)
     return torch.from_numpy(np.stack([text[start : start + length] for start in starts]).astype(np.int64))
+
+
+def masked(tokens: torch.Tensor, *, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of which some are hidden, and labels of those alone, as BERT is trained (arXiv 1810.04805).
+
+    Of 15 % chosen positions eight in ten become :data:`MASK`, one a random byte, and one stays. Every sample
+    has as many as any other, so that means over processes are the mean over all positions.
+
+    Args:
+        tokens: The global batch of one step, of shape ``(samples, length)``.
+        seed: Of the run.
+        step: Its number.
+
+    Returns:
+        Inputs and labels of the same shape; labels of other positions are :data:`IGNORED`.
+    """
+    samples, length = tokens.shape
+    draw = np.random.default_rng((seed, step, MASK))
+    chosen = np.argsort(draw.random((samples, length)), axis=1)[:, : max(1, round(0.15 * length))]
+    fate = draw.random(chosen.shape)
+    given = np.take_along_axis(tokens.numpy(), chosen, axis=1)
+    shown = np.where(fate < 0.8, MASK, np.where(fate < 0.9, draw.integers(256, size=chosen.shape), given))
+    places = torch.from_numpy(chosen)
+    inputs = tokens.scatter(1, places, torch.from_numpy(shown))
+    return inputs, torch.full_like(tokens, IGNORED).scatter(1, places, torch.from_numpy(given))
 
 
 def _files(top: Path, suffix: str) -> Iterator[Path]:

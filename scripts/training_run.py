@@ -14,8 +14,11 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.memory_oracle import Step, fake_group, measure_peak
-from scripts.gpt2_model import Size, Wrap, build
-from scripts.text_data import Corpus, batch
+from scripts.text_data import Corpus, batch, masked
+from scripts.text_model import Size, Wrap, build
+
+#: Token ids and labels, each of shape ``(samples, length)``.
+Inputs = dict[str, torch.Tensor]
 
 WARMUP_STEPS = 3
 EVALUATION_BATCHES = 4
@@ -107,9 +110,9 @@ def peak_on_cpu(make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpu
         return measure_peak(build_step).peak
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> torch.Tensor:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> torch.Tensor:
     optimizer.zero_grad(set_to_none=True)
-    loss: torch.Tensor = model(input_ids=inputs, labels=inputs).loss
+    loss: torch.Tensor = model(**inputs).loss
     loss.backward()
     _clip(model)
     optimizer.step()
@@ -131,22 +134,22 @@ def _warm_up(optimizer: torch.optim.Optimizer, settings: Settings, step: int) ->
         group["lr"] = settings.learning_rate * share
 
 
-def _share(text: NDArray[np.uint8], settings: Settings, part: Part, seed: int, step: int) -> torch.Tensor:
+def _share(text: NDArray[np.uint8], settings: Settings, part: Part, seed: int, step: int) -> Inputs:
     """This process's rows of the global batch."""
-    whole = batch(text, settings.samples, settings.size.seq, seed=seed, step=step)
-    return whole.chunk(part.world_size)[part.rank].to(part.device)
+    tokens = batch(text, settings.samples, settings.size.seq, seed=seed, step=step)
+    is_masked = settings.size.family == "bert"
+    inputs, labels = masked(tokens, seed=seed, step=step) if is_masked else (tokens, tokens)
+    whole = {"input_ids": inputs, "labels": labels}
+    return {name: rows.chunk(part.world_size)[part.rank].to(part.device) for name, rows in whole.items()}
 
 
 def _evaluate(model: nn.Module, settings: Settings, corpus: Corpus, part: Part) -> list[torch.Tensor]:
     model.eval()
     with torch.no_grad():
-        return [
-            model(input_ids=inputs, labels=inputs).loss
-            for inputs in _held_out_batches(settings, corpus, part)
-        ]
+        return [model(**inputs).loss for inputs in _held_out_batches(settings, corpus, part)]
 
 
-def _held_out_batches(settings: Settings, corpus: Corpus, part: Part) -> Iterator[torch.Tensor]:
+def _held_out_batches(settings: Settings, corpus: Corpus, part: Part) -> Iterator[Inputs]:
     for index in range(EVALUATION_BATCHES):
         yield _share(corpus.held_out, settings, part, settings.seed + 1, index)
 

@@ -1,5 +1,6 @@
 """Plans by hand, without a search: one operator for each module that registers parameters."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -103,7 +104,29 @@ def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route, root: bool 
         size = group_size if own is Mode.HYBRID_SHARD or route.in_two_steps else 0
         return replace(unit, mode=own, group_size=size, route=route)
 
-    units = tuple(map(unit_of, plan.units))
+    return _with_units(plan, tuple(map(unit_of, plan.units)))
+
+
+def in_different_groups(plan: Plan, group_size: int) -> Plan:
+    """``plan`` with its sharded units, but the root's, in turn HYBRID_SHARD, in two steps, and as they are."""
+    kinds = itertools.cycle(
+        [
+            (Mode.HYBRID_SHARD, group_size, Route.FLAT),
+            (Mode.FULL_SHARD, group_size, Route.TWO_STEP_EXCHANGE),
+            (None, 0, Route.EXCHANGE),
+            (Mode.HYBRID_SHARD, group_size, Route.EXCHANGE),
+        ]
+    )
+    units = []
+    for unit in plan.units:
+        if unit.mode.sharded and not unit.root:
+            mode, size, route = next(kinds)
+            unit = replace(unit, mode=mode or unit.mode, group_size=size, route=route)
+        units.append(unit)
+    return _with_units(plan, tuple(units))
+
+
+def _with_units(plan: Plan, units: tuple[Unit, ...]) -> Plan:
     modes = {name: unit.mode for unit in units for name in unit.operators}
     decisions = tuple(replace(decision, mode=modes[decision.operator]) for decision in plan.decisions)
     return replace(plan, units=units, decisions=decisions)

@@ -1,7 +1,10 @@
 """Group sharding and communication with groups: every layout trains as a single process does."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ from osdp.comm.collectives import FlatReduceScatter, TwoStepAllGather, TwoStepRe
 from osdp.comm.groups import Grid, Meshes
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.device_info import COLLECTIVES
-from osdp.plan import Mode, Route, Unit
+from osdp.plan import Mode, Plan, Route, Unit
+from osdp.runtime import checkpoint
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
-from tests.plans import in_groups, plan_by_hand
-from tests.test_parity import Case, all_faults
+from tests.plans import in_different_groups, in_groups, plan_by_hand
+from tests.test_parity import LAYOUTS, Case, all_faults, difference, whole
 
 
 def equal_to_flat(group_size: int) -> None:
@@ -86,19 +90,20 @@ def test_units_say_what_groups_they_have() -> None:
             Unit(operators=("a",), modules=("a",), **wrong)
 
 
-#: Mode, group size and route of the sharded units of a layout, and whether they are the root's, too.
-Grouping = tuple[Mode, int, Route, bool]
-
-
-def groupings(group_size: int) -> list[Grouping]:
-    return [
-        (Mode.HYBRID_SHARD, group_size, Route.FLAT, False),
-        (Mode.HYBRID_SHARD, group_size, Route.FLAT, True),
-        (Mode.HYBRID_SHARD, group_size, Route.EXCHANGE, False),
+def groupings(size: int) -> list[Callable[[Plan], Plan]]:
+    kinds = [
+        (Mode.HYBRID_SHARD, size, Route.FLAT, False),
+        (Mode.HYBRID_SHARD, size, Route.FLAT, True),
+        (Mode.HYBRID_SHARD, size, Route.EXCHANGE, False),
         (Mode.FULL_SHARD, 0, Route.EXCHANGE, False),
-        (Mode.FULL_SHARD, group_size, Route.TWO_STEP, False),
-        (Mode.FULL_SHARD, group_size, Route.TWO_STEP_EXCHANGE, False),
+        (Mode.FULL_SHARD, size, Route.TWO_STEP, False),
+        (Mode.FULL_SHARD, size, Route.TWO_STEP_EXCHANGE, False),
     ]
+    uniform: list[Callable[[Plan], Plan]] = [
+        partial(in_groups, mode=mode, group_size=group_size, route=route, root=root)
+        for mode, group_size, route, root in kinds
+    ]
+    return [*uniform, partial(in_different_groups, group_size=size)]
 
 
 def grouped_cases(group_size: int) -> list[Any]:
@@ -116,6 +121,88 @@ def grouped_cases(group_size: int) -> list[Any]:
 def test_every_group_layout_of_four_ranks_trains_as_a_single_process() -> None:
     results = run(4, all_faults, grouped_cases(2), timeout=170)
     assert [fault for rank in results for fault in rank] == []
+
+
+def main_cases() -> list[Case]:
+    return [
+        Case(layout, accumulate=accumulate, grouping=grouping)
+        for layout, accumulate in (("shard each", "none"), ("mixed leaves", "keep"))
+        for size in (2, 4)
+        for grouping in groupings(size)
+    ]
+
+
+def test_the_main_group_layouts_of_eight_ranks_train_as_a_single_process() -> None:
+    results = run(8, all_faults, main_cases(), timeout=170)
+    assert [fault for rank in results for fault in rank] == []
+
+
+def wrapped(grouping: Callable[[Plan], Plan] | None) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    net: Any = Net(gated=False)
+    if grouping is not None:
+        modes, groups = LAYOUTS["mixed leaves"]
+        plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+        net = OSDP(net, plan=grouping(plan))
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(net: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """A step on the same batch everywhere; the norm of its gradients, which are clipped."""
+    optimizer.zero_grad()
+    loss_of(net(tokens(number, 2, 6)), tokens(number, 2, 6)).backward()
+    if isinstance(net, OSDP):
+        norm = net.clip_grad_norm_(0.1)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    return float(norm)
+
+
+def clips_as_a_single_process() -> None:
+    for grouping in groupings(2):
+        (net, optimizer), (plain, its_optimizer) = wrapped(grouping), wrapped(None)
+        for number in range(2):
+            norms = step(net, optimizer, number), step(plain, its_optimizer, number)
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5), grouping
+        for (name, ours), (_, theirs) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+            assert difference(whole(ours.detach()), theirs.detach()) < 1e-5, (grouping, name)
+
+
+def test_gradients_are_clipped_alike_in_all_groups() -> None:
+    run(4, clips_as_a_single_process)
+
+
+def saved_in_groups(folder: str) -> list[torch.Tensor]:
+    """Two steps, saved; what the weights are after two more."""
+    want: list[torch.Tensor] = []
+    for index, grouping in enumerate(groupings(2)):
+        net, optimizer = wrapped(grouping)
+        for number in range(2):
+            step(net, optimizer, number)
+        checkpoint.save(f"{folder}/{index}", net, optimizer)
+        for number in range(2, 4):
+            step(net, optimizer, number)
+        want = [whole(parameter.detach()).clone() for parameter in net.parameters()]
+    return want
+
+
+def loaded_from_groups(folder: str, want: list[torch.Tensor]) -> None:
+    """Each checkpoint goes on under another layout of the same ranks, or, on fewer, under the plain model."""
+    others = groupings(2) if dist.get_world_size() == 4 else [None]
+    for index in range(len(groupings(2))):
+        net, optimizer = wrapped(others[(index + 1) % len(others)])
+        checkpoint.load(f"{folder}/{index}", net, optimizer)
+        for number in range(2, 4):
+            step(net, optimizer, number)
+        for parameter, expected in zip(net.parameters(), want, strict=True):
+            assert difference(whole(parameter.detach()), expected) < 1e-5, index
+
+
+def test_checkpoints_move_between_group_layouts(tmp_path: Path) -> None:
+    want = run(4, saved_in_groups, str(tmp_path))[0]
+    run(4, loaded_from_groups, str(tmp_path), want)
+    run(2, loaded_from_groups, str(tmp_path), want)
 
 
 def planned_with_groups() -> tuple[set[str], set[str], float]:

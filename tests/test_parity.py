@@ -6,8 +6,10 @@ The reference runs all ranks' batches in one process, in the order of the defini
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.plan import Mode, Plan
+from osdp.plan import Mode, Plan, Route
 from osdp.runtime import apply
 from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
@@ -60,7 +62,7 @@ class Case:
     slices: int = 1  # of every linear operator and embedding that is a sharded unit by itself
     recomputed: bool = False  # every block, by the plan
     offloaded: bool = False  # every sharded unit but the root's; host and device are one here
-    grouping: Any = None  # mode, group size and route of the sharded units
+    grouping: Callable[[Plan], Plan] | None = None  # what groups and routes the sharded units get
 
 
 def cases() -> list[Case]:
@@ -103,6 +105,11 @@ def split_cases() -> list[Case]:
         )
     ]
     grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
+    by_exchange = partial(in_groups, mode=Mode.FULL_SHARD, group_size=0, route=Route.EXCHANGE)
+    grid += [
+        Case(layout, accumulate=accumulate, slices=slices, grouping=by_exchange)
+        for layout, accumulate, slices in itertools.product(layouts, ("none", "keep"), (2, 3))
+    ]
     grid += [Case(layout, recomputed=True) for layout in LAYOUTS]
     grid += [Case(layout, recomputed=True, accumulate="keep") for layout in LAYOUTS]
     grid += [Case(layout, False, recomputed=True, slices=2) for layout in layouts]
@@ -153,7 +160,7 @@ def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
     if case.offloaded:
         plan = offload(plan)
     if case.grouping is not None:
-        plan = in_groups(plan, *case.grouping)
+        plan = case.grouping(plan)
     return replace(plan, recomputed=("blocks.0", "blocks.1")) if case.recomputed else plan
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from scripts import check_demo
-from scripts.gpt2_model import Size, build
-from scripts.gpt2_report import Results, save, text
-from scripts.text_data import LARGEST_CHUNK, Corpus, batch
+from scripts.run_report import Results, save, text
+from scripts.text_data import IGNORED, LARGEST_CHUNK, MASK, Corpus, batch, masked
+from scripts.text_model import Size, build
 from scripts.training_run import Run, Settings
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +83,20 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert not torch.equal(first, batch(data, 4, 10, seed=2, step=2))
     assert first.shape == (4, 10)
     assert torch.equal(first, first[:, :1] + torch.arange(10))
+
+
+def test_as_many_positions_are_masked_in_every_sample_and_only_they_have_labels() -> None:
+    tokens = batch(np.arange(200, dtype=np.uint8), 400, 40, seed=1, step=2)
+    inputs, labels = masked(tokens, seed=1, step=2)
+    counts = labels != IGNORED
+    assert counts.sum(1).unique().tolist() == [6]
+    assert torch.equal(labels[counts], tokens[counts])
+    assert torch.equal(inputs[~counts], tokens[~counts])
+    shown, hidden = inputs[counts], tokens[counts]
+    assert (shown == MASK).float().mean().item() == pytest.approx(0.8, abs=0.03)
+    assert (shown == hidden).float().mean().item() == pytest.approx(0.1, abs=0.03)
+    again, _ = masked(tokens, seed=1, step=3)
+    assert not torch.equal(inputs, again)
 
 
 def test_the_model_is_the_same_for_the_same_seed_and_tied() -> None:
@@ -197,12 +211,12 @@ def run_bash(script: Path, environment: dict[str, str]) -> subprocess.CompletedP
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Callable[..., dict[str, object]]:
-    """Runs the training program on two processes and returns the results it saved."""
+    """Runs the training program, on two processes unless told otherwise, and returns the results it saved."""
 
-    def run(*flags: str) -> dict[str, object]:
+    def run(*flags: str, processes: int = 2) -> dict[str, object]:
         path = tmp_path / "results.json"
         size = "--layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --steps 3 --max-bytes 1MiB".split()
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -210,7 +224,7 @@ def torchrun(tmp_path: Path) -> Callable[..., dict[str, object]]:
             "KINETO_LOG_LEVEL": "99",
         }
         done = subprocess.run(
-            [sys.executable, *command, "-m", "scripts.train_gpt2", *size, *flags, "--json", str(path)],
+            [sys.executable, *command, "-m", "scripts.train_text", *size, *flags, "--json", str(path)],
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -232,6 +246,16 @@ def test_the_baselines_train_like_a_single_process(torchrun: Callable[..., dict[
         assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
         assert row["step_seconds"] > 0
     assert 0 < rows["FSDP2"]["peak_bytes"] < rows["DDP"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("groups", ["group_sharding", "communication_with_groups"])
+def test_bert_trains_in_groups_like_a_single_process(
+    groups: str, torchrun: Callable[..., dict[str, object]]
+) -> None:
+    saved = torchrun("--family", "bert", "--groups", groups, "--group-size", "2", "--reference", processes=4)
+    (row,) = saved["rows"]  # type: ignore[misc]
+    assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
+    assert row["peak_bytes"] > 0
 
 
 def test_osdp_trains_like_a_single_process_under_its_limit(

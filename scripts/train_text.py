@@ -1,30 +1,32 @@
-"""Train a byte-level GPT-2 or OPT on real text under OSDP, FSDP2 or DDP, and compare them in one run.
+"""Train a byte-level GPT-2, OPT or BERT on real text under OSDP, FSDP2 or DDP, and compare them in one run.
 
-Started by torchrun, which demo.sh, gpt2_osdp.sh and gpt2_fsdp.sh do::
+Started by torchrun, which demo.sh and the scripts named after a model do::
 
-    torchrun --standalone --nproc-per-node 2 -m scripts.train_gpt2 --strategies OSDP FSDP2 DDP
+    torchrun --standalone --nproc-per-node 2 -m scripts.train_text --strategies OSDP FSDP2 DDP
 """
 
 import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from osdp import gen_fsdp_args
 from osdp.units import parse_bytes
-from scripts import gpt2_model, gpt2_report
-from scripts.gpt2_model import Size, Wrap
+from scripts import run_report, text_model
 from scripts.text_data import Corpus
+from scripts.text_model import Size, Wrap
 from scripts.training_run import Part, Run, Settings, peak_on_cpu, train
 
 if TYPE_CHECKING:
-    from scripts.gpt2_planning import Planning
+    from scripts.run_planning import Planning
 
 STRATEGIES = ("OSDP", "FSDP2", "DDP")
+GROUP_TYPES = ("none", "group_sharding", "communication_with_groups")
 NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 30, "seed": 0}
 
 
@@ -43,10 +45,10 @@ def main() -> None:
     peaks = measured_peaks(runs, planning, settings, corpus, part)
     if part.rank == 0:
         limit = planning.plan.memory_limit if planning else options.memory_limit
-        results = gpt2_report.Results(settings, corpus, planning, runs, reference, peaks, limit)
-        print(gpt2_report.text(results))
+        results = run_report.Results(settings, corpus, planning, runs, reference, peaks, limit)
+        print(run_report.text(results))
         if options.json:
-            gpt2_report.save(results, options.json)
+            run_report.save(results, options.json)
     leave()
 
 
@@ -59,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=parse_bytes, default="8MiB", help="of text to read (%(default)s)")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
-    parser.add_argument("--family", choices=gpt2_model.FAMILIES, default="gpt2", help="(%(default)s)")
+    parser.add_argument("--family", choices=text_model.FAMILIES, default="gpt2", help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate (%(default)s)")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument("--memory-limit", type=parse_bytes, help="per device, for example 8GiB")
@@ -69,6 +71,10 @@ def parse() -> argparse.Namespace:
         default=0.5,
         help="limit as a way from the predicted peak of all sharded to that of all replicated (%(default)s)",
     )
+    parser.add_argument(
+        "--groups", choices=GROUP_TYPES, default="none", help="force OSDP to use groups so (%(default)s)"
+    )
+    parser.add_argument("--group-size", type=int, help="processes of a group; by default those of a machine")
     parser.add_argument("--plan", type=Path, help="use this plan instead of planning")
     parser.add_argument("--save-plan", type=Path, help="write the plan here")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -118,10 +124,17 @@ def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Pl
     if "OSDP" not in options.strategies:
         return None
     # Here, so that a baseline is started and timed without the planner.
-    from scripts.gpt2_planning import make_planning
+    from scripts.run_planning import make_planning
 
     mesh = init_device_mesh(part.device.type, (part.world_size,))
-    planning = make_planning(settings, mesh, options.memory_limit, options.memory_fraction, options.plan)
+    planning = make_planning(
+        settings,
+        mesh,
+        options.memory_limit,
+        options.memory_fraction,
+        options.plan,
+        groups_of(options, part.world_size),
+    )
     if part.rank == 0:
         print(planning.plan, flush=True)
         if options.save_plan:
@@ -129,13 +142,21 @@ def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Pl
     return planning
 
 
+def groups_of(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    """What ``--groups`` and ``--group-size`` mean to OSDP."""
+    size = options.group_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    if size < 1 or world_size % size:
+        raise SystemExit(f"error: --group-size: groups of {size} do not divide {world_size} processes")
+    return gen_fsdp_args(world_size // size, size, options.groups, options.family)
+
+
 def wrap_of(name: str, planning: "Planning | None", part: Part) -> Wrap:
     """How to spread a model under the strategy called ``name``."""
     if name == "OSDP" and planning is not None:
         return planning.osdp()
     if name == "DDP":
-        return gpt2_model.ddp(part.device)
-    return gpt2_model.fsdp2(init_device_mesh(part.device.type, (part.world_size,)))
+        return text_model.ddp(part.device)
+    return text_model.fsdp2(init_device_mesh(part.device.type, (part.world_size,)))
 
 
 def single_process(settings: Settings, corpus: Corpus, part: Part) -> Run | None:
@@ -146,7 +167,7 @@ def single_process(settings: Settings, corpus: Corpus, part: Part) -> Run | None
             # The cores of the waiting processes are free.
             torch.set_num_threads(torch.get_num_threads() * part.world_size)
         run = train(
-            "single process", gpt2_model.single(part.device), settings, corpus, Part(0, 1, part.device)
+            "single process", text_model.single(part.device), settings, corpus, Part(0, 1, part.device)
         )
     dist.barrier()
     return run

@@ -1,4 +1,4 @@
-"""What a run of train_gpt2 came to: as text, as JSON, and checked."""
+"""What a run of train_text came to: as text, as JSON, and checked."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from scripts.text_data import Corpus
 from scripts.training_run import Run, Settings
 
 if TYPE_CHECKING:
-    from scripts.gpt2_planning import Planning
+    from scripts.run_planning import Planning
 
 #: Largest difference of any step's loss from the single process's.
 LOSS_TOLERANCE = 1e-3
@@ -54,7 +54,7 @@ class Results:
         """What is wrong with the run, one sentence each."""
         entropy = self.corpus.unigram_entropy
         found = []
-        if self.planning and not self.planning.plan.is_mixed:
+        if self.planning and not self.planning.forced and not self.planning.plan.is_mixed:
             found.append(f"the plan is not mixed: all is {self.planning.plan.units[0].mode} and whole")
         for name, run in self.runs.items():
             difference = self.difference(run)

@@ -1,4 +1,4 @@
-"""Byte-level GPT-2 and OPT from transformers' own classes, and the ways to spread them over processes."""
+"""Byte-level GPT-2, OPT and BERT of transformers' own classes, and ways to spread them over processes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+from scripts.text_data import MASK, VOCABULARY
 
 #: Wraps a model, in place or not, and returns what to call.
 Wrap = Callable[[PreTrainedModel], nn.Module]
@@ -27,12 +37,9 @@ class Size:
 
 
 def build(size: Size, seed: int) -> PreTrainedModel:
-    """A randomly initialised model over the 256 bytes: tied embeddings, no dropout, nothing to download."""
+    """A randomly initialised model over bytes: tied embeddings, no dropout, nothing to download."""
     torch.manual_seed(seed)
-    model = FAMILIES[size.family](size)
-    # What transformers falls back to for these classes, with a warning.
-    model.loss_type = "ForCausalLM"
-    return model
+    return FAMILIES[size.family](size)
 
 
 def _gpt2(size: Size) -> PreTrainedModel:
@@ -49,7 +56,10 @@ def _gpt2(size: Size) -> PreTrainedModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    # What transformers falls back to for this class, with a warning.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def _opt(size: Size) -> PreTrainedModel:
@@ -69,17 +79,35 @@ def _opt(size: Size) -> PreTrainedModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return OPTForCausalLM(config)
+    model = OPTForCausalLM(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def _bert(size: Size) -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.hidden,
+        max_position_embeddings=size.seq,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=MASK + 1,
+    )
+    return BertForMaskedLM(config)
 
 
 #: How a model of each family is made.
-FAMILIES: dict[str, Callable[[Size], PreTrainedModel]] = {"gpt2": _gpt2, "opt": _opt}
+FAMILIES: dict[str, Callable[[Size], PreTrainedModel]] = {"gpt2": _gpt2, "opt": _opt, "bert": _bert}
 
 
 def blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
-    """The repeated blocks of a model of either family."""
-    inner = model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.model.decoder.layers
-    return list(inner)
+    """The repeated blocks of a model of any family."""
+    if isinstance(model, BertForMaskedLM):
+        return list(model.bert.encoder.layer)
+    return list(model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.model.decoder.layers)
 
 
 def fsdp2(mesh: DeviceMesh) -> Wrap:

@@ -1,8 +1,10 @@
 """Describe, profile and plan the model of a run; the only script that knows osdp."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
 from osdp.cost.step import evaluate
 from osdp.plan import Mode, Unit
 from osdp.profiler.measure import profile_model
-from scripts.gpt2_model import Wrap, build
+from scripts.text_model import Wrap, build
 from scripts.training_run import Settings
 
 #: A limit that nothing exceeds, for plans whose peak is asked for.
@@ -30,6 +32,7 @@ class Planning:
         plan: The plan for them.
         sharded: What everything sharded would cost, as FSDP2 does it.
         replicated: What everything replicated would cost, as DDP does it.
+        forced: Whether one way was forced on every operator.
     """
 
     model_desc: ModelDesc
@@ -38,6 +41,7 @@ class Planning:
     plan: Plan
     sharded: Plan
     replicated: Plan
+    forced: bool = False
 
     def osdp(self) -> Wrap:
         """Wraps a model by the plan."""
@@ -47,24 +51,32 @@ class Planning:
 
 
 def make_planning(
-    settings: Settings, mesh: DeviceMesh, limit: int | None, fraction: float, plan: Path | None
+    settings: Settings,
+    mesh: DeviceMesh,
+    limit: int | None,
+    fraction: float,
+    plan: Path | None,
+    groups: Mapping[str, Any],
 ) -> Planning:
     """Describe and profile the model, and plan for it.
 
     Args:
         settings: The run.
         mesh: The data-parallel mesh.
-        limit: Bytes per device; ``None`` to use ``fraction``.
+        limit: Bytes per device; ``None`` to use ``fraction``, or all memory where ``groups`` are forced.
         fraction: Where the limit lies between the predicted peaks of everything sharded (0) and everything
             replicated (1).
         plan: A saved plan to use instead of planning.
+        groups: What ``osdp.gen_fsdp_args`` gave.
     """
     training = Training(optimizer="AdamW", local_batch=settings.samples // mesh.size())
     tokens = torch.zeros(training.local_batch, settings.size.seq, dtype=torch.int64)
     sample = {"input_ids": tokens, "labels": tokens}
     model = build(settings.size, settings.seed)
     model_desc = ModelDesc.from_module(model, sample)
-    devices = DeviceInfo.detect(_NO_LIMIT)
+    devices = DeviceInfo.detect(group_sizes=groups.get("group_sizes"))
+    available = devices.memory_limit
+    devices = replace(devices, memory_limit=_NO_LIMIT)
     profile = profile_model(
         model, model_desc, sample, training=training, mesh=mesh,
         progress=dist.get_rank() == 0 and sys.stderr.isatty(),
@@ -73,15 +85,18 @@ def make_planning(
     sharded = as_fsdp2(replicated, model_desc)
     sharded = replace(sharded, predicted=evaluate(sharded, profile, devices, training, model_desc))
     low, high = sharded.predicted.peak_bytes, replicated.predicted.peak_bytes
-    devices = replace(devices, memory_limit=limit or round(low + fraction * (high - low)))
+    otherwise = available if groups else round(low + fraction * (high - low))
+    devices = replace(devices, memory_limit=limit or otherwise)
     chosen = (
-        Plan.load(plan) if plan else make_plan(None, model_desc, devices, training=training, profile=profile)
+        Plan.load(plan)
+        if plan
+        else make_plan(None, model_desc, devices, training=training, profile=profile, **groups)
     )
-    return Planning(model_desc, devices, training, chosen, sharded, replicated)
+    return Planning(model_desc, devices, training, chosen, sharded, replicated, forced=bool(groups))
 
 
 def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:
-    """``plan`` with the units of :func:`scripts.gpt2_model.fsdp2`; its prediction stays that of its own."""
+    """``plan`` with the units of :func:`scripts.text_model.fsdp2`; its prediction stays that of its own."""
     blocks: dict[str | None, list[str]] = {None: []}
     for operator in model_desc.operators:
         blocks.setdefault(operator.block, []).append(operator.name)
