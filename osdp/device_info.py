@@ -89,6 +89,8 @@ class DeviceInfo:
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
         host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
+        ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
+            profiles count in seconds of one thread, takes so many times as long.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -105,6 +107,7 @@ class DeviceInfo:
     flops: float = 0.0
     memory_bandwidth: float = 0.0
     host: HostLink | None = None
+    ranks_per_core: int = 1
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -115,7 +118,7 @@ class DeviceInfo:
             )
         faults = [
             f"{name} must be positive, got {getattr(self, name)}"
-            for name in ("memory_limit", "nodes", "devices_per_node")
+            for name in ("memory_limit", "nodes", "devices_per_node", "ranks_per_core")
             if getattr(self, name) < 1
         ]
         faults += [

@@ -108,7 +108,7 @@ def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route, root: bool 
 
 
 def in_different_groups(plan: Plan, group_size: int) -> Plan:
-    """``plan`` with its sharded units, but the root's, in turn HYBRID_SHARD, in two steps, and as they are."""
+    """``plan`` with its sharded units, but the root's, in turn in groups, in two steps, and as they are."""
     kinds = itertools.cycle(
         [
             (Mode.HYBRID_SHARD, group_size, Route.FLAT),

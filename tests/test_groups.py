@@ -144,7 +144,7 @@ def wrapped(grouping: Callable[[Plan], Plan] | None) -> tuple[Any, torch.optim.O
         modes, groups = LAYOUTS["mixed leaves"]
         plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
         net = OSDP(net, plan=grouping(plan))
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True)
 
 
 def step(net: Any, optimizer: torch.optim.Optimizer, number: int) -> float:

@@ -143,8 +143,8 @@ def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[
     return tuple(chain), tuple(root)
 
 
-def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
-    """Lay the profile's segments out along the trace.
+def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int = 1) -> Timeline:
+    """Lay the profile's segments out along the trace; ranks that share a core take turns.
 
     Raises:
         ValueError: The profile lacks a segment of the trace: it was made from another ModelDesc.
@@ -166,6 +166,8 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
     firsts = np.array([op.first for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     high = downs[1:] + np.array(down_peaks)
+    forward_seconds = ranks_per_core * np.array([p.seconds for p in forward])
+    backward_seconds = ranks_per_core * np.array([p.seconds for p in backward])
     return Timeline(
         chain=chain,
         root=root,
@@ -175,13 +177,13 @@ def build_timeline(model_desc: ModelDesc, profile: Profile) -> Timeline:
         bounds=tuple(bounds),
         forward_start=ups[firsts],
         final=float(max(downs[0], 0.0)),
-        forward_seconds=_region_sum(np.array([p.seconds for p in forward]), bounds),
-        backward_seconds=_region_sum(np.array([p.seconds for p in backward]), bounds),
+        forward_seconds=_region_sum(forward_seconds, bounds),
+        backward_seconds=_region_sum(backward_seconds, bounds),
         resident=float(profile.resident_bytes) + _loose_bytes(model_desc, profile),
         recompute=_recompute(
             model_desc,
             chain,
-            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, np.array([p.seconds for p in forward])),
+            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
             local_batch=profile.local_batch,
         ),
     )

@@ -27,6 +27,7 @@ from osdp.profiler.machine import (
     measure_copy,
     measure_flops,
     measure_host_link,
+    measure_ranks_per_core,
 )
 from osdp.profiler.overlap import measure_mixed_overlap, measure_overlap
 from osdp.profiler.probe import Probe, UnitTimes
@@ -118,6 +119,7 @@ def detect(
         flops=float(least[1]),
         memory_bandwidth=2 * float(least[2]),
         host=measure_host_link(where, per_node, world),
+        ranks_per_core=measure_ranks_per_core(where, world),
         measured=True,
     )
     return _same_everywhere(info, world, where)

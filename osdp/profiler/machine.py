@@ -14,6 +14,8 @@ from osdp.profiler.probe import synchronize
 _MEMINFO = Path("/proc/meminfo")
 #: Bytes of the tensors copied to measure memory speed: larger than caches.
 _COPY_BYTES = 2**26
+#: Long enough for the scheduler to share cores out evenly.
+_SHARING_SECONDS = 0.3
 _MATMUL_SIDE = {"cpu": 768}
 _MATMUL_SIDE_ACCELERATOR = 4096
 
@@ -83,6 +85,24 @@ def measure_host_link(
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
     to_device, to_host, memory, bandwidth = found.tolist()
     return HostLink(to_device, to_host, int(memory), bandwidth)
+
+
+def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
+    """How many ranks of ``group`` compute on one core while all compute; all get the same answer.
+
+    One where the devices are no CPUs, and where ranks compute with several threads.
+    """
+    share = 1.0
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        a = torch.rand(_MATMUL_SIDE["cpu"], _MATMUL_SIDE["cpu"])
+        dist.barrier(group)
+        start, own = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - start < _SHARING_SECONDS:
+            torch.mm(a, a)
+        share = (time.perf_counter() - start) / max(time.thread_time() - own, 1e-9)
+    total = torch.tensor(share, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return max(1, round(float(total) / dist.get_world_size(group)))
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
