@@ -117,7 +117,7 @@ class Candidate:
         if self.kind == "ddp":
             return ddp(model)
         if self.kind == "hsdp":
-            return fsdp2(model, self.case, Meshes(mesh).grouped(self.group_size))
+            return fsdp2(model, self.case, Meshes.over(mesh).grouped(self.group_size))
         if self.kind == "fsdp2-ring":
             return with_real_reduce_scatter(fsdp2(model, self.case, mesh))
         if self.kind in FSDP2:

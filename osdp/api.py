@@ -68,13 +68,13 @@ def make_plan(
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
         slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
-            ``strategy`` forces a mode, or where parameters may go unused.
+            ``strategy`` or ``two_step`` forces something, or where parameters may go unused.
         recompute: Whether blocks may be computed again in backward; not where slices are forbidden.
         offload: Whether states may live in host memory where nothing else fits; only beside accelerators.
         group_sizes: Ranks of the groups that plans may have; all whose links are known, or on several
             machines those of one machine, if ``None``.
-        two_step: Whether collectives over all ranks go across such groups and inside them one after the
-            other; the search decides if ``None``.
+        two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
+            and inside them one after the other; the search decides if ``None``.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Overrides the training's.
         reduce_dtype: Overrides the training's.
@@ -191,7 +191,9 @@ def _rules(
             f"{asked} needs the links of groups, of which DeviceInfo knows none; "
             "DeviceInfo.detect(group_sizes=(2,)) measures them, as it does by itself on several machines"
         )
-    free = strategy is None and not find_unused_parameters
+    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
+        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy!r} has none")
+    free = strategy is None and not two_step and not find_unused_parameters
     return Rules(
         allowed=_allowed(strategy),
         whole_blocks=find_unused_parameters,

@@ -90,7 +90,7 @@ class DeviceInfo:
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
         host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
         ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
-            profiles count in seconds of one thread, takes so many times as long.
+            measured profiles count in seconds of one thread, takes so many times as long.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -133,6 +133,12 @@ class DeviceInfo:
             if link.collective not in COLLECTIVES
         ]
         faults += [
+            f"link {link.collective} is of group {link.group!r}; there are 'world', 'inside G', 'across G' "
+            f"and 'two_step G', with several groups of G ranks that divide the {self.world_size} there are"
+            for link in self.links
+            if not self._is_group(link.group)
+        ]
+        faults += [
             f"{name} must lie in 0..1, got {value}"
             for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
             if value is not None and not 0 <= value <= 1
@@ -144,6 +150,13 @@ class DeviceInfo:
             )
         if faults:
             raise ValueError("; ".join(faults))
+
+    def _is_group(self, name: str) -> bool:
+        kind, _, size = name.partition(" ")
+        if kind == "world":
+            return not size
+        grouped = kind in ("inside", "across", "two_step") and size.isdecimal()
+        return grouped and 1 < int(size) < self.world_size and self.world_size % int(size) == 0
 
     @property
     def world_size(self) -> int:

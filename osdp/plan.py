@@ -203,10 +203,11 @@ class Plan:
         if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
             odd = sorted(set(decided) ^ set(placed)) or sorted({n for n in placed if placed.count(n) > 1})
             raise ValueError(f"every operator must be decided once and be in one unit; not so: {odd}")
-        in_host_memory = {name for unit in self.units if unit.offloaded for name in unit.operators}
-        cut = [d.operator for d in self.decisions if d.slices > 1 and d.operator in in_host_memory]
-        if cut:
-            raise ValueError(f"operators in slices cannot live in host memory: {', '.join(cut)}")
+        cut = {decision.operator for decision in self.decisions if decision.slices > 1}
+        for barred, where in (("offloaded", "live in host memory"), ("group_size", "have groups of ranks")):
+            held = [n for unit in self.units if getattr(unit, barred) for n in unit.operators if n in cut]
+            if held:
+                raise ValueError(f"operators in slices cannot {where}: {', '.join(held)}")
 
     @cached_property
     def modes(self) -> dict[str, Mode]:

@@ -101,8 +101,8 @@ class OSDP(nn.Module):
         recompute: Whether blocks may be computed again in backward instead of keeping their activations.
         offload: Whether states may live in host memory where nothing else fits.
         group_sizes: Ranks of the groups that plans may have; all whose links are known if ``None``.
-        two_step: Whether collectives over all ranks go across such groups and inside them one after the
-            other; the search decides if ``None``.
+        two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
+            and inside them one after the other; the search decides if ``None``.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.

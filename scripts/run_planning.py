@@ -1,4 +1,4 @@
-"""Describe, profile and plan the model of a run; the only script that knows osdp."""
+"""Describe, profile and plan the model of a run; the only script that plans."""
 
 import sys
 from collections.abc import Mapping

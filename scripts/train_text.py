@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from osdp import gen_fsdp_args
+from osdp.integrations.group_args import GROUP_TYPES, gen_fsdp_args
 from osdp.units import parse_bytes
 from scripts import run_report, text_model
 from scripts.text_data import Corpus
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from scripts.run_planning import Planning
 
 STRATEGIES = ("OSDP", "FSDP2", "DDP")
-GROUP_TYPES = ("none", "group_sharding", "communication_with_groups")
 NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 30, "seed": 0}
 
 
@@ -144,7 +143,9 @@ def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Pl
 
 def groups_of(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
     """What ``--groups`` and ``--group-size`` mean to OSDP."""
-    size = options.group_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    if options.groups == "none":
+        return {}
+    size = int(os.environ["LOCAL_WORLD_SIZE"]) if options.group_size is None else options.group_size
     if size < 1 or world_size % size:
         raise SystemExit(f"error: --group-size: groups of {size} do not divide {world_size} processes")
     return gen_fsdp_args(world_size // size, size, options.groups, options.family)

@@ -67,3 +67,10 @@ def tokens(seed: int, *shape: int) -> torch.Tensor:
 def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of predicting the next token."""
     return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+class WithLoss(Net):
+    """Its own loss."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(super().forward(batch), batch)

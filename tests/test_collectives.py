@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from osdp.cost.wires import wires_of
 from osdp.device_info import COLLECTIVES, DeviceInfo
 from osdp.plan import Route
 from osdp.profiler import collectives, machine
@@ -57,6 +58,21 @@ def test_links_take_their_times() -> None:
     ]
     assert [link.latency for link in links] == pytest.approx([1e-3, 2e-3, 3e-3])
     assert [link.bandwidth for link in links] == pytest.approx([1e9, 2e9, 4e9])
+
+
+def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
+    slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
+    fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
+    links = collectives._links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(links))
+    assert device.link("reduce_scatter").by_exchange
+    assert device.link("reduce_scatter").latency == pytest.approx(2e-3)
+    chosen, own = wires_of(device)
+    assert (chosen.route, chosen.searched) == (Route.EXCHANGE, True)
+    assert (own.route, own.searched) == (Route.FLAT, False)
+    assert own.reduce.latency == pytest.approx(4e-3)
+    inside = collectives._links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    assert len(inside) == 3
 
 
 def test_a_time_that_noise_swallowed_does_not_count() -> None:
@@ -114,9 +130,12 @@ def test_two_ranks_agree() -> None:
     (info, refused), (other, _) = run(2, _detected)
     assert info == other
     assert (info.nodes, info.devices_per_node, info.blocking, info.measured) == (1, 2, True, True)
-    assert [(link.collective, link.group, link.size) for link in info.links] == [
+    assert [(link.collective, link.group, link.size) for link in info.links[:3]] == [
         (name, "world", 2) for name in COLLECTIVES
     ]
+    # The backend's own reduce-scatter is known even where an exchange is faster.
+    own = [link for link in info.links if link.collective == "reduce_scatter" and not link.by_exchange]
+    assert len(own) == 1 and len(info.links) == 3 + info.link("reduce_scatter").by_exchange
     assert all(link.latency + link.residual > 0 for link in info.links)
     assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
     assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
@@ -144,7 +163,7 @@ def test_two_nodes_have_links_inside_and_between() -> None:
     assert (info.nodes, info.devices_per_node) == (2, 2)
     assert list(dict.fromkeys((link.group, link.size) for link in info.links)) == told
     assert told == [("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)]
-    assert len(info.links) == 12
+    assert len(info.links) == 12 + info.link("reduce_scatter").by_exchange
     assert info.group_sizes == (2,)
     assert "is 4, but axis 1 of the mesh has 2" in refused
 
@@ -153,7 +172,8 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
-    counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, cpu, SIZES, 5, 0.0)
+    group = mesh.get_group()
+    counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0)
     probe = Probe(2**20, mesh, cpu)
     times = collectives._median([probe.step() for _ in range(5)])
     measures = (measure_overlap, measure_mixed_overlap)
@@ -190,7 +210,7 @@ def _detected_on_named_hosts(names: str) -> tuple[int, list[tuple[str, int]]]:
 def test_the_links_of_machines_told_by_name_join_all_ranks() -> None:
     """The world was once the ranks of one machine; two machines of one device each had no links at all."""
     alone = run(4, _detected_on_named_hosts, "abcd")
-    assert alone == [(4, [("world", 4)] * 3)] * 4
+    assert all(world_size == 4 and set(links) == {("world", 4)} for world_size, links in alone)
     world_size, links = run(4, _detected_on_named_hosts, "aabb")[0]
     assert world_size == 4
     assert set(links) == {("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)}

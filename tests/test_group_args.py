@@ -14,14 +14,7 @@ from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training, gen_fsdp_args, mak
 from osdp.device_info import COLLECTIVES
 from osdp.plan import Mode, Plan
 from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-
-
-class WithLoss(Net):
-    """Its own loss."""
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return loss_of(super().forward(batch), batch)
+from tests.nets import WithLoss, tokens
 
 
 def device(nodes: int, per_node: int, sizes: Sequence[int]) -> DeviceInfo:
@@ -69,8 +62,11 @@ def test_communication_with_groups_goes_in_two_steps_everywhere() -> None:
 
 def test_none_forces_nothing_and_one_machine_has_no_groups() -> None:
     assert gen_fsdp_args(2, 8, "none", "bert-large") == {}
-    for name in ("group_sharding", "communication_with_groups"):
-        assert gen_fsdp_args(1, 8, name) == gen_fsdp_args(8, 1, name) == {"strategy": "FULL_SHARD"}
+    assert gen_fsdp_args(1, 8, "group_sharding") == {"strategy": "FULL_SHARD"}
+    assert gen_fsdp_args(8, 1, "group_sharding") == {"strategy": "NO_SHARD"}
+    for nodes, per_node in ((1, 8), (8, 1)):
+        options = gen_fsdp_args(nodes, per_node, "communication_with_groups")
+        assert options == {"strategy": "FULL_SHARD"}
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -84,7 +80,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def through_fairscale(gsdp_type: str, *, marks: bool) -> tuple[set[tuple[str, int]], float]:
-    """The paper's way to use it; links are measured. Without marks, only the root has the options."""
+    """The paper's way to use it. Without marks, only the root has the options."""
     torch.manual_seed(7)
     options = gen_fsdp_args(2, 2, gsdp_type, "mlp")
     model: nn.Module = WithLoss(gated=False)
@@ -92,7 +88,9 @@ def through_fairscale(gsdp_type: str, *, marks: bool) -> tuple[set[tuple[str, in
     with enable_wrap(wrapper_cls=OSDP, **options):
         model = auto_wrap(model, auto_wrap_policy=policy)
     batch = tokens(dist.get_rank(), 2, 6)
-    wrapped = OSDP(model, batch, "1GiB", training=Training(optimizer="SGD"), **({} if marks else options))
+    wrapped = OSDP(
+        model, batch, device(2, 2, (2,)), training=Training(optimizer="SGD"), **({} if marks else options)
+    )
     loss = wrapped(batch)
     loss.backward()
     return {(str(unit.mode), unit.group_size) for unit in wrapped.plan.units}, loss.item()

@@ -19,7 +19,7 @@ from osdp.device_info import COLLECTIVES
 from osdp.plan import Mode, Plan, Route, Unit
 from osdp.runtime import checkpoint
 from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
+from tests.nets import Net, WithLoss, loss_of, tokens
 from tests.plans import in_different_groups, in_groups, plan_by_hand
 from tests.test_parity import LAYOUTS, Case, all_faults, difference, whole
 
@@ -63,6 +63,26 @@ def test_every_route_is_the_flat_collective() -> None:
 
 def test_every_route_is_the_flat_collective_on_two_by_three() -> None:
     run(6, equal_to_flat, 3)
+
+
+def on_halves() -> None:
+    """Two data-parallel meshes of four ranks, whose groups are made at different times."""
+    whole_mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    mesh, half = whole_mesh["dp"], dist.get_rank() // 4
+    for turn in (0, 1):
+        if turn == half:
+            grid = Meshes.over(mesh).grid(2)
+        dist.barrier()
+    assert Meshes.over(mesh) is Meshes.over(mesh)
+    assert dist.get_process_group_ranks(grid.inside)[0] // 4 == half
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=grid.inside)
+    dist.all_reduce(total, group=grid.across)
+    assert total.item() == sum(range(4 * half, 4 * half + 4))
+
+
+def test_groups_of_several_data_parallel_meshes_do_not_meet() -> None:
+    run(8, on_halves)
 
 
 def refused() -> None:
@@ -230,13 +250,6 @@ def planned_with_groups() -> tuple[set[str], set[str], float]:
     model = OSDP(net, plan=plan)
     model(batch).backward()
     return found[0], found[1], float(model.clip_grad_norm_(1.0))
-
-
-class WithLoss(Net):
-    """Its own loss."""
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return loss_of(super().forward(batch), batch)
 
 
 def test_the_search_takes_the_groups_that_the_links_favour() -> None:

@@ -157,8 +157,9 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
     """Send every rank of ``group`` its part, and receive one from each.
 
     All receives are posted before anything is sent. gloo's sender waits for the receiver's word, and on the
-    one connection of two ranks that word would queue behind what goes the same way: its own all-gather and
-    all-to-all keep one direction of a slow link idle for half of their time so.
+    one connection of two ranks that word would queue behind what goes the same way. (A unit that needs 126 ms
+    of the link between two hosts took 178 by gloo's own all-gather and all-to-all, 126 so; torch 2.13,
+    2026-11, :mod:`benchmarks.group_sharding`.)
     """
     mine, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
     operations = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in others]

@@ -146,7 +146,8 @@ class Units:
         unsharded: Bytes of the whole parameters while gathered; of low-precision copies if replicated. The
             all-gather's output is as large.
         gradient: Bytes of the unsharded gradients as autograd makes them.
-        reduce_input: Bytes of the reduce-scatter's input.
+        reduce_input: Bytes of the reduce-scatter's input; of the root's unit what its reduction takes beside
+            the gradients.
         reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into
             it.
         accumulated: Bytes of the unsharded gradients that several microbatches add to, in the dtype of the
@@ -250,14 +251,10 @@ def _price_units_on(
     trains = count > 0
     # The copy-in holds all gradients; afterwards only the last parameter's lingers beside the output.
     last = np.append(prices.last_gradient, 0.0)[b - 1]
-    copying = np.maximum(
-        span(prices.gradient) + span(prices.copy_in), last + reduce_input / prices.world_size
-    )
-    if wire.route.by_exchange:
-        # What the other ranks sent lies beside the input until it is summed.
-        copying = np.maximum(copying, last + reduce_input * (1 + 1 / prices.world_size))
-    if wire.route.in_two_steps:
-        copying = np.maximum(copying, last + reduce_input * (2 / prices.world_size + 1 / wire.group_size))
+    beside = wire.reduce_buffers * reduce_input
+    copying = np.maximum(span(prices.gradient) + span(prices.copy_in), last + beside)
+    # The root's gradients are gone, too, when its input is reduced.
+    root_input = np.maximum(reduce_input, reduce_input + beside - span(prices.gradient))
     # The latencies of the root's unit are paid once, by its RootPrice.
     reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if wire.across is not None:
@@ -276,7 +273,7 @@ def _price_units_on(
         state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
         unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
         gradient=span(prices.gradient),
-        reduce_input=np.where(sharded, reduce_input, 0.0),
+        reduce_input=np.where(own, reduce_input, np.where(sharded, root_input, 0.0)),
         reduce_peak=np.where(own, reduce_input + copying, 0.0),
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),

@@ -132,7 +132,7 @@ def build_situation(
     Raises:
         ValueError: The profile was made for another model.
     """
-    timeline = build_timeline(model_desc, profile, device.ranks_per_core)
+    timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
     operators = (*timeline.chain, *timeline.root)
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
     optimizer = profile.optimizer

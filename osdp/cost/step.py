@@ -105,8 +105,12 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         elif places:
             faults += _slice_faults(situation, unit, slices)
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
-            way = sliced_way(count) if count > 1 else _way_of(situation, unit)
-            chained.append((places[0], places[-1] + 1, way))
+            try:
+                way = sliced_way(count) if count > 1 else _way_of(situation, unit)
+            except PlanMismatchError as error:
+                faults += error.differences
+            else:
+                chained.append((places[0], places[-1] + 1, way))
     chained = [_again(situation, plan, unit) for unit in chained]
     faults += _recompute_faults(situation, plan, chained)
     if faults:
@@ -128,7 +132,7 @@ def _wire_of(situation: Situation, unit: Unit) -> int:
     """The number of the wire a unit lies on.
 
     Raises:
-        PlanMismatchError: The links of its groups are unknown.
+        PlanMismatchError: Its links are unknown.
     """
     wires = [prices.wire for prices in situation.prices.by_wire]
     hybrid = unit.mode is Mode.HYBRID_SHARD
@@ -136,7 +140,8 @@ def _wire_of(situation: Situation, unit: Unit) -> int:
         (
             index
             for index, wire in enumerate(wires)
-            if (wire.hybrid, wire.group_size) == (hybrid, unit.group_size)
+            if (wire.hybrid, wire.group_size, wire.route) == (hybrid, unit.group_size, unit.route)
+            or (unit.mode is Mode.NO_SHARD and index == 0)
         ),
         None,
     )
@@ -144,8 +149,9 @@ def _wire_of(situation: Situation, unit: Unit) -> int:
         known = ", ".join(str(size) for size in situation.device.group_sizes) or "none"
         raise PlanMismatchError(
             [
-                f"unit {', '.join(unit.operators)} has groups of {unit.group_size}; DeviceInfo knows links "
-                f"of groups of {known}, and detect(group_sizes=...) measures others"
+                f"unit {', '.join(unit.operators)} goes by a {unit.route} route with groups of "
+                f"{unit.group_size or 'all ranks'}; DeviceInfo knows the faster routes of groups of {known}, "
+                "and detect(group_sizes=...) measures others"
             ]
         )
     return number

@@ -18,6 +18,7 @@ class Wire:
         across: The all-reduce of reduced gradients over the groups, of HYBRID_SHARD.
         group_size: Ranks of a group; 0 without groups.
         route: How its collectives go.
+        searched: Whether plans may use it; otherwise only plans of others are priced on it.
     """
 
     num_shards: int
@@ -27,11 +28,22 @@ class Wire:
     across: Link | None = None
     group_size: int = 0
     route: Route = Route.FLAT
+    searched: bool = True
 
     @property
     def hybrid(self) -> bool:
         """Whether units are sharded inside groups only."""
         return self.across is not None
+
+    @property
+    def reduce_buffers(self) -> float:
+        """Bytes a reduction holds beside its input, as a part of that: see :mod:`osdp.comm.collectives`."""
+        output = 1 / self.num_shards
+        if not self.route.in_two_steps:
+            # What the other ranks sent lies beside the input until it is summed.
+            return output + self.route.by_exchange
+        column, row = 1 / self.group_size, self.group_size / self.num_shards
+        return output + column + (max(row, column) if self.route.by_exchange else 0.0)
 
     @property
     def reduce_latency(self) -> float:
@@ -68,4 +80,11 @@ def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
                 Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
             )
         )
+    # What FSDP2 does by itself is priced even where an exchange is faster.
+    slower = [
+        link
+        for link in device.links
+        if (link.collective, link.group) == ("reduce_scatter", "world") and link is not reduce
+    ]
+    found += [replace(flat, reduce=link, route=Route.FLAT, searched=False) for link in slower]
     return tuple(found)

@@ -9,6 +9,9 @@ _FORCED: dict[str, dict[str, Any]] = {
     "none": {},
 }
 
+#: Uses of groups that :func:`gen_fsdp_args` knows.
+GROUP_TYPES = tuple(_FORCED)
+
 
 def gen_fsdp_args(
     nnodes: int, nproc_per_node: int, gsdp_type: str = "none", model_type: str | None = None
@@ -28,8 +31,8 @@ def gen_fsdp_args(
         model_type: Not needed, since any model will do; the paper's code passed it here.
 
     Returns:
-        The options. With one machine, or one rank on each, there is one kind of link only and groups change
-        nothing: then every operator is sharded over all ranks.
+        The options. With one machine, or one rank on each, there is one kind of link only: collectives go in
+        one step, and group sharding shards over the one machine, or over nothing.
 
     Raises:
         ValueError: There is no such type, or a number is not positive.
@@ -50,5 +53,6 @@ def gen_fsdp_args(
     if gsdp_type == "none":
         return {}
     if min(nnodes, nproc_per_node) == 1:
-        return {"strategy": "FULL_SHARD"}
+        alone = gsdp_type == "group_sharding" and nnodes > 1
+        return {"strategy": "NO_SHARD" if alone else "FULL_SHARD"}
     return {**_FORCED[gsdp_type], "group_sizes": (nproc_per_node,)}

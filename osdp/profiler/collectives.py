@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp import codec
 from osdp.comm.groups import Grid, Meshes
-from osdp.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.device_info import DeviceInfo, Link
 from osdp.plan import Route
 from osdp.profiler.machine import (
     available_memory,
@@ -90,14 +90,14 @@ def detect(
         raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
     links: list[Link] = []
     overheads = {}
+    world = groups["world"].mesh.get_group()
     for name, group in groups.items():
         by_route = {
-            route: _samples(group, route, where, sizes, repeats, seconds / len(group.routes))
+            route: _samples(group, route, world, where, sizes, repeats, seconds / len(group.routes))
             for route in group.routes
         }
         links += _links(name, group.mesh.size(), by_route)
         overheads[name] = min(times.hooks for samples in by_route.values() for times in samples.values())
-    world = groups["world"].mesh.get_group()
     nbytes = _affordable(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
@@ -201,7 +201,7 @@ class _Group:
 
     Attributes:
         mesh: A mesh with one axis.
-        routes: Routes of their collectives; a reduce-scatter takes the fastest.
+        routes: Routes of their collectives; units take the fastest.
         grid: Groups among them, for routes in two steps.
     """
 
@@ -222,7 +222,7 @@ def _groups(
             f"groups of {', '.join(map(str, wrong))} ranks: several groups of several ranks must divide the "
             f"{world_size} ranks there are"
         )
-    meshes = Meshes(world)
+    meshes = Meshes.over(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
     alone = kind != "cpu"
     flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE)
@@ -237,24 +237,35 @@ def _groups(
 
 
 def _samples(
-    ranks: _Group, route: Route, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+    ranks: _Group,
+    route: Route,
+    world: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
 ) -> dict[int, UnitTimes]:
-    """Times of one unit by its bytes, each the median of the slowest rank's; takes about ``seconds``."""
-    group = ranks.mesh.get_group()
-    counts = _affordable_counts(ranks, route, device, sizes, repeats, seconds)
+    """Times of a unit by its bytes, each the median of the slowest of all ranks; takes about ``seconds``."""
+    counts = _affordable_counts(ranks, route, world, device, sizes, repeats, seconds)
     samples: dict[Probe, list[UnitTimes]] = {probe: [] for probe in counts}
     # Sizes take turns, so that a busy moment of the machine does not fall on one size alone.
     for turn in range(repeats):
         for probe, count in counts.items():
             if turn < count:
                 samples[probe].append(probe.step())
-    return {probe.nbytes: _slowest(_median(times), group, device) for probe, times in samples.items()}
+    return {probe.nbytes: _slowest(_median(times), world, device) for probe, times in samples.items()}
 
 
 def _affordable_counts(
-    ranks: _Group, route: Route, device: torch.device, sizes: Sequence[int], repeats: int, seconds: float
+    ranks: _Group,
+    route: Route,
+    world: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
 ) -> dict[Probe, int]:
-    """Warm probes of the sizes that ``seconds`` suffice for, and how often each can be timed."""
+    """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each."""
     costs: dict[Probe, float] = {}
     left = seconds
     for i, size in enumerate(sizes):
@@ -262,7 +273,7 @@ def _affordable_counts(
         probe.step()
         start = time.perf_counter()
         probe.step()
-        costs[probe] = _most(time.perf_counter() - start, ranks.mesh.get_group(), device)
+        costs[probe] = _most(time.perf_counter() - start, world, device)
         left -= 2 * costs[probe]
         growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
         if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
@@ -286,28 +297,39 @@ def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float
 
 
 def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
-    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on."""
+    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
+
+    Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
+    """
     common = set.intersection(*(set(samples) for samples in by_route.values()))
-    fastest = min(
-        by_route,
-        key=lambda route: sum(
-            by_route[route][size].unshard + by_route[route][size].reduce for size in common
-        ),
-    )
-    first = next(iter(by_route))
-    links = []
-    for collective, name in zip(COLLECTIVES, ("unshard", "reduce", "all_reduce"), strict=True):
-        route = fastest if name != "all_reduce" else first
-        seen = {nbytes: getattr(times, name) for nbytes, times in by_route[route].items()}
-        # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
-        left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
-        if len(left) < 2:
-            left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
-        latency, bandwidth, residual = fit(list(left), list(left.values()))
-        links.append(
-            Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
+
+    def total(route: Route) -> float:
+        return sum(times.unshard + times.reduce for size, times in by_route[route].items() if size in common)
+
+    fastest, first = min(by_route, key=total), next(iter(by_route))
+    links = [
+        _fitted(
+            collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
         )
+        for collective, name, route in (
+            ("all_gather", "unshard", fastest),
+            ("reduce_scatter", "reduce", fastest),
+            ("all_reduce", "all_reduce", first),
+        )
+    ]
+    if group == "world" and fastest is not first:
+        own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
+        links.append(_fitted("reduce_scatter", group, size, first, own))
     return links
+
+
+def _fitted(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
+    # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
+    left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
+    if len(left) < 2:
+        left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
+    latency, bandwidth, residual = fit(list(left), list(left.values()))
+    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
 
 
 def _affordable(all_reduce: Link) -> int:

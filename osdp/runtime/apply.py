@@ -88,7 +88,7 @@ def apply(
         start_unit([name])
         replicated.add(shard_weight(owned[name], dim, mesh))
     recompute(model, plan)
-    shard_units(model, plan, Meshes(mesh), policy, replicated, start_unit)
+    shard_units(model, plan, Meshes.over(mesh), policy, replicated, start_unit)
     if on_meta:
         offloaded = [
             name for unit in plan.units if unit.offloaded for name in _parameters_of(plan, unit.operators)

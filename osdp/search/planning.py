@@ -172,9 +172,12 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
     if rules.allowed == tuple(Mode) and not rules.whole_blocks:
         found += _wider(situation, rules)
-    state = float(situation.prices.state_sharded[-1])
+    in_groups = rules.allowed == (Mode.HYBRID_SHARD,)
+    prices = situation.prices.by_wire[situation.root_wire if in_groups else 0]
+    ranks = f"more ranks than {device.world_size}"
     found.append(
-        f"more ranks than {device.world_size}: sharded states take {format_bytes(state)} of each device here"
+        f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded states take "
+        f"{format_bytes(float(prices.state_sharded[-1]))} of each device here"
     )
     return [*found, *_about_offload(situation, rules)]
 

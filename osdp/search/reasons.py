@@ -32,6 +32,7 @@ class Reasons:
         self._situation, self._found = situation, found
         self._limit = situation.device.memory_limit
         self._ways = list(_named_ways(situation, rules))
+        self._forced = len(rules.allowed) == 1
         sharded, replicated = found.root_sharded, found.root_replicated
         self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
         self._known: dict[tuple[object, ...], str] = {}
@@ -44,7 +45,7 @@ class Reasons:
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
         key = (shapes, way, neighbours)
         if key not in self._known:
-            forced = len(self._ways) == 1 and not is_offloaded(way)
+            forced = self._forced and len(self._ways) == 1 and not is_offloaded(way)
             self._known[key] = "forced" if forced else self._compare(index)
         return self._known[key]
 
@@ -99,7 +100,7 @@ class Reasons:
     def _root_difference(
         self, mode: Mode, sharded: tuple[Operator, ...], replicated: tuple[Operator, ...]
     ) -> str:
-        if len(self._ways) == 1:
+        if self._forced:
             return "forced"
         has_unit = bool(sharded) or self._found.chain_joins_root
         root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
@@ -115,7 +116,7 @@ def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]
         wire = prices.wire
         if wire.hybrid and Mode.HYBRID_SHARD in rules.allowed:
             yield f"HYBRID_SHARD over {wire.group_size}", FULL_SHARD + WIRE * number
-        if not wire.hybrid and rules.two_step is not False:
+        if wire.searched and not wire.hybrid and rules.two_step is not False:
             for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
                 if mode in rules.allowed:
                     yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number

@@ -20,7 +20,8 @@ RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
 def root_wire(situation: Situation, rules: Rules) -> int:
     """The number of the wire that gathers and reduces all that may join the root's unit soonest.
 
-    It lies over all ranks, unless every unit must lie inside groups.
+    It lies over all ranks, unless every unit must lie inside groups. This is decided before the search, by
+    time alone.
     """
     hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
     loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
@@ -29,7 +30,9 @@ def root_wire(situation: Situation, rules: Rules) -> int:
     seconds = {
         number: wire.gather.seconds(nbytes) + wire.reduce.seconds(nbytes)
         for number, wire in wires
-        if wire.hybrid == hybrid and (hybrid or rules.two_step in (None, wire.route.in_two_steps))
+        if wire.searched
+        and wire.hybrid == hybrid
+        and (hybrid or rules.two_step in (None, wire.route.in_two_steps))
     }
     return min(seconds, key=lambda number: seconds[number], default=0)
 

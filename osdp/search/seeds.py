@@ -95,7 +95,7 @@ def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
     if most_cut > SLICED:
         pairs += [(way, most_cut + again) for way in ways]
         ways.append(most_cut + again)
-    for number in range(1, int(space.way.max(initial=0)) // WIRE + 1):
+    for number in sorted(set((space.way // WIRE).tolist()) - {0}):
         pairs += [(way, FULL_SHARD + WIRE * number) for way in _MODES]
         ways.append(FULL_SHARD + WIRE * number)
     if bool((space.way & OFFLOADED).any()):

@@ -6,7 +6,8 @@ any mode its operators allow. An operator outside blocks may also join the root'
 and is not much smaller than the largest, may run in slices. A block may be recomputed in backward if it is
 one unit, or if its operators are replicated or run in slices. Where nothing else fits, sharded units outside
 the root's and not in slices may live in host memory. A plan is any set of units that partitions the chain,
-with the operators outside the chain replicated or in the root's unit.
+with the operators outside the chain replicated or in the root's unit. The root's unit lies over all ranks and
+goes the faster way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
 """
 
 from collections import Counter
@@ -130,7 +131,7 @@ def build_space(
     ways += [
         way
         for number in range(1, len(wires))
-        if wires[number].hybrid or two_step is not False
+        if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
     cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
