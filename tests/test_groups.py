@@ -17,7 +17,7 @@ from osdp.comm.groups import Grid, Meshes
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.device_info import COLLECTIVES
 from osdp.plan import Mode, Plan, Route, Unit
-from osdp.runtime import checkpoint
+from osdp.runtime import apply, checkpoint
 from tests.distributed import run
 from tests.nets import Net, WithLoss, loss_of, tokens
 from tests.plans import in_different_groups, in_groups, plan_by_hand
@@ -135,7 +135,14 @@ def grouped_cases(group_size: int) -> list[Any]:
         for accumulate in ("none", "keep", "reduce")
     ]
     low = ("bfloat16", "float32")
-    return cases + [Case("mixed blocks", dtypes=low, grouping=grouping) for grouping in groupings(group_size)]
+    cases += [Case("mixed blocks", dtypes=low, grouping=grouping) for grouping in groupings(group_size)]
+    different = partial(in_different_groups, group_size=group_size)
+    return [
+        *cases,
+        Case("shard all", recomputed=True, grouping=different),
+        Case("shard each", offloaded=True, grouping=different),
+        Case("mixed blocks", recomputed=True, accumulate="keep", grouping=different),
+    ]
 
 
 def test_every_group_layout_of_four_ranks_trains_as_a_single_process() -> None:
@@ -191,6 +198,23 @@ def clips_as_a_single_process() -> None:
 
 def test_gradients_are_clipped_alike_in_all_groups() -> None:
     run(4, clips_as_a_single_process)
+
+
+def initialised_in_groups() -> None:
+    values = []
+    for grouping in (None, *groupings(2)):
+        torch.manual_seed(40 + dist.get_rank())  # rank 0's counts
+        with torch.device("meta"):
+            net = Net(gated=False)
+        modes, groups = LAYOUTS["mixed leaves"]
+        plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+        apply(net, plan if grouping is None else grouping(plan))
+        values.append({name: whole(p.detach()).clone() for name, p in net.named_parameters()})
+    assert all(torch.equal(got[name], values[0][name]) for got in values[1:] for name in values[0])
+
+
+def test_models_on_meta_start_alike_in_all_groups() -> None:
+    run(4, initialised_in_groups)
 
 
 def saved_in_groups(folder: str) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ class AppliedPlan:
     Attributes:
         model: The model, changed in place.
         plan: The plan.
-        mesh: The one mesh of its parameters.
+        mesh: The mesh of all data-parallel ranks.
     """
 
     def __init__(

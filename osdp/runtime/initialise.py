@@ -79,7 +79,7 @@ def materialise(
     Args:
         model: Sharded and replicated already, all of it on ``meta``.
         owned: Its parameters.
-        mesh: The one mesh.
+        mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
         stamp: Seed; rank 0's current one if ``None``.
         offloaded: Names of parameters that live in host memory.

@@ -139,7 +139,7 @@ def replicate(owned: Owned, mesh: DeviceMesh, device: torch.device, *, as_dtenso
 
     Args:
         owned: A plain parameter, which may be on ``meta``.
-        mesh: The one mesh of the model.
+        mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
         as_dtensor: Whether other parameters of the model are DTensors.
     """
