@@ -75,7 +75,7 @@ DEVICE = st.builds(
     memory_limit=st.integers(1, 2**60),
     kind=st.text(max_size=5),
     nodes=st.integers(1, 99),
-    devices_per_node=st.integers(1, 99),
+    devices_per_node=st.integers(1, 9).map(lambda eighths: 16 * eighths),
     links=st.lists(LINK, max_size=3).map(tuple),
     blocking=st.booleans(),
     overlap=st.floats(0, 1),

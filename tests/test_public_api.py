@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
         "SplitEmbedding",
         "SplitLinear",
         "Training",
+        "gen_fsdp_args",
         "make_plan",
         "split_cross_entropy",
         "split_embedding",
