@@ -127,12 +127,18 @@ def groupings(size: int) -> list[Callable[[Plan], Plan]]:
 
 
 def grouped_cases(group_size: int) -> list[Any]:
-    layouts = ("shard all", "shard each", "mixed blocks", "mixed leaves", "keep all")
+    ways = {
+        "shard all": ("none",),
+        "shard each": ("none", "keep", "reduce"),
+        "mixed blocks": ("keep",),
+        "mixed leaves": ("none", "reduce"),
+        "keep all": ("none", "keep"),
+    }
     cases = [
         Case(layout, accumulate=accumulate, grouping=grouping)
-        for layout in layouts
+        for layout, accumulates in ways.items()
         for grouping in groupings(group_size)
-        for accumulate in ("none", "keep", "reduce")
+        for accumulate in accumulates
     ]
     low = ("bfloat16", "float32")
     cases += [Case("mixed blocks", dtypes=low, grouping=grouping) for grouping in groupings(group_size)]
