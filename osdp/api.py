@@ -76,8 +76,8 @@ def make_plan(
         two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
             and inside them one after the other; the search decides if ``None``.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
-        param_dtype: Overrides the training's.
-        reduce_dtype: Overrides the training's.
+        param_dtype: Overrides the training's, as ``reduce_dtype`` does.
+        reduce_dtype: Dtype gradients are reduced in.
         loss_fn: How the loss is made of the model's output.
         find_unused_parameters: Whether parts of the model may go unused in a step; units are then whole
             blocks.
@@ -87,11 +87,11 @@ def make_plan(
         InfeasibleError: Nothing fits the memory limit.
         ValueError: An argument does not fit another.
     """
+    allowed, mesh = _allowed(strategy, two_step), mesh or _mesh(model, profile)
     description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
     training = _trained(training, description, param_dtype, reduce_dtype)
-    mesh = mesh or _mesh(model, profile)
     device = _detected(device_info, mesh, group_sizes)
-    rules = _rules(strategy, slices, recompute, offload, two_step, find_unused_parameters, device)
+    rules = _rules(allowed, slices, recompute, offload, two_step, find_unused_parameters, device)
 
     def profiled(batch: int) -> Profile:
         wanted = replace(training, local_batch=batch)
@@ -172,7 +172,7 @@ def _detected(
 
 
 def _rules(
-    strategy: str | Mode | None,
+    allowed: tuple[Mode, ...],
     slices: Sequence[int],
     recompute: bool,
     offload: bool,
@@ -183,19 +183,17 @@ def _rules(
     """What the search may use.
 
     Raises:
-        ValueError: The strategy is unknown, or needs links that are.
+        ValueError: What is forced needs links that are unknown.
     """
-    if (strategy == Mode.HYBRID_SHARD or two_step) and not device.group_sizes:
+    if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
         asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
         raise ValueError(
-            f"{asked} needs the links of groups, of which DeviceInfo knows none; "
-            "DeviceInfo.detect(group_sizes=(2,)) measures them, as it does by itself on several machines"
+            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
+            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
         )
-    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
-        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy!r} has none")
-    free = strategy is None and not two_step and not find_unused_parameters
+    free = allowed == tuple(Mode) and not two_step and not find_unused_parameters
     return Rules(
-        allowed=_allowed(strategy),
+        allowed=allowed,
         whole_blocks=find_unused_parameters,
         slices=tuple(slices) if free else (),
         recompute=recompute and free,
@@ -204,7 +202,9 @@ def _rules(
     )
 
 
-def _allowed(strategy: str | Mode | None) -> tuple[Mode, ...]:
+def _allowed(strategy: str | Mode | None, two_step: bool | None) -> tuple[Mode, ...]:
+    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
+        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy} has none")
     if strategy is None:
         return tuple(Mode)
     names = [mode.value for mode in Mode]

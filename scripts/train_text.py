@@ -148,7 +148,12 @@ def groups_of(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
     size = int(os.environ["LOCAL_WORLD_SIZE"]) if options.group_size is None else options.group_size
     if size < 1 or world_size % size:
         raise SystemExit(f"error: --group-size: groups of {size} do not divide {world_size} processes")
-    return gen_fsdp_args(world_size // size, size, options.groups, options.family)
+    args = gen_fsdp_args(world_size // size, size, options.groups, options.family)
+    if "group_sizes" not in args and os.environ["RANK"] == "0":
+        print(
+            f"one group of {size} of {world_size} processes: no groups; --group-size makes some", flush=True
+        )
+    return args
 
 
 def wrap_of(name: str, planning: "Planning | None", part: Part) -> Wrap:

@@ -75,8 +75,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     info = device(2, 4, (4,))
     with pytest.raises(ValueError, match=r"groups of 4, not of 2: measure .*group_sizes=\(2,\)"):
         planned(gen_fsdp_args(4, 2, "group_sharding"), info, WithLoss(gated=False))
-    with pytest.raises(ValueError, match=r"two_step=True needs the links of groups"):
+    with pytest.raises(ValueError, match=r"two_step=True needs groups of ranks, .*pass group_sizes=\(2,\)"):
         planned({"two_step": True}, info.with_groups(()), WithLoss(gated=False))
+    with pytest.raises(ValueError, match=r"two_step=True is for units sharded over all ranks, .* NO_SHARD"):
+        planned({"two_step": True, "strategy": "NO_SHARD"}, info, WithLoss(gated=False))
 
 
 def through_fairscale(gsdp_type: str, *, marks: bool) -> tuple[set[tuple[str, int]], float]:
@@ -114,8 +116,8 @@ def test_the_options_go_through_fairscale_to_the_root() -> None:
 
 
 def wrong_groups() -> None:
-    for sizes, said in (((3,), "groups of 3 ranks"), ((1, 4), "groups of 1, 4 ranks")):
-        with pytest.raises(ValueError, match=f"{said}: several groups of several ranks"):
+    for sizes, said in (((3,), "groups of 3"), ((1, 4), "groups of 1, 4")):
+        with pytest.raises(ValueError, match=f"{said} ranks do not fit 4 ranks; possible are groups of 2"):
             DeviceInfo.detect(group_sizes=sizes)
 
 

@@ -19,7 +19,8 @@ def gen_fsdp_args(
     """Options of :class:`osdp.OSDP` that force one use of groups on every operator.
 
     They also go to fairscale's ``enable_wrap(wrapper_cls=OSDP, **gen_fsdp_args(...))``, whose marked modules
-    pass them on to the root. Call it alike on every rank.
+    pass them on to the root; where its policy marks none (its default is 100 million parameters), give them
+    to the root. Call it alike on every rank.
 
     Args:
         nnodes: Machines; the ranks of each are neighbours, as torchrun numbers them.

@@ -218,9 +218,10 @@ def _groups(
     world = mesh if mesh is not None and mesh.ndim == 1 else DeviceMesh(kind, ranks)
     wrong = [size for size in group_sizes if world_size % size or not 1 < size < world_size]
     if wrong:
+        possible = [size for size in range(2, world_size) if world_size % size == 0]
         raise ValueError(
-            f"groups of {', '.join(map(str, wrong))} ranks: several groups of several ranks must divide the "
-            f"{world_size} ranks there are"
+            f"groups of {', '.join(map(str, wrong))} ranks do not fit {world_size} ranks; possible are "
+            f"groups of {', '.join(map(str, possible)) or 'no size'}"
         )
     meshes = Meshes.over(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
