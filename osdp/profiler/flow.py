@@ -1,0 +1,233 @@
+"""From a module to its Flow: which values go from which step of a forward to which, on fake tensors."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from osdp.flow import Arrival, Bar, Flow, Step, Value
+from osdp.model_desc import Affine
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.skeleton import on_fake_cpu, skeleton
+from osdp.profiler.tensors import dtype_name, tensors_in
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+#: Operations that read nothing of a tensor but its shape and dtype.
+_FACTORIES = frozenset(
+    f"aten::{name}"
+    for name in ("new_empty", "new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like",
+                 "empty_like", "new_empty_strided")
+)  # fmt: skip
+
+
+def movable_modules(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the modules that a stage keeps or removes as a whole: those with parameters, in order.
+
+    They are the elements of the outermost lists, and what lies beside those lists.
+    """
+    found: list[str] = []
+    _collect(model, "", found)
+    return tuple(found)
+
+
+def _collect(module: nn.Module, name: str, found: list[str]) -> None:
+    for key, child in module.named_children():
+        path = f"{name}.{key}".lstrip(".")
+        if isinstance(child, _LISTS) or not isinstance(module, _LISTS) and _has_list(child):
+            _collect(child, path, found)
+        elif any(True for _ in child.parameters()):
+            found.append(path)
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, _LISTS) for inner in module.modules())
+
+
+def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
+    """The flow of one forward of ``model``, which is neither run nor changed.
+
+    Args:
+        model: An unmodified module on any device, ``meta`` included.
+        sample_inputs: A batch, as for :func:`osdp.profiler.trace.describe`.
+
+    Raises:
+        ValueError: The model has nothing to cut, or its forward depends on values of tensors.
+    """
+    batch = SampleBatch.of(sample_inputs)
+    modules = movable_modules(model)
+    if len(modules) < 2:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut: stages keep whole modules, of which it has {len(modules)}"
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = skeleton(model, on_fake_cpu)
+        one = _run(twin, batch, modules)
+        try:
+            two = _run(twin, batch.resized(2 * batch.local_batch), modules)
+        except ValueError:
+            two = one
+    alike = [v.step for v in two.values] == [v.step for v in one.values] and two.steps == one.steps
+    others = two.values if alike else one.values
+    values = tuple(_with_batch(a, b, batch.local_batch) for a, b in zip(one.values, others, strict=True))
+    return replace(one, values=values)
+
+
+def _with_batch(one: Value, two: Value, local_batch: int) -> Value:
+    rise = two.numel.constant - one.numel.constant
+    return replace(one, numel=Affine(one.numel.constant - rise, rise / local_batch))
+
+
+def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Flow:
+    fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    recorder = _FlowRecorder(_owners(twin, modules))
+    handles = [
+        handle
+        for name in modules
+        for module in [twin.get_submodule(name)]
+        for handle in (
+            module.register_forward_pre_hook(partial(recorder.enter, name), with_kwargs=True),
+            module.register_forward_hook(recorder.leave),
+        )
+    ]
+    try:
+        with torch.no_grad(), recorder:
+            fake.run(twin)
+    except Exception as error:
+        raise ValueError(f"the model cannot be followed: {type(error).__name__}: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.flow(modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter: its name, and the movable modules that hold it."""
+
+    name: str
+    holders: frozenset[str]
+
+
+def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in twin.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    return {
+        key: _Parameter(
+            found[0], frozenset(m for m in modules for name in found if name.startswith(f"{m}."))
+        )
+        for key, found in names.items()
+    }
+
+
+class _FlowRecorder(TorchDispatchMode):
+    """Follows what parameters went into from operation to operation, and from step to step."""
+
+    def __init__(self, parameters: Mapping[int, _Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = parameters
+        self._calls: Counter[str] = Counter()
+        self._steps: list[Step] = []
+        self._inside = False
+        #: The value that each tensor is, by id; the tensors are kept so that no id comes twice.
+        self._numbers: dict[int, int] = {}
+        self._values: list[Value] = []
+        self._kept: list[torch.Tensor] = []
+        self._bars: dict[tuple[int, int], Bar] = {}
+        self._loose: dict[tuple[str, int], None] = {}
+        self._first_use: dict[str, int] = {}
+
+    def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A step begins."""
+        index = len(self._steps)
+        arrivals = [
+            Arrival(self._numbers[id(leaf)], place)
+            for place, leaf in enumerate(tree_leaves((args, kwargs)))
+            if id(leaf) in self._numbers
+        ]
+        if self._calls[name]:
+            first = next(i for i, step in enumerate(self._steps) if step.module == name)
+            self._bar(first, index, f"{name!r} is called again and must be in one stage")
+        self._steps.append(Step(name, self._calls[name], tuple(arrivals)))
+        self._calls[name] += 1
+        self._inside = True
+
+    def leave(self, *_: Any) -> None:
+        """A step ends."""
+        self._inside = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and note what its results are made of."""
+        output = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or func.name().split(".")[0] in _FACTORIES:
+            return output
+        if any([self._use(tensor) for tensor in tensors_in((args, kwargs))]):
+            for tensor in tensors_in(output):
+                self._make(tensor)
+        return output
+
+    def _use(self, tensor: torch.Tensor) -> bool:
+        """Note that an operation reads ``tensor``; whether parameters went into it."""
+        here = len(self._steps) - 1
+        parameter = self._parameters.get(id(tensor))
+        if parameter is not None:
+            self._use_parameter(parameter, here)
+            return True
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            return False
+        made = self._values[number].step
+        arrived = self._inside and any(arrival.value == number for arrival in self._steps[-1].arrivals)
+        if made < here and not arrived:
+            user = self._steps[here].module if self._inside else "the code around the modules"
+            self._bar(made, here, f"{user} uses what is computed before without being given it")
+        return True
+
+    def _use_parameter(self, parameter: _Parameter, here: int) -> None:
+        if self._inside and self._steps[here].module in parameter.holders:
+            return
+        if parameter.holders or self._inside:
+            homes = [i for i, step in enumerate(self._steps) if step.module in parameter.holders]
+            self._bar(homes[-1] if homes else -1, here, f"{parameter.name!r} is used outside its own module")
+            return
+        first = self._first_use.setdefault(parameter.name, here)
+        self._bar(first, here, f"{parameter.name!r} is used in several places")
+        self._loose[parameter.name, first] = None
+
+    def _bar(self, made: int, used: int, reason: str) -> None:
+        if made < used:
+            self._bars.setdefault((made, used), Bar(made + 1, used, reason))
+
+    def _make(self, tensor: torch.Tensor) -> None:
+        self._numbers[id(tensor)] = len(self._values)
+        self._kept.append(tensor)
+        numel = Affine(float(tensor.numel()), 0.0)
+        floating = tensor.is_floating_point()
+        self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, floating))
+
+    def flow(self, modules: Sequence[str]) -> Flow:
+        """What was seen, with the values that arrive somewhere."""
+        used = sorted({arrival.value for step in self._steps for arrival in step.arrivals})
+        number = {value: index for index, value in enumerate(used)}
+        steps = tuple(
+            replace(step, arrivals=tuple(replace(a, value=number[a.value]) for a in step.arrivals))
+            for step in self._steps
+        )
+        called = {step.module for step in steps}
+        return Flow(
+            steps=steps,
+            values=tuple(self._values[value] for value in used),
+            bars=tuple(self._bars.values()),
+            idle=tuple(module for module in modules if module not in called),
+            loose=tuple(self._loose),
+        )

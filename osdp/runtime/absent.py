@@ -1,0 +1,79 @@
+"""A tensor that is not here: shape, dtype and device of a value of another stage.
+
+Code around the steps of a stage meets values that other stages make. They stand for themselves by tensors
+without storage, and whatever is computed of one is absent too; what only asks for its shape or dtype (masks,
+positions) goes on as ever.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+#: What these return has values of its own, whatever it was made like.
+_FACTORIES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("new_empty", "new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
+)
+
+
+class Absent(torch.Tensor):
+    """Made by :func:`absent`."""
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Absent":
+        """A tensor without storage."""
+        made: Any = torch.Tensor._make_wrapper_subclass
+        tensor: Absent = made(cls, shape, dtype=dtype, device=device)
+        return tensor
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Shapes by torch's own rules, on ``meta``."""
+        device = next(t.device for t in _tensors((args, kwargs)) if isinstance(t, Absent))
+        if func in _FACTORIES:
+            like, *rest = args
+            stand_in = torch.empty((), dtype=like.dtype, device=device).expand(like.shape)
+            return func(stand_in, *rest, **(kwargs or {}))
+        args, kwargs = tree_map(_on_meta, (args, _without_device(kwargs or {})))
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise AbsentError(f"{func} needs the values of a tensor that another stage holds") from error
+        return tree_map(lambda leaf: absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+class AbsentError(RuntimeError):
+    """The code around a stage's modules needs what another stage holds: it cannot be cut there."""
+
+
+def absent(like: torch.Tensor, device: torch.device | None = None) -> Absent:
+    """An absent tensor of the shape and dtype of ``like``."""
+    return Absent(like.shape, like.dtype, device or like.device)
+
+
+def stand_ins(tree: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``tree`` with its tensors replaced by ``make`` of them."""
+    return tree_map(lambda leaf: make(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    return found

@@ -1,0 +1,115 @@
+"""What a removed module would have returned: its outputs' structure, shapes and dtypes.
+
+A twin of it without memory is run on fake tensors, once for each combination of input shapes; modules that are
+alike share a twin.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from osdp.runtime.absent import absent
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The outputs for one combination of inputs.
+
+    Attributes:
+        leaves: Its leaves: of tensors a meta tensor, or the number of the input leaf that is handed through.
+        spec: Their structure.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """An output that is an input."""
+
+    leaf: int
+
+
+class Twin:
+    """Stands in for modules that are alike; made by :func:`twins_of`."""
+
+    def __init__(self, module: nn.Module, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._templates: dict[object, _Template] = {}
+        with mode:
+            memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+            for parameter in module.parameters():
+                like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+                memo[id(parameter)] = nn.Parameter(like, requires_grad=False)
+            self._module = copy.deepcopy(module, memo)
+
+    def outputs(self, args: Any, kwargs: Any) -> Any:
+        """What the module returns for inputs of these shapes, with absent tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (spec, tuple(_kind(leaf) for leaf in leaves))
+        if key not in self._templates:
+            self._templates[key] = self._run(leaves, spec)
+        template = self._templates[key]
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        filled = [
+            leaves[leaf.leaf]
+            if isinstance(leaf, _Handed)
+            else absent(leaf, device)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in template.leaves
+        ]
+        return tree_unflatten(filled, template.spec)
+
+    def _run(self, leaves: list[Any], spec: TreeSpec) -> _Template:
+        with torch.no_grad(), torch.random.fork_rng([]):
+            with self._mode:
+                fakes = [
+                    torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+                    for leaf in leaves
+                ]
+                args, kwargs = tree_unflatten(fakes, spec)
+                output = self._module(*args, **kwargs)
+            places = {id(leaf): place for place, leaf in enumerate(fakes) if isinstance(leaf, torch.Tensor)}
+            found, structure = tree_flatten(output)
+            return _Template(tuple(_template(leaf, places) for leaf in found), structure)
+
+
+def _template(leaf: Any, places: dict[int, int]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) in places:
+        return _Handed(places[id(leaf)])
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _kind(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, (str, int, float, bool, type(None))) else type(leaf)
+
+
+def twins_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, Twin]:
+    """A twin for each of ``modules``, shared by those of one class, list and set of parameters."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[object, Twin] = {}
+    found = {}
+    for name in modules:
+        module = model.get_submodule(name)
+        specs = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
+        kind = (name.rpartition(".")[0], type(module), specs)
+        if kind not in made:
+            made[kind] = Twin(module, mode)
+        found[name] = made[kind]
+    return found
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of ``tree``."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,224 @@
+"""A stage: the original model with the modules of other stages removed.
+
+The code around the modules (a transformer's own forward) runs in every stage, so each makes its masks and
+positions itself. A removed module takes no time and returns tensors that are absent
+(:mod:`osdp.runtime.absent`); on the way it hands out what this stage computed for another. A module of this
+stage gets, in the place of absent arguments, what other stages sent.
+
+Containers are copied, so that a rank can have several stages; the modules of a stage are the model's own.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from osdp.flow import Place, Transfer
+from osdp.runtime.absent import Absent, absent
+from osdp.runtime.shapes import Twin
+from osdp.runtime.torch_private import in_backward
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a forward of a stage gave.
+
+    Attributes:
+        sent: The tensors for other stages, one for each outgoing transfer.
+        result: What the model returned; absent but in the last stage.
+    """
+
+    sent: tuple[torch.Tensor, ...]
+    result: Any
+
+
+class Stage:
+    """One stage of a model.
+
+    Attributes:
+        index: Which.
+        model: The model, with other stages' modules removed; called by :meth:`forward` alone.
+        incoming: Transfers to this stage.
+        outgoing: Transfers from it.
+        is_last: Whether it returns what the model does.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        transfers: Sequence[Transfer],
+        *,
+        is_last: bool,
+    ) -> None:
+        self.index = index
+        self.model = model
+        self.is_last = is_last
+        self.incoming = tuple(t for t in transfers if t.target == index)
+        self.outgoing = tuple(t for t in transfers if t.source == index)
+        self._needed = {place: at for at, t in enumerate(self.incoming) for place in t.places}
+        self._wanted = {t.taken for t in self.outgoing}
+        self._calls: Counter[str] = Counter()
+        self._received: Sequence[torch.Tensor] = ()
+        self._taken: dict[Place, torch.Tensor] = {}
+        self._forward = model.forward
+        model.forward = self._run
+
+    def forward(self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run it.
+
+        Args:
+            received: One tensor for each incoming transfer.
+            args: Positional inputs of the model, the same on every stage.
+            kwargs: Keyword inputs.
+
+        Returns:
+            A :class:`StageOutput`.
+        """
+        sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
+        return StageOutput(sent, result)
+
+    def _run(
+        self, *args: Any, stage_inputs: tuple[torch.Tensor, ...] = (), **kwargs: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        self._calls.clear()
+        self._received, self._taken = stage_inputs, {}
+        try:
+            result = self._forward(*args, **kwargs)
+            missing = [t.taken.module for t in self.outgoing if t.taken not in self._taken]
+            if missing:
+                raise RuntimeError(
+                    f"stage {self.index} was to send what {', '.join(sorted(set(missing)))} takes, but they "
+                    "were not called as in the sample batch: plan again with a batch like this one"
+                )
+            return tuple(self._taken[t.taken] for t in self.outgoing), result if self.is_last else None
+        finally:
+            self._received, self._taken = (), {}
+
+    def enter(
+        self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook of a module of this stage: put what was received in its place."""
+        if in_backward():
+            return None  # recomputation has the arguments already
+        call = self._call(name)
+        leaves, spec = tree_flatten((args, kwargs))
+        changed = False
+        for at, leaf in enumerate(leaves):
+            number = self._needed.get(Place(name, call, at))
+            if number is not None and isinstance(leaf, Absent):
+                leaves[at], changed = self._received[number], True
+        if not changed:
+            return None
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def skip(self, name: str, twin: Twin, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of a removed module."""
+        call = self._call(name)
+        leaves, _ = tree_flatten((args, kwargs))
+        for at, leaf in enumerate(leaves):
+            place = Place(name, call, at)
+            if place in self._wanted and not isinstance(leaf, Absent):
+                self._taken[place] = leaf
+        return twin.outputs(args, kwargs)
+
+    def _call(self, name: str) -> int:
+        call = self._calls[name]
+        self._calls[name] += 1
+        return call
+
+    def watch(self, modules: Collection[str]) -> None:
+        """Let ``modules``, those of this stage, get what is received; after they were sharded."""
+        targets = {place.module for place in self._needed}
+        for name in modules:
+            if name in targets:
+                hook = torch.compiler.disable(partial(self.enter, name))
+                self.model.get_submodule(name).register_forward_pre_hook(
+                    hook, prepend=True, with_kwargs=True
+                )
+
+
+def build_stage(
+    model: nn.Module,
+    index: int,
+    kept: Collection[str],
+    loose: Collection[str],
+    twins: dict[str, Twin],
+    transfers: Sequence[Transfer],
+    *,
+    is_last: bool,
+) -> Stage:
+    """Stage ``index`` of ``model``, which keeps its own containers and stays as it is.
+
+    Args:
+        model: The model.
+        index: Which stage.
+        kept: FQNs of the movable modules that belong to it.
+        loose: Parameters of containers that belong to it.
+        twins: For each movable module of other stages what stands in for it.
+        transfers: All transfers of the pipeline.
+        is_last: Whether it is the last stage.
+    """
+    movable = {*kept, *twins}
+    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose))
+    stage = Stage(index, tree, transfers, is_last=is_last)
+    for name, twin in twins.items():
+        if name not in kept:
+            tree.get_submodule(name).forward = partial(stage.skip, name, twin)
+    return stage
+
+
+def _copy_containers(
+    module: nn.Module, name: str, movable: Collection[str], kept: Collection[str], loose: Collection[str]
+) -> nn.Module:
+    """A copy of a container with its own registries; of its descendants those in ``kept`` are the same."""
+    if name in kept:
+        return module
+    if name in movable:
+        return _emptied(module)
+    twin = _shallow(module)
+    for key, parameter in module._parameters.items():
+        path = f"{name}.{key}".lstrip(".")
+        if parameter is not None and path not in loose:
+            _remove(twin, key, parameter)
+    for key, child in module._modules.items():
+        if child is not None:
+            path = f"{name}.{key}".lstrip(".")
+            twin._modules[key] = _copy_containers(child, path, movable, kept, loose)
+    return twin
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    for registry, value in vars(module).items():
+        if registry.startswith("_") and isinstance(value, (dict, set)):
+            twin.__dict__[registry] = copy.copy(value)
+    return twin
+
+
+def _emptied(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` that registers no parameters and saves no buffers."""
+    twin = _shallow(module)
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            _remove(twin, key, parameter)
+    for key in twin._buffers:
+        if key not in twin._non_persistent_buffers_set:
+            twin._buffers[key] = None
+    for key, child in twin._modules.items():
+        if child is not None:
+            twin._modules[key] = _emptied(child)
+    return twin
+
+
+def _remove(module: nn.Module, key: str, parameter: torch.Tensor) -> None:
+    """Let ``module`` register no ``parameter``; code around it may still ask for its dtype."""
+    module._parameters[key] = None
+    module.__dict__[key] = absent(parameter)
