@@ -29,6 +29,16 @@ def shard_numel(shape: Sequence[int], num_shards: int) -> int:
     return -(-shape[0] // num_shards) * rest if shape else 1
 
 
+def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:
+    """Sizes of ``num_parts`` parts of ``size``, as even as they can be, the larger ones first.
+
+    >>> part_sizes(10, 4)
+    (3, 3, 2, 2)
+    """
+    whole, more = divmod(size, num_parts)
+    return (whole + 1,) * more + (whole,) * (num_parts - more)
+
+
 def can_shard(operator: Operator) -> bool:
     """Whether FSDP2 can shard it: it rejects 0-dim parameters."""
     return all(parameter.shape for parameter in operator.parameters)

@@ -1,0 +1,66 @@
+"""Losses as sums with counts: the gradient is that of the sum over all ranks and microbatches by the count.
+
+So padding, ignored labels and microbatches of unequal size weigh what they should.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LossFn = Callable[..., Any]
+
+
+def loss_parts(
+    output: Any, targets: Any, samples: int, loss_fn: LossFn | None
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Sum and count of the loss of one microbatch.
+
+    Args:
+        output: What the model returned.
+        targets: Passed to ``loss_fn`` unless ``None``.
+        samples: Of the microbatch.
+        loss_fn: Returns (sum, count), or one number that is the mean over the samples. Without it the loss is
+            ``output.loss``, taken for a mean over the samples.
+
+    Raises:
+        ValueError: The loss is no single number.
+    """
+    if loss_fn is None:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, dict):
+            loss = output.get("loss")
+    else:
+        loss = loss_fn(output) if targets is None else loss_fn(output, targets)
+    if isinstance(loss, tuple) and len(loss) == 2:
+        total, count = loss
+    else:
+        total, count = loss, None
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        what = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
+        raise ValueError(
+            f"the loss must be one number or a pair (sum, count), got {what}; pass loss_fn=, a function of "
+            "the model's output and the targets"
+        )
+    return (total * samples, float(samples)) if count is None else (total, count)
+
+
+class LossSum:
+    """Adds up the losses of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """One microbatch."""
+        with torch.no_grad():
+            self._totals[0] += total.detach().to(torch.float64).reshape(())
+            self._totals[1] += count if isinstance(count, float) else torch.as_tensor(count).to(self._totals)
+
+    def join(self, *groups: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum and count over the ranks of all ``groups``, one group after the other."""
+        for group in groups:
+            if group is not None and group.size() > 1:
+                dist.all_reduce(self._totals, group=group)
+        return self._totals[0], self._totals[1]

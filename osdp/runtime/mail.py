@@ -1,0 +1,132 @@
+"""Values and gradients between stages, point to point and asynchronous.
+
+Receivers post early: a backend such as gloo moves nothing before. Shapes go ahead of the first value of a
+kind; ranks remember them for each shape of the inputs, so later ones need no header.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A message: its number, which both sides derive alike, and what determines its shape.
+
+    Attributes:
+        number: Distinguishes the messages between two ranks that are under way at once.
+        kind: Equal for messages of one shape and dtype.
+    """
+
+    number: int
+    kind: Hashable
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A message that was posted for: its header, if its shape is unknown, or its buffer."""
+
+    peer: int
+    header: torch.Tensor | None = None
+    buffer: torch.Tensor | None = None
+    work: list[dist.Work] = field(default_factory=list)
+
+
+class Mail:
+    """Messages between the ranks of a pipeline.
+
+    Args:
+        group: The ranks of one pipeline, in order; ``None`` if there is one.
+        device: This rank's device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._expected: dict[int, _Expected] = {}
+        self._at_home: dict[int, torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._here = group.rank() if group is not None else 0
+
+    def send(self, tensor: torch.Tensor, peer: int, address: Address) -> None:
+        """Start to send ``tensor``, which must not change, to rank ``peer`` of the pipeline."""
+        tensor = tensor.detach()
+        if peer == self._here:
+            self._at_home[address.number] = tensor
+            return
+        if address.kind not in self._known:
+            self._known[address.kind] = (tensor.shape, tensor.dtype)
+            self._post_send(_header(tensor, self._device), peer, 2 * address.number)
+        self._post_send(tensor.contiguous(), peer, 2 * address.number + 1)
+
+    def expect(self, peer: int, address: Address) -> None:
+        """Get ready for a message from ``peer``; asked twice it is the same."""
+        if peer == self._here or address.number in self._expected:
+            return
+        expected = self._expected[address.number] = _Expected(peer)
+        if address.kind in self._known:
+            self._post_receive(expected, address)
+            return
+        expected.header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
+        expected.work.append(self._receive(expected.header, peer, 2 * address.number))
+
+    def take(self, peer: int, address: Address) -> torch.Tensor:
+        """The message from ``peer``, as soon as it is there."""
+        if peer == self._here:
+            return self._at_home.pop(address.number)
+        self.expect(peer, address)
+        expected = self._expected.pop(address.number)
+        if expected.header is not None:
+            expected.work.pop().wait()
+            self._known[address.kind] = _shape(expected.header)
+            self._post_receive(expected, address)
+        for work in expected.work:
+            work.wait()
+        assert expected.buffer is not None
+        return expected.buffer
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def reset(self) -> None:
+        """Forget what is under way, after an exception."""
+        self._expected.clear()
+        self._at_home.clear()
+        self._sent.clear()
+
+    def _post_receive(self, expected: _Expected, address: Address) -> None:
+        shape, dtype = self._known[address.kind]
+        expected.buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        expected.work.append(self._receive(expected.buffer, expected.peer, 2 * address.number + 1))
+
+    def _receive(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)
+        assert work is not None
+        return work
+
+    def _post_send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
+        assert work is not None
+        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        self._sent.append((work, tensor))
+
+
+def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.dim() > _MAX_DIMS:
+        raise ValueError(f"stages exchange tensors of at most {_MAX_DIMS} dimensions, got {tensor.dim()}")
+    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    return torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype), *shape], device=device)
+
+
+def _shape(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    dims, dtype, *shape = header.tolist()
+    return torch.Size(shape[:dims]), _DTYPES[dtype]

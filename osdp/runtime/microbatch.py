@@ -1,0 +1,90 @@
+"""A batch as arguments of a forward, and its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from osdp.layout import part_sizes
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some samples of a batch.
+
+    Attributes:
+        args: Positional inputs of the model.
+        kwargs: Keyword inputs.
+        targets: What the loss function gets beside the output; ``None`` if there is none.
+        samples: How many there are.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: Any
+    samples: int
+
+    @property
+    def signature(self) -> object:
+        """Equal for microbatches whose values have equal shapes."""
+        return tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in tree_leaves((self.args, self.kwargs))
+        )
+
+
+def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device) -> tuple[Microbatch, ...]:
+    """The parts of a batch along dim 0, as even as they can be, the larger ones first.
+
+    Args:
+        inputs: A tensor, a tuple or list of positional inputs, or a mapping of keyword inputs. Tensors whose
+            dim 0 is not the batch go to every part whole.
+        targets: Tensors with the same dim 0, in any container; or ``None``.
+        num_microbatches: How many parts.
+        device: Where they are wanted.
+
+    Raises:
+        TypeError: ``inputs`` is none of the above.
+        ValueError: There is no tensor, or there are fewer samples than parts.
+    """
+    args, kwargs = _arguments(inputs)
+    samples = next((len(t) for t in tree_leaves((args, kwargs)) if _has_batch(t)), 0)
+    if samples < num_microbatches or num_microbatches < 1:
+        raise ValueError(
+            f"a batch of {samples} samples cannot be cut into {num_microbatches} microbatches; pass more "
+            "samples, or num_microbatches= a smaller number"
+        )
+    edges = [0, *accumulate(part_sizes(samples, num_microbatches))]
+
+    def part(tree: Any, start: int, stop: int) -> Any:
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            own = leaf[start:stop] if _has_batch(leaf) and len(leaf) == samples else leaf
+            return own.to(device)
+
+        return tree_map(cut, tree)
+
+    return tuple(
+        Microbatch(part(args, a, b), part(kwargs, a, b), part(targets, a, b), b - a)
+        for a, b in pairwise(edges)
+    )
+
+
+def _has_batch(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, Mapping):
+        return (), {str(name): value for name, value in inputs.items()}
+    raise TypeError(
+        f"inputs are a tensor, a tuple (positional) or a mapping (keywords), not {type(inputs).__name__}"
+    )

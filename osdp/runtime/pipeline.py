@@ -1,0 +1,274 @@
+"""Executes a schedule: this rank's forwards and backwards in order, values and gradients on their way meanwhile.
+
+``torch.distributed.pipelining`` has an engine too. Its stages talk to their neighbours alone, in shapes fixed
+at the first step; here a value goes to whichever stage needs it, tied weights live in several, and batch and
+sequence length may change from step to step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from osdp.flow import Transfer
+from osdp.runtime.applied import AppliedPlan
+from osdp.runtime.losses import LossFn, LossSum, loss_parts
+from osdp.runtime.mail import Address, Mail
+from osdp.runtime.microbatch import Microbatch
+from osdp.runtime.split_backward import WeightPass, backward_inputs
+from osdp.runtime.stage import Stage
+from osdp.schedule import Action, Kind, Schedule
+
+#: Actions ahead of the current one whose messages are posted for.
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class RunningStage:
+    """A stage and the plan it runs under."""
+
+    stage: Stage
+    applied: AppliedPlan
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and its backward.
+
+    Attributes:
+        received: What came in, one for each incoming transfer.
+        sent: What went out.
+        loss: In the last stage, the sum of its loss.
+        weights: After the first part of a split backward, the second.
+    """
+
+    received: list[torch.Tensor]
+    sent: tuple[torch.Tensor, ...]
+    loss: torch.Tensor | None = None
+    weights: WeightPass | None = None
+
+
+@dataclass
+class _Step:
+    """What one step is made of."""
+
+    schedule: Schedule
+    microbatches: Sequence[Microbatch]
+    loss_fn: LossFn | None
+    losses: LossSum
+    trains: bool
+    outputs: dict[int, Any] = field(default_factory=dict)
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Args:
+        stages: Those of this rank, by number.
+        transfers: All transfers of the pipeline.
+        group: The ranks of this pipeline, in order; ``None`` if there is one.
+        device: This rank's device.
+        reduces_each: Whether gradients are reduced after every microbatch.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, RunningStage],
+        transfers: Sequence[Transfer],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        reduces_each: bool = False,
+    ) -> None:
+        self._stages = dict(stages)
+        self._number = {transfer: index for index, transfer in enumerate(transfers)}
+        self._mail = Mail(group, device)
+        self._rank = group.rank() if group is not None else 0
+        self._device = device
+        self._reduces_each = reduces_each
+
+    def train(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
+    ) -> LossSum:
+        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches."""
+        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), True)
+        with torch.enable_grad():
+            self._run(step)
+        return step.losses
+
+    def evaluate(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
+    ) -> LossSum:
+        """The losses of this rank's microbatches, without gradients."""
+        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), False)
+        with torch.no_grad():
+            self._run(step)
+        return step.losses
+
+    def predict(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """The outputs of all microbatches on the rank of the last stage, nothing on the others."""
+        step = _Step(schedule, microbatches, None, LossSum(self._device), False)
+        with torch.no_grad():
+            self._run(step, keep=True)
+        return [step.outputs[index] for index in sorted(step.outputs)]
+
+    def _run(self, step: _Step, *, keep: bool = False) -> None:
+        order = step.schedule.orders[self._rank]
+        perform: dict[Kind, Callable[[_Step, Action], None]] = {
+            Kind.FORWARD: self._evaluate if not step.trains else self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        if keep:
+            perform[Kind.FORWARD] = self._predict
+        try:
+            for at, action in enumerate(order):
+                for later in order[at : at + 1 + _AHEAD]:
+                    self._expect(step, later)
+                perform[action.kind](step, action)
+            self._mail.finish()
+        except BaseException:
+            self._mail.reset()
+            raise
+
+    # Messages
+
+    def _address(self, step: _Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
+        number = self._number[transfer]
+        kind = (number, back, step.microbatches[microbatch].signature)
+        return Address(2 * (microbatch * len(self._number) + number) + back, kind)
+
+    def _expect(self, step: _Step, action: Action) -> None:
+        stage = self._stages[action.stage].stage
+        placement = step.schedule.placement
+        if action.kind is Kind.FORWARD:
+            for transfer in stage.incoming:
+                address = self._address(step, transfer, action.microbatch, back=False)
+                self._mail.expect(placement[transfer.source], address)
+        elif action.kind is not Kind.BACKWARD_WEIGHT:
+            for transfer in stage.outgoing:
+                if transfer.differentiable:
+                    address = self._address(step, transfer, action.microbatch, back=True)
+                    self._mail.expect(placement[transfer.target], address)
+
+    # Actions
+
+    def _run_stage(self, step: _Step, action: Action) -> tuple[_Flight, Any]:
+        stage, microbatch = self._stages[action.stage].stage, step.microbatches[action.microbatch]
+        placement = step.schedule.placement
+        received = []
+        for transfer in stage.incoming:
+            address = self._address(step, transfer, action.microbatch, back=False)
+            tensor = self._mail.take(placement[transfer.source], address)
+            received.append(tensor.detach().requires_grad_(transfer.differentiable and step.trains))
+        output = stage.forward(received, microbatch.args, microbatch.kwargs)
+        for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
+            address = self._address(step, transfer, action.microbatch, back=False)
+            self._mail.send(tensor, placement[transfer.target], address)
+        return _Flight(received, output.sent), output.result
+
+    def _predict(self, step: _Step, action: Action) -> None:
+        _, result = self._run_stage(step, action)
+        if self._stages[action.stage].stage.is_last:
+            step.outputs[action.microbatch] = result
+
+    def _evaluate(self, step: _Step, action: Action) -> None:
+        _, result = self._run_stage(step, action)
+        if self._stages[action.stage].stage.is_last:
+            self._loss(step, action, result)
+
+    def _forward(self, step: _Step, action: Action) -> None:
+        flight, result = self._run_stage(step, action)
+        if self._stages[action.stage].stage.is_last:
+            flight.loss = self._loss(step, action, result)
+        step.flights[action.stage, action.microbatch] = flight
+
+    def _loss(self, step: _Step, action: Action, result: Any) -> torch.Tensor:
+        microbatch = step.microbatches[action.microbatch]
+        total, count = loss_parts(result, microbatch.targets, microbatch.samples, step.loss_fn)
+        step.losses.add(total, count)
+        return total
+
+    def _backward(self, step: _Step, action: Action) -> None:
+        flight = step.flights.pop((action.stage, action.microbatch))
+        tensors, gradients = self._roots(step, action, flight)
+        with self._reducing(step, action):
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+        self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)
+
+    def _backward_input(self, step: _Step, action: Action) -> None:
+        flight = step.flights[action.stage, action.microbatch]
+        tensors, gradients = self._roots(step, action, flight)
+        model = self._stages[action.stage].stage.model
+        inputs = [tensor for tensor in flight.received if tensor.requires_grad]
+        found, flight.weights = backward_inputs(tensors, gradients, inputs, list(model.parameters()))
+        given = iter(found)
+        self._send_back(
+            step, action, [next(given) if t.requires_grad else None for t in flight.received], flight
+        )
+        flight.sent, flight.loss = (), None
+
+    def _backward_weight(self, step: _Step, action: Action) -> None:
+        flight = step.flights.pop((action.stage, action.microbatch))
+        assert flight.weights is not None
+        with self._reducing(step, action):
+            flight.weights.run()
+
+    def _roots(
+        self, step: _Step, action: Action, flight: _Flight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """What a backward starts from, with the gradients that came back."""
+        tensors: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        if flight.loss is not None and flight.loss.requires_grad:
+            tensors.append(flight.loss)
+            gradients.append(None)
+        stage = self._stages[action.stage].stage
+        for transfer, tensor in zip(stage.outgoing, flight.sent, strict=True):
+            if not transfer.differentiable:
+                continue
+            address = self._address(step, transfer, action.microbatch, back=True)
+            gradient = self._mail.take(step.schedule.placement[transfer.target], address)
+            if tensor.requires_grad:
+                tensors.append(tensor)
+                gradients.append(gradient)
+        return tensors, gradients
+
+    def _send_back(
+        self, step: _Step, action: Action, gradients: Sequence[torch.Tensor | None], flight: _Flight
+    ) -> None:
+        stage = self._stages[action.stage].stage
+        for transfer, gradient, tensor in zip(stage.incoming, gradients, flight.received, strict=True):
+            if transfer.differentiable:
+                address = self._address(step, transfer, action.microbatch, back=True)
+                given = torch.zeros_like(tensor) if gradient is None else gradient
+                self._mail.send(given, step.schedule.placement[transfer.source], address)
+
+    @contextmanager
+    def _reducing(self, step: _Step, action: Action) -> Iterator[None]:
+        """Let the stage reduce its gradients in the backward inside if it is its last one."""
+        running = self._stages[action.stage]
+        last = _last_backward(step.schedule, self._rank, action.stage) == action
+        running.applied.set_requires_gradient_sync(last or self._reduces_each)
+        if isinstance(running.stage.model, FSDPModule):
+            running.stage.model.set_is_last_backward(last)
+        try:
+            yield
+        finally:
+            running.applied.set_requires_gradient_sync(True)
+
+
+def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:
+    ends = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    return next(
+        action
+        for action in reversed(schedule.orders[rank])
+        if action.stage == stage and action.kind in ends
+    )
