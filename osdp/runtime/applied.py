@@ -97,7 +97,7 @@ class AppliedPlan:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
         return clip_grad_norm_(
-            (parameter.stored for parameter in self._parameters),
+            self.stored_parameters(),
             max_norm,
             norm_type,
             group=self.mesh.get_group(),
@@ -110,6 +110,10 @@ class AppliedPlan:
             if candidate.compute is parameter:
                 return candidate.stored
         return parameter
+
+    def stored_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer sees."""
+        return [parameter.stored for parameter in self._parameters]
 
     @property
     def computes(self) -> bool:

@@ -4,7 +4,7 @@ Each rank sums over its shards, which one all-reduce joins, and counts replicate
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ def clip_grad_norm_(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
+    across: dist.ProcessGroup | None = None,
+    copies: Collection[int] = (),
 ) -> torch.Tensor:
     """Scale the gradients in place so that their joint norm is at most ``max_norm``.
 
@@ -28,6 +30,8 @@ def clip_grad_norm_(
         norm_type: Order of the norm; ``math.inf`` for the largest magnitude.
         group: The ranks that share the sharded ones.
         device: This rank's device.
+        across: Ranks that hold other parameters, whose norm is joined too.
+        copies: Ids of parameters that a rank across holds as well and counts.
 
     Returns:
         The norm before clipping, a scalar, the same on all ranks.
@@ -39,25 +43,30 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive, got {norm_type}; use 2 or math.inf")
     #: Local gradients by how many ranks hold each shard; those of 0 are whole everywhere.
     held_by: dict[int, list[torch.Tensor]] = {0: []}
+    scaled: list[torch.Tensor] = []
     with torch.no_grad():
         for parameter in parameters:
-            copies = _copies(parameter)
+            held = _holders(parameter)
             if parameter.requires_grad:
                 # All ranks must join alike, those without a gradient or with an empty shard too.
-                held_by.setdefault(copies, [])
+                held_by.setdefault(held, [])
             if parameter.grad is not None:
-                held_by.setdefault(copies, []).append(_local(parameter.grad))
+                scaled.append(_local(parameter.grad))
+                if id(parameter) not in copies:
+                    held_by.setdefault(held, []).append(scaled[-1])
         norm = _local_norm(held_by[0], norm_type, device)
-        shards = {copies: grads for copies, grads in held_by.items() if copies}
+        shards = {held: grads for held, grads in held_by.items() if held}
         if shards:
             norm = _join(norm, _norm_of_shards(shards, norm_type, device), norm_type, group)
+        if across is not None and across.size() > 1:
+            norm = _join(torch.zeros_like(norm), norm, norm_type, across)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in (grad for grads in held_by.values() for grad in grads):
+        for grad in scaled:
             grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
 
 
-def _copies(parameter: torch.Tensor) -> int:
+def _holders(parameter: torch.Tensor) -> int:
     """How many ranks hold each shard of ``parameter``; 0 if all hold it whole."""
     if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
         return 0

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.flow import Transfer
+from osdp.runtime.alone import AloneStage
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.mail import Address, Mail
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.split_backward import WeightPass, backward_inputs
-from osdp.runtime.stage import Stage
+from osdp.runtime.stage import Stage, WholeModel
 from osdp.schedule import Action, Kind, Schedule
 
 #: Actions ahead of the current one whose messages are posted for.
@@ -31,8 +32,8 @@ _AHEAD = 2
 class RunningStage:
     """A stage and the plan it runs under."""
 
-    stage: Stage
-    applied: AppliedPlan
+    stage: Stage | WholeModel
+    applied: AppliedPlan | AloneStage
 
 
 @dataclass(slots=True)

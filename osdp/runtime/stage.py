@@ -10,14 +10,14 @@ Containers are copied, so that a rank can have several stages; the modules of a 
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from osdp.flow import Place, Transfer
 from osdp.runtime.absent import Absent, absent
@@ -36,6 +36,27 @@ class StageOutput:
 
     sent: tuple[torch.Tensor, ...]
     result: Any
+
+
+class WholeModel:
+    """The one stage of a model that is not cut.
+
+    Attributes:
+        model: The model, which stays as it is.
+    """
+
+    incoming: tuple[Transfer, ...] = ()
+    outgoing: tuple[Transfer, ...] = ()
+    is_last = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def forward(
+        self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> StageOutput:
+        """Run it; nothing is received or sent."""
+        return StageOutput((), self.model(*args, **kwargs))
 
 
 class Stage:
@@ -70,16 +91,15 @@ class Stage:
         self._forward = model.forward
         model.forward = self._run
 
-    def forward(self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def forward(
+        self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> StageOutput:
         """Run it.
 
         Args:
             received: One tensor for each incoming transfer.
             args: Positional inputs of the model, the same on every stage.
             kwargs: Keyword inputs.
-
-        Returns:
-            A :class:`StageOutput`.
         """
         sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
         return StageOutput(sent, result)
@@ -97,7 +117,8 @@ class Stage:
                     f"stage {self.index} was to send what {', '.join(sorted(set(missing)))} takes, but they "
                     "were not called as in the sample batch: plan again with a batch like this one"
                 )
-            return tuple(self._taken[t.taken] for t in self.outgoing), result if self.is_last else None
+            sent = tuple(self._taken[t.taken] for t in self.outgoing)
+            return sent, tree_map(_here, result) if self.is_last else None
         finally:
             self._received, self._taken = (), {}
 
@@ -175,6 +196,42 @@ def build_stage(
     return stage
 
 
+def merge(model: nn.Module, homes: Mapping[str, Stage], movable: Collection[str]) -> None:
+    """Let ``model`` register what the stages of this rank hold, as they hold it now, and nothing else.
+
+    Args:
+        model: The model that the stages were built from; changed in place.
+        homes: For each module of a stage of this rank that stage.
+        movable: FQNs of the modules of all stages.
+    """
+    trees = list({id(stage): stage.model for stage in homes.values()}.values())
+    _merge(model, trees, "", homes, movable)
+
+
+def _merge(
+    module: nn.Module,
+    trees: Sequence[nn.Module],
+    name: str,
+    homes: Mapping[str, Stage],
+    movable: Collection[str],
+) -> None:
+    for registry in ("_parameters", "_buffers"):
+        own = getattr(module, registry)
+        for key in own:
+            found = [value for tree in trees for value in [getattr(tree, registry)[key]] if value is not None]
+            own[key] = found[0] if found else None
+    for key, child in module._modules.items():
+        path = f"{name}.{key}".lstrip(".")
+        if child is None:
+            continue
+        if path in homes:
+            module._modules[key] = homes[path].model.get_submodule(path)
+        elif path in movable:
+            module._modules[key] = _emptied(child)
+        else:
+            _merge(child, [tree.get_submodule(key) for tree in trees], path, homes, movable)
+
+
 def _copy_containers(
     module: nn.Module, name: str, movable: Collection[str], kept: Collection[str], loose: Collection[str]
 ) -> nn.Module:
@@ -216,6 +273,11 @@ def _emptied(module: nn.Module) -> nn.Module:
         if child is not None:
             twin._modules[key] = _emptied(child)
     return twin
+
+
+def _here(leaf: Any) -> Any:
+    """``leaf``, or ``None`` if another stage has it."""
+    return None if isinstance(leaf, Absent) else leaf
 
 
 def _remove(module: nn.Module, key: str, parameter: torch.Tensor) -> None:

@@ -1,0 +1,67 @@
+"""A stage without data parallelism: its parameters are whole and its gradients stay where autograd left them."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from osdp.plan import Plan
+from osdp.runtime.initialise import is_on_meta, materialise
+from osdp.runtime.mesh import device_of
+from osdp.runtime.owners import owned_parameters
+from osdp.runtime.recompute import recompute
+from osdp.runtime.sliced import exchange_modules
+from osdp.runtime.validate import check_plan
+
+
+class AloneStage:
+    """What :class:`osdp.runtime.applied.AppliedPlan` is to a stage with data parallelism.
+
+    Attributes:
+        model: The stage's model.
+    """
+
+    computes = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Nothing is reduced, so nothing changes."""
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself."""
+        return parameter
+
+    def stored_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer sees."""
+        return list(self.model.parameters())
+
+
+def stands_alone(plan: Plan) -> bool:
+    """Whether a stage under ``plan`` needs no data parallelism and computes in the dtype of its parameters."""
+    return plan.world_size == 1 and plan.training.param_dtype is None and plan.training.reduce_dtype is None
+
+
+def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> AloneStage:
+    """Run ``model`` under ``plan`` on one data-parallel rank.
+
+    Raises:
+        PlanMismatchError: The plan is for another model.
+    """
+    check_plan(model, plan, 1)
+    device = device_of(mesh)
+    exchange_modules(model, plan, MixedPrecisionPolicy())
+    recompute(model, plan)
+    if is_on_meta(model):
+        materialise(model, owned_parameters(model), mesh, device)
+    else:
+        for owned in owned_parameters(model).values():
+            parameter = owned.parameter
+            if parameter.device != device:
+                with torch.no_grad():
+                    owned.register(nn.Parameter(parameter.to(device), parameter.requires_grad))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+    return AloneStage(model)

@@ -1,0 +1,215 @@
+"""``apply_pipeline``: a model under a pipeline plan, its stages sharded each by itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.errors import PlanMismatchError
+from osdp.pipeline_plan import PipelinePlan
+from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
+from osdp.runtime.applied import AppliedPlan
+from osdp.runtime.apply import apply
+from osdp.runtime.clip import clip_grad_norm_
+from osdp.runtime.mesh import device_of
+from osdp.runtime.pipeline import Pipeline, RunningStage
+from osdp.runtime.shapes import twins_of
+from osdp.runtime.stage import Stage, build_stage, merge
+from osdp.runtime.steps import Steps
+from osdp.runtime.ties import TiedCopy, tied_copies
+from osdp.schedule import Schedule
+
+
+class AppliedPipeline:
+    """A model under a pipeline plan; made by :func:`apply_pipeline`.
+
+    Attributes:
+        model: The model with the modules of this rank's stages, changed in place.
+        plan: The plan.
+        mesh: The mesh with the axes pp, dp and tp.
+        stages: The stages of this rank, by number.
+        steps: What it is trained with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PipelinePlan,
+        mesh: DeviceMesh,
+        stages: Mapping[int, RunningStage],
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = mesh
+        self.stages = dict(stages)
+        group = mesh["pp"].get_group()
+        self._stage_group = group
+        self._tied = self._tie(group)
+        self.steps = Steps(
+            Pipeline(
+                stages,
+                plan.transfers,
+                group,
+                device_of(mesh),
+                reduces_each=any(stage.plan.reduce_each_microbatch for stage in plan.stages)
+                and plan.training.microbatches > 1,
+            ),
+            self._schedule,
+            self.stored_parameters,
+            data_group=mesh["dp"].get_group(),
+            stage_group=group,
+            tied=self._tied,
+            device=device_of(mesh),
+        )
+
+    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopy, ...]:
+        named = {}
+        for running in self.stages.values():
+            for name, parameter in running.stage.model.named_parameters():
+                applied = running.applied
+
+                def stored(parameter: nn.Parameter = parameter, applied: Applied = applied) -> nn.Parameter:
+                    return applied.stored(parameter)
+
+                named[name] = stored
+        copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group)
+        for copy in copies:
+            copy.start_equal()
+        return copies
+
+    def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
+        schedule = self.plan.make_schedule(num_microbatches, name)
+        if schedule.splits_backward and not all(isinstance(r.applied, AloneStage) for r in self.stages.values()):
+            raise ValueError(
+                f"schedule {schedule.name!r} computes gradients of weights apart, where nothing can reduce them: "
+                f"it needs dp=1 (here {self.plan.dp}) and no param_dtype; use '1f1b' or 'interleaved'"
+            )
+        return schedule
+
+    @property
+    def computes(self) -> bool:
+        """Whether modules may hold what forward and backward compute with, rather than what is stored."""
+        return any(running.applied.computes for running in self.stages.values())
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer sees of ``parameter``."""
+        for running in self.stages.values():
+            found = running.applied.stored(parameter)
+            if found is not parameter:
+                return found
+        return parameter
+
+    def stored_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank as the optimizer sees them, each once."""
+        found = [p for running in self.stages.values() for p in running.applied.stored_parameters()]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their joint norm is at most ``max_norm``."""
+        copies = {id(copy.parameter()) for copy in self._tied if not copy.owned}
+        return clip_grad_norm_(
+            self.stored_parameters(),
+            max_norm,
+            norm_type,
+            group=self.mesh["dp"].get_group(),
+            device=device_of(self.mesh),
+            across=self._stage_group,
+            copies=copies,
+        )
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """For each tied copy that another stage owns, its name there."""
+        return {copy.name: copy.owner for copy in self._tied if copy.name != copy.owner}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Not for stages.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("stages accumulate inside a step: pass train_step(..., num_microbatches=)")
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Not for stages.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        self.no_sync()
+
+    def train(self, mode: bool) -> None:
+        """Set the training mode of all stages."""
+        for running in self.stages.values():
+            running.stage.model.train(mode)
+        self.model.train(mode)
+
+
+Applied = AppliedPlan | AloneStage
+
+
+def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> AppliedPipeline:
+    """Run ``model`` under ``plan``, changing it in place: it keeps the modules of this rank's stages.
+
+    Every rank calls it. Values start as for :func:`osdp.runtime.apply.apply`, stage by stage; of tied
+    parameters all copies start with the owner's.
+
+    Args:
+        model: The plain model; may be on ``meta``.
+        plan: A plan that was made for it.
+        mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``.
+
+    Raises:
+        PlanMismatchError: The plan is for another model or mesh; lists every difference.
+    """
+    _check(model, plan, mesh)
+    placement = plan.make_schedule().placement
+    mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
+    twins = twins_of(model, plan.modules)
+    stages: dict[int, RunningStage] = {}
+    homes: dict[str, Stage] = {}
+    for index in mine:
+        part = plan.stages[index]
+        stage = build_stage(
+            model, index, part.modules, part.loose, twins, plan.transfers, is_last=index == len(placement) - 1
+        )
+        alone = stands_alone(part.plan)
+        applied = (apply_alone if alone else apply)(stage.model, part.plan, mesh["dp"])
+        stage.watch(part.modules)
+        stages[index] = RunningStage(stage, applied)
+        homes |= dict.fromkeys(part.modules, stage)
+    merge(model, homes, plan.modules)
+    _forbid_cache(model)
+    return AppliedPipeline(model, plan, mesh, stages)
+
+
+def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
+    sizes = {axis: mesh[axis].size() for axis in ("pp", "dp", "tp")}
+    wanted = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    faults = [f"planned for {axis}={wanted[axis]}, run on {sizes[axis]}" for axis in sizes if sizes[axis] != wanted[axis]]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    faults += [f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known]
+    held = {name for name, _ in _parameters_in(model, plan.modules)}
+    loose = {name for stage in plan.stages for name in stage.loose}
+    faults += [
+        f"parameter {name!r} of the model belongs to no stage"
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if name not in held and name not in loose
+    ]
+    if faults:
+        raise PlanMismatchError(faults)
+
+
+def _parameters_in(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in modules:
+        for name, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
+            yield f"{module}.{name}", parameter
+
+
+def _forbid_cache(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False

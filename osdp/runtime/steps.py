@@ -1,0 +1,168 @@
+"""Training, evaluation and inference steps, alike for a whole model and for one in stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from osdp.runtime.losses import LossFn
+from osdp.runtime.microbatch import Microbatch, split
+from osdp.runtime.pipeline import Pipeline
+from osdp.runtime.ties import TiedCopy
+from osdp.schedule import Schedule
+
+
+class Steps:
+    """The steps of a model under a plan.
+
+    Args:
+        pipeline: The stages of this rank.
+        make_schedule: The schedule for a number of microbatches (``None``: as planned) and a name.
+        parameters: Returns the parameters as the optimizer sees them.
+        data_group: The data-parallel ranks of a stage.
+        stage_group: The ranks of a pipeline; ``None`` if there is one.
+        tied: Copies of parameters that other stages hold too.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        make_schedule: Callable[[int | None, str | None], Schedule],
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        *,
+        data_group: dist.ProcessGroup,
+        stage_group: dist.ProcessGroup | None = None,
+        tied: Sequence[TiedCopy] = (),
+        device: torch.device,
+    ) -> None:
+        self._pipeline = pipeline
+        self._make_schedule = make_schedule
+        self._parameters = parameters
+        self._data_group = data_group
+        self._stage_group = stage_group
+        self._tied = tuple(tied)
+        self._device = device
+        self._schedules: dict[tuple[int | None, str | None], Schedule] = {}
+        self._compared = False
+
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: LossFn | None = None,
+        *,
+        num_microbatches: int | None = None,
+        schedule: str | None = None,
+    ) -> torch.Tensor:
+        """Leave the gradient of the mean loss over all ranks' samples; that loss, on every rank."""
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            raise RuntimeError(
+                "there are gradients of an earlier step, which this one would scale: call "
+                "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
+            )
+        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule)
+        losses = self._pipeline.train(plan, parts, loss_fn)
+        total, count = losses.join(self._data_group, self._stage_group)
+        for copy in self._tied:
+            copy.add_gradients()
+        # Data-parallel reduction has averaged over ranks. Nothing counted leaves gradients of zero.
+        self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
+        return (total / count).float()
+
+    def eval_step(
+        self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, num_microbatches: int | None
+    ) -> torch.Tensor:
+        """The mean loss over all ranks' samples, on every rank; no gradients."""
+        plan, parts = self._prepared(inputs, targets, num_microbatches, None)
+        losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
+        total, count = losses.join(self._data_group, self._stage_group)
+        return (total / count).float()
+
+    def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
+        """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
+        plan, parts = self._prepared(inputs, None, num_microbatches, None)
+        outputs = joined(self._pipeline.predict(plan.forward_only(), parts))
+        if self._stage_group is None or self._stage_group.size() == 1:
+            return outputs
+        return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
+
+    def _prepared(
+        self, inputs: Any, targets: Any, num_microbatches: int | None, name: str | None
+    ) -> tuple[Schedule, tuple[Microbatch, ...]]:
+        key = (num_microbatches, name)
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(*key)
+        plan = self._schedules[key]
+        parts = split(inputs, targets, plan.num_microbatches, self._device)
+        if not self._compared and self._stage_group is not None:
+            check_same(parts, self._stage_group, self._device)
+            self._compared = True
+        return plan, parts
+
+    def _scale_gradients(self, factor: torch.Tensor) -> None:
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+        with torch.no_grad():
+            for device in {grad.device for grad in local}:
+                here = [grad for grad in local if grad.device == device]
+                torch._foreach_mul_(here, factor.to(device, torch.float32))
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of all microbatches as those of the batch: tensors joined along dim 0."""
+    if not outputs:
+        return None
+    trees = [tree_flatten(output) for output in outputs]
+    columns = zip(*(leaves for leaves, _ in trees), strict=True)
+    return tree_unflatten([_join(column) for column in columns], trees[0][1])
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(list(leaves))
+    return first
+
+
+def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise unless all ranks of a pipeline were given the same inputs.
+
+    Raises:
+        ValueError: They were not.
+    """
+    tensors = [leaf for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
+    sums = [float(t.double().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+    mine = torch.tensor([float(len(sums)), sum(sums)], dtype=torch.float64, device=device)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(least, most):
+        raise ValueError(
+            "the ranks of a pipeline were given different batches: each stage makes its own masks and "
+            "positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
+            '(mesh["dp"].get_local_rank()), not by global rank'
+        )
+
+
+def _to_all(outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """``outputs`` of rank ``source`` of ``group`` on all its ranks."""
+    leaves, spec = tree_flatten(outputs)
+    here = group.rank() == source
+    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+    box: list[Any] = [(kinds, spec) if here else None]
+    dist.broadcast_object_list(box, group=group, group_src=source, device=device)
+    kinds, spec = box[0]
+    filled = []
+    for at, kind in enumerate(kinds):
+        if isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], torch.dtype):
+            tensor = leaves[at].contiguous() if here else torch.empty(kind[0], dtype=kind[1], device=device)
+            dist.broadcast(tensor, group=group, group_src=source)
+            filled.append(tensor)
+        else:
+            filled.append(kind)
+    return tree_unflatten(filled, spec)
