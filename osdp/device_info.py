@@ -69,6 +69,30 @@ class HostLink:
             raise ValueError(f"a host link needs positive {', '.join(wrong) or 'memory_bandwidth'}: {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class StageLink:
+    """A message from one rank to the next of its pipeline, while all pipelines send.
+
+    Attributes:
+        latency: Seconds until a message of no bytes is there.
+        bandwidth: Bytes per second.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.bandwidth <= 0:
+            raise ValueError(
+                f"a stage link has a latency of 0 or more and a positive bandwidth, not {self.latency} s and "
+                f"{self.bandwidth} bytes/s"
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of a message of ``nbytes`` bytes."""
+        return self.latency + nbytes / self.bandwidth
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
     """A homogeneous set of devices.
@@ -91,6 +115,7 @@ class DeviceInfo:
         host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
         ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
             measured profiles count in seconds of one thread, takes so many times as long.
+        stage_link: The way from one stage of a pipeline to the next; ``None`` if it is unknown.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -108,6 +133,7 @@ class DeviceInfo:
     memory_bandwidth: float = 0.0
     host: HostLink | None = None
     ranks_per_core: int = 1
+    stage_link: StageLink | None = None
     measured: bool = False
 
     def __post_init__(self) -> None:

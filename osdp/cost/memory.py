@@ -68,15 +68,22 @@ def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
-def always(units: Units, conditions: Conditions) -> Floats:
+def always(units: Units, situation: Situation) -> Floats:
     """Bytes of each unit alive in every moment of forward and backward."""
     copies = np.where(units.sharded, 0.0, units.unsharded)
-    return units.state + copies + lasting_gradients(units, conditions).always
+    found = units.state + copies + lasting_gradients(units, situation.conditions).always
+    if situation.timeline.others:
+        # What other microbatches in flight do not keep, since it is computed again.
+        saving = situation.timeline.recompute.saving[units.start]
+        found -= situation.timeline.others * np.where(units.recomputed, saving, 0.0)
+    return found
 
 
 def root_always(situation: Situation, root: RootPrice) -> float:
     """Bytes of all that is no unit of the chain, alive in every moment of forward and backward."""
-    return situation.timeline.resident + root.state + root.unsharded + root.low_precision + root.carried
+    timeline = situation.timeline
+    in_flight = timeline.others * timeline.kept
+    return timeline.resident + in_flight + root.state + root.unsharded + root.low_precision + root.carried
 
 
 # -- one moment as a linear function of candidate units ---------------------------------------------------
@@ -98,7 +105,7 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
         return _step_row(situation, units, root, moment.where)
     rows = {"forward": _forward_row, "unshard": _forward_row, "final": _final_row}
     row, constant = rows.get(moment.kind, _backward_row)(situation, units, root, moment)
-    row = row + always(units, situation.conditions)
+    row = row + always(units, situation)
     if moment.kind != "final":
         row -= _dropped(situation.timeline, units, _region(moment))
     return row, root_always(situation, root) + constant

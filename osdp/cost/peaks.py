@@ -86,7 +86,7 @@ class _PlanMemory:
             gradient_prefix=situation.prices.gradient,
             keeps_gradients=conditions.keeps_gradients,
             after=after,
-            base=root_always(situation, root) + float(always(units, conditions).sum()),
+            base=root_always(situation, root) + float(always(units, situation).sum()),
             kept_before=np.concatenate([[0.0], np.cumsum(kept)]),
             gradients_from=np.concatenate([np.cumsum(after[::-1])[::-1], [0.0]]),
             last_sharded=np.maximum.accumulate(previous),

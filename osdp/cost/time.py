@@ -77,8 +77,25 @@ def unit_seconds(
     )
 
 
-def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
-    """Seconds of forward and backward of all microbatches, and where the link decides them."""
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of the passes of one microbatch.
+
+    Attributes:
+        forward: A forward.
+        silent: A backward that reduces nothing.
+        reducing: A backward that reduces gradients.
+        cut: Where the link decides them.
+    """
+
+    forward: float
+    silent: float
+    reducing: float
+    cut: TimeCut
+
+
+def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
+    """Seconds of each pass, and where the link decides them."""
     timeline, conditions = situation.timeline, situation.conditions
     price = unit_seconds(units, root, conditions, timeline.recompute)
     waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
@@ -88,16 +105,22 @@ def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[floa
     ends = compute_until(timeline)[units.start] + done + link_before + price.link_after
     device_only = float(timeline.backward_seconds.sum() + price.backward.sum())
     backward, worst = _larger(ends, device_only)
-    silent = float(timeline.backward_seconds.sum() + price.silent.sum())
-    m, reductions = conditions.microbatches, conditions.reductions
     root_forward, root_backward = _root_seconds(root, conditions)
-    seconds = (
-        m * (forward + float(price.forward.sum()) + root_forward)
-        + reductions * (backward + root_backward)
-        + (m - reductions) * silent
-    )
     starts = units.start
-    return seconds, TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1)
+    return Passes(
+        forward=forward + float(price.forward.sum()) + root_forward,
+        silent=float(timeline.backward_seconds.sum() + price.silent.sum()),
+        reducing=backward + root_backward,
+        cut=TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
+    )
+
+
+def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
+    """Seconds of forward and backward of all microbatches, and where the link decides them."""
+    found, conditions = passes(situation, units, root), situation.conditions
+    m, reductions = conditions.microbatches, conditions.reductions
+    seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
+    return seconds, found.cut
 
 
 def optimizer_time(situation: Situation, units: Units, root: RootPrice) -> float:

@@ -91,6 +91,8 @@ class Timeline:
         backward_seconds: Compute of each region in backward.
         resident: Bytes of buffers and the sample batch.
         recompute: What recomputing blocks changes.
+        kept: Activation bytes that a microbatch keeps from its forward to its backward.
+        others: Other microbatches whose activations are kept all the while: those in flight in a pipeline.
     """
 
     chain: tuple[Operator, ...]
@@ -105,6 +107,8 @@ class Timeline:
     backward_seconds: Floats
     resident: float
     recompute: Recompute
+    kept: float = 0.0
+    others: int = 0
 
     @property
     def compute_seconds(self) -> float:
@@ -186,6 +190,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
             _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
             local_batch=profile.local_batch,
         ),
+        kept=float(max(ups[-1], 0.0)),
     )
 
 

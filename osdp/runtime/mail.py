@@ -5,7 +5,7 @@ kind; ranks remember them for each shape of the inputs, so later ones need no he
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,13 @@ class Address:
     kind: Hashable
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Expected:
-    """A message that was posted for: its header, if its shape is unknown, or its buffer."""
+    """A message that was posted for, or the header that comes before it."""
 
-    peer: int
-    header: torch.Tensor | None = None
-    buffer: torch.Tensor | None = None
-    work: list[dist.Work] = field(default_factory=list)
+    buffer: torch.Tensor
+    work: dist.Work
+    is_header: bool
 
 
 class Mail:
@@ -49,6 +48,7 @@ class Mail:
         self._group = group
         self._device = device
         self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._asked: set[Hashable] = set()
         self._expected: dict[int, _Expected] = {}
         self._at_home: dict[int, torch.Tensor] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -69,26 +69,28 @@ class Mail:
         """Get ready for a message from ``peer``; asked twice it is the same."""
         if peer == self._here or address.number in self._expected:
             return
-        expected = self._expected[address.number] = _Expected(peer)
         if address.kind in self._known:
-            self._post_receive(expected, address)
-            return
-        expected.header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
-        expected.work.append(self._receive(expected.header, peer, 2 * address.number))
+            self._expected[address.number] = self._posted(peer, address)
+        elif address.kind not in self._asked:
+            # Only the first message of a kind has a header.
+            self._asked.add(address.kind)
+            header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
+            work = self._receive(header, peer, 2 * address.number)
+            self._expected[address.number] = _Expected(header, work, is_header=True)
 
     def take(self, peer: int, address: Address) -> torch.Tensor:
-        """The message from ``peer``, as soon as it is there."""
+        """The message from ``peer``, as soon as it is there; those of one kind in the order they were sent."""
         if peer == self._here:
             return self._at_home.pop(address.number)
         self.expect(peer, address)
-        expected = self._expected.pop(address.number)
-        if expected.header is not None:
-            expected.work.pop().wait()
-            self._known[address.kind] = _shape(expected.header)
-            self._post_receive(expected, address)
-        for work in expected.work:
-            work.wait()
-        assert expected.buffer is not None
+        expected = self._expected.pop(address.number, None)
+        if expected is not None and expected.is_header:
+            expected.work.wait()
+            self._known[address.kind] = _shape(expected.buffer)
+            expected = None
+        if expected is None:
+            expected = self._posted(peer, address)
+        expected.work.wait()
         return expected.buffer
 
     def finish(self) -> None:
@@ -103,10 +105,10 @@ class Mail:
         self._at_home.clear()
         self._sent.clear()
 
-    def _post_receive(self, expected: _Expected, address: Address) -> None:
+    def _posted(self, peer: int, address: Address) -> _Expected:
         shape, dtype = self._known[address.kind]
-        expected.buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        expected.work.append(self._receive(expected.buffer, expected.peer, 2 * address.number + 1))
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        return _Expected(buffer, self._receive(buffer, peer, 2 * address.number + 1), is_header=False)
 
     def _receive(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)

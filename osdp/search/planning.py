@@ -70,7 +70,7 @@ def best_plan(
     if answer is None:
         raise _infeasible(model_desc, candidates, device, rules)
     situation, found, gap = answer
-    return _plan(model_desc, situation, _with_shared_buckets(situation, found), rules, gap)
+    return stage_plan(model_desc, situation, with_shared_buckets(situation, found), rules, gap)
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
@@ -114,7 +114,7 @@ def _fastest(
     return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
 
-def _with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
+def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
@@ -214,7 +214,10 @@ def _about_offload(situation: Situation, rules: Rules) -> list[str]:
     ]
 
 
-def _plan(model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float) -> Plan:
+def stage_plan(
+    model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float
+) -> Plan:
+    """The plan of an assignment, with the reason of each decision."""
     reasons = Reasons(situation, found, rules)
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from osdp.cost.judge import Outcome
-from osdp.cost.situation import Situation, price_root
+from osdp.cost.prices import Units, price_units
+from osdp.cost.situation import RootPrice, Situation, price_root
 from osdp.cost.ways import ROOT, plain
 from osdp.model_desc import Operator
 from osdp.plan import Mode
@@ -65,6 +66,14 @@ class Assignment:
     def gap(self) -> float:
         """By how much of its time a better assignment could be faster."""
         return max(0.0, 1 - self.bound / self.outcome.seconds) if self.bound < self.outcome.seconds else 0.0
+
+
+def priced(situation: Situation, found: Assignment) -> tuple[Units, RootPrice]:
+    """The units and the root of an assignment, as the judge takes them."""
+    start, stop, way = np.array(found.units, dtype=np.int64).reshape(-1, 3).T
+    units = price_units(situation.prices, start, stop, way, situation.device)
+    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    return units, root
 
 
 def solve(
