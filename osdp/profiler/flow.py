@@ -129,7 +129,7 @@ def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
 
 
 class _FlowRecorder(TorchDispatchMode):
-    """Follows what parameters went into from operation to operation, and from step to step."""
+    """Follows what steps make, and what is made of that, from operation to operation and to later steps."""
 
     def __init__(self, parameters: Mapping[int, _Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,15 +169,22 @@ class _FlowRecorder(TorchDispatchMode):
     ) -> Any:
         """Run ``func`` and note what its results are made of."""
         output = func(*args, **(kwargs or {}))
-        if func.namespace == "prim" or func.name().split(".")[0] in _FACTORIES:
+        if func.namespace == "prim":
             return output
-        if any([self._use(tensor) for tensor in tensors_in((args, kwargs))]):
+        learned = False
+        if func.name().split(".")[0] not in _FACTORIES:
+            uses = [self._use(tensor) for tensor in tensors_in((args, kwargs))]
+            learned = any(uses)
+            made_here = self._inside or any(use is not None for use in uses)
+        else:
+            made_here = self._inside
+        if made_here:
             for tensor in tensors_in(output):
-                self._make(tensor)
+                self._make(tensor, learned)
         return output
 
-    def _use(self, tensor: torch.Tensor) -> bool:
-        """Note that an operation reads ``tensor``; whether parameters went into it."""
+    def _use(self, tensor: torch.Tensor) -> bool | None:
+        """Note that an operation reads ``tensor``; whether parameters went into it, ``None`` if no step did."""
         here = len(self._steps) - 1
         parameter = self._parameters.get(id(tensor))
         if parameter is not None:
@@ -185,13 +192,13 @@ class _FlowRecorder(TorchDispatchMode):
             return True
         number = self._numbers.get(id(tensor))
         if number is None:
-            return False
+            return None
         made = self._values[number].step
         arrived = self._inside and any(arrival.value == number for arrival in self._steps[-1].arrivals)
         if made < here and not arrived:
             user = self._steps[here].module if self._inside else "the code around the modules"
             self._bar(made, here, f"{user} uses what is computed before without being given it")
-        return True
+        return self._values[number].differentiable
 
     def _use_parameter(self, parameter: _Parameter, here: int) -> None:
         if self._inside and self._steps[here].module in parameter.holders:
@@ -208,12 +215,12 @@ class _FlowRecorder(TorchDispatchMode):
         if made < used:
             self._bars.setdefault((made, used), Bar(made + 1, used, reason))
 
-    def _make(self, tensor: torch.Tensor) -> None:
+    def _make(self, tensor: torch.Tensor, learned: bool) -> None:
         self._numbers[id(tensor)] = len(self._values)
         self._kept.append(tensor)
         numel = Affine(float(tensor.numel()), 0.0)
-        floating = tensor.is_floating_point()
-        self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, floating))
+        learned = learned and tensor.is_floating_point()
+        self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, learned))
 
     def flow(self, modules: Sequence[str]) -> Flow:
         """What was seen, with the values that arrive somewhere."""

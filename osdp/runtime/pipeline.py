@@ -209,7 +209,8 @@ class Pipeline:
         tensors, gradients = self._roots(step, action, flight)
         model = self._stages[action.stage].stage.model
         inputs = [tensor for tensor in flight.received if tensor.requires_grad]
-        found, flight.weights = backward_inputs(tensors, gradients, inputs, list(model.parameters()))
+        roots = list(zip(tensors, gradients, strict=True))
+        found, flight.weights = backward_inputs(roots, inputs, list(model.parameters()))
         given = iter(found)
         self._send_back(
             step, action, [next(given) if t.requires_grad else None for t in flight.received], flight
