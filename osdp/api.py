@@ -1,26 +1,37 @@
 """The sentence of the library: describe the model, profile it, price every choice, search, hand on a plan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from osdp.device_info import DeviceInfo
-from osdp.integrations.auto_wrap import policy_atoms
-from osdp.integrations.fairscale import allowed_to_run, marked_modules
+from osdp.inputs import (
+    allowed_modes,
+    described,
+    detected,
+    from_first_rank,
+    laid_out,
+    measured_mesh,
+    profiler_of,
+    rules_of,
+    trained,
+    usable_schedules,
+    with_microbatches,
+    with_stage_link,
+)
+from osdp.integrations.fairscale import allowed_to_run
 from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Mode, Plan
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
-from osdp.profiler.estimate import estimate
-from osdp.profiler.measure import profile_model
-from osdp.runtime.mesh import data_parallel_mesh
+from osdp.profiler.flow import trace_flow
+from osdp.search.pipeline import best_pipeline
 from osdp.search.planning import batches, best_plan
-from osdp.search.rules import SLICES, Rules
+from osdp.search.rules import SLICES
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -87,149 +98,91 @@ def make_plan(
         InfeasibleError: Nothing fits the memory limit.
         ValueError: An argument does not fit another.
     """
-    allowed, mesh = _allowed(strategy, two_step), mesh or _mesh(model, profile)
-    description, sample = _described(model, model_desc, loss_fn, auto_wrap_policy)
-    training = _trained(training, description, param_dtype, reduce_dtype)
-    device = _detected(device_info, mesh, group_sizes)
-    rules = _rules(allowed, slices, recompute, offload, two_step, find_unused_parameters, device)
-
-    def profiled(batch: int) -> Profile:
-        wanted = replace(training, local_batch=batch)
-        if profile:
-            return _given(profile, batch)
-        if model is None:
-            return estimate(description, device, wanted)
-        with allowed_to_run(model):
-            return profile_model(
-                model, description, sample, training=wanted, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
-                progress=_rank(mesh) == 0,
-            )  # fmt: skip
-
-    candidates = batches(training, local_batches, microbatches, profiled)
-    return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
+    allowed, mesh = allowed_modes(strategy, two_step), mesh or measured_mesh(model, profile)
+    description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
+    training = trained(training, description, param_dtype, reduce_dtype)
+    device = detected(device_info, mesh, group_sizes)
+    rules = rules_of(allowed, slices, recompute, offload, two_step, find_unused_parameters, device)
+    measure = profiler_of(model, description, sample, device, profile, mesh, loss_fn, cache_dir)
+    candidates = batches(training, local_batches, microbatches, measure)
+    group = mesh.get_group() if mesh is not None else None
+    return from_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
-def _given(given: Profile | Sequence[Profile], batch: int) -> Profile:
-    profiles = [given] if isinstance(given, Profile) else given
-    for profile in profiles:
-        if profile.local_batch == batch:
-            return profile
-    sizes = ", ".join(str(profile.local_batch) for profile in profiles)
-    raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
+def make_pipeline_plan(
+    model: nn.Module,
+    model_desc: ModelDesc | Any,
+    device_info: DeviceInfo | str | int | None = None,
+    *,
+    pp: int | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    schedule: str | None = None,
+    training: Training | None = None,
+    profile: Profile | Sequence[Profile] | None = None,
+    mesh: "DeviceMesh | None" = None,
+    strategy: str | Mode | None = None,
+    local_batches: Sequence[int] = (),
+    microbatches: Sequence[int] = (),
+    slices: Sequence[int] = SLICES,
+    recompute: bool = True,
+    group_sizes: Sequence[int] | None = None,
+    two_step: bool | None = None,
+    auto_wrap_policy: Callable[..., Any] | None = None,
+    param_dtype: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    cache_dir: str | Path | None = None,
+) -> PipelinePlan:
+    """The fastest plan of stages that fits: where to cut, the schedule, and the sharding of each stage.
 
+    Every rank of the process group calls it alike, as it calls :func:`make_plan`, which says what the other
+    arguments are. The batch is one microbatch on one data-parallel rank.
 
-def _mesh(model: nn.Module | None, profile: Any) -> "DeviceMesh | None":
-    """The mesh to measure on, if anything is to be measured."""
-    if model is None or profile is not None or not dist.is_initialized():
-        return None
-    return data_parallel_mesh(model)
-
-
-def _described(
-    model: nn.Module | None, given: Any, loss_fn: Callable[..., Any] | None, policy: Callable[..., Any] | None
-) -> tuple[ModelDesc, SampleBatch | None]:
-    """The description, and the sample batch if that was given."""
-    if isinstance(given, ModelDesc):
-        if policy is not None:
-            raise ValueError(
-                "auto_wrap_policy sets what a description calls an operator: pass the sample batch instead "
-                "of a finished ModelDesc"
-            )
-        return given, None
-    if model is None or given is None:
-        raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
-    batch = SampleBatch.of(given)
-    atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
-    with allowed_to_run(model):
-        return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
-
-
-def _trained(
-    training: Training | None,
-    description: ModelDesc,
-    param_dtype: str | torch.dtype | None,
-    reduce_dtype: str | torch.dtype | None,
-) -> Training:
-    training = training or Training()
-    training = replace(training, local_batch=training.local_batch or description.local_batch)
-    if param_dtype is not None:
-        training = replace(training, param_dtype=_dtype_name(param_dtype))
-    if reduce_dtype is not None:
-        training = replace(training, reduce_dtype=_dtype_name(reduce_dtype))
-    return training
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _detected(
-    device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None", group_sizes: Sequence[int] | None
-) -> DeviceInfo:
-    if not isinstance(device_info, DeviceInfo):
-        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes)
-    return device_info if group_sizes is None else device_info.with_groups(group_sizes)
-
-
-def _rules(
-    allowed: tuple[Mode, ...],
-    slices: Sequence[int],
-    recompute: bool,
-    offload: bool,
-    two_step: bool | None,
-    find_unused_parameters: bool,
-    device: DeviceInfo,
-) -> Rules:
-    """What the search may use.
+    Args:
+        model: The plain model; may be on ``meta``.
+        model_desc: Its ModelDesc, or a sample batch to describe it with, which must be of plain tensors.
+        device_info: The DeviceInfo of the data-parallel ranks of one stage; or what to measure it with.
+        pp: Ranks of a pipeline.
+        dp: Data-parallel ranks of each stage; of ``pp`` and ``dp`` one follows from the other.
+        tp: Ranks that compute one layer together.
+        schedule: Name of a schedule (:data:`osdp.schedule.SCHEDULES`); the fastest that can run if ``None``.
+        training: As for :func:`make_plan`; with one microbatch, and no ``microbatches``, four per rank of a
+            pipeline are planned.
+        profile: As for :func:`make_plan`.
+        mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; one over all ranks if ``None``.
+        strategy: As for :func:`make_plan`, as all that follow.
+        local_batches: Samples of a microbatch to choose from.
+        microbatches: Numbers of microbatches to choose from.
+        slices: Numbers of slices.
+        recompute: Whether blocks may be computed again.
+        group_sizes: Ranks of the groups inside the data-parallel ranks.
+        two_step: Whether collectives go in two steps.
+        auto_wrap_policy: What it would wrap is decided as one.
+        param_dtype: Dtype parameters are computed in.
+        reduce_dtype: Dtype gradients are reduced in.
+        loss_fn: How the loss is made of the model's output.
+        cache_dir: Where measured segments are kept.
 
     Raises:
-        ValueError: What is forced needs links that are unknown.
+        InfeasibleError: Nothing fits the memory limit.
+        ValueError: The degrees do not fit the ranks, or the model cannot be cut.
     """
-    if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
-        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
-        raise ValueError(
-            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
-            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
-        )
-    free = allowed == tuple(Mode) and not two_step and not find_unused_parameters
-    return Rules(
-        allowed=allowed,
-        whole_blocks=find_unused_parameters,
-        slices=tuple(slices) if free else (),
-        recompute=recompute and free,
-        offload=offload,
-        two_step=two_step,
-    )
+    layout, mesh = laid_out(model, mesh, pp, dp, tp)
+    data = mesh["dp"] if mesh is not None else None
+    description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
+    training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
+    device = with_stage_link(detected(device_info, data, group_sizes), mesh)
+    allowed = allowed_modes(strategy, two_step)
+    rules = rules_of(allowed, slices, recompute, False, two_step, False, device)
+    measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
+    candidates = batches(training, local_batches, microbatches, measure)
+    names = usable_schedules(schedule, layout, training)
 
+    def search() -> PipelinePlan:
+        batch = sample or SampleBatch.from_desc(description)
+        with allowed_to_run(model):
+            flow = trace_flow(model, batch)
+        return best_pipeline(description, flow, candidates, device, rules, layout, names)
 
-def _allowed(strategy: str | Mode | None, two_step: bool | None) -> tuple[Mode, ...]:
-    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
-        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy} has none")
-    if strategy is None:
-        return tuple(Mode)
-    names = [mode.value for mode in Mode]
-    if str(strategy) not in names:
-        raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
-    return (Mode(str(strategy)),)
-
-
-def _rank(mesh: "DeviceMesh | None") -> int:
-    return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
-
-
-def _from_first_rank(search: Callable[[], Plan], mesh: "DeviceMesh | None") -> Plan:
-    """What ``search`` returns or raises on the first rank of the mesh, on all of them."""
-    if not dist.is_initialized():
-        return search()
-    group = mesh.get_group() if mesh is not None else None
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    answer: list[Plan | Exception | None] = [None]
-    if dist.get_rank() == first:
-        try:
-            answer = [search()]
-        except Exception as error:  # whatever it is, the other ranks wait for it
-            answer = [error]
-    dist.broadcast_object_list(answer, src=first, group=group)
-    if isinstance(answer[0], Plan):
-        return answer[0]
-    raise answer[0] if answer[0] is not None else RuntimeError("the first rank sent no plan")
+    return from_first_rank(search)

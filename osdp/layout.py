@@ -1,6 +1,8 @@
 """Arithmetic that estimator and runtime must agree on: shards, padding, the modules of a unit."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from osdp.model_desc import Operator
@@ -37,6 +39,59 @@ def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:
     """
     whole, more = divmod(size, num_parts)
     return (whole + 1,) * more + (whole,) * (num_parts - more)
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Ranks along each axis of the mesh.
+
+    Attributes:
+        pp: Of a pipeline.
+        dp: Data-parallel ones of each stage.
+        tp: That compute one layer together.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp * self.tp
+
+
+def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: int | None = None) -> Degrees:
+    """The degrees of ``world_size`` ranks; of ``pp`` and ``dp`` one follows from the other.
+
+    >>> degrees(8, dp=2)
+    Degrees(pp=4, dp=2, tp=1)
+    >>> degrees(8, pp=2, tp=2)
+    Degrees(pp=2, dp=2, tp=2)
+    >>> degrees(8)
+    Degrees(pp=1, dp=8, tp=1)
+
+    Raises:
+        ValueError: They do not multiply to the number of ranks.
+    """
+    given = {name: value for name, value in (("pp", pp), ("dp", dp), ("tp", tp)) if value is not None}
+    product = math.prod(given.values())
+    if any(value < 1 for value in given.values()) or world_size % product:
+        raise ValueError(
+            f"{' x '.join(f'{name}={value}' for name, value in given.items())} does not divide the "
+            f"{world_size} ranks there are"
+        )
+    rest = world_size // product
+    if dp is None and (pp is not None or tp is not None or not given):
+        found = Degrees(pp or 1, rest, tp or 1)
+    else:
+        found = Degrees(pp or rest, dp or rest, tp or 1)
+    if found.world_size != world_size:
+        raise ValueError(
+            f"pp={found.pp} x dp={found.dp} x tp={found.tp} are {found.world_size} ranks, there are "
+            f"{world_size}; leave pp= or dp= out to let it follow"
+        )
+    return found
 
 
 def can_shard(operator: Operator) -> bool:

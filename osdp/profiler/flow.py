@@ -41,7 +41,7 @@ def movable_modules(model: nn.Module) -> tuple[str, ...]:
 def _collect(module: nn.Module, name: str, found: list[str]) -> None:
     for key, child in module.named_children():
         path = f"{name}.{key}".lstrip(".")
-        if isinstance(child, _LISTS) or not isinstance(module, _LISTS) and _has_list(child):
+        if isinstance(child, _LISTS) or (not isinstance(module, _LISTS) and _has_list(child)):
             _collect(child, path, found)
         elif any(True for _ in child.parameters()):
             found.append(path)
@@ -121,9 +121,7 @@ def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
     for name, tensor in twin.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     return {
-        key: _Parameter(
-            found[0], frozenset(m for m in modules for name in found if name.startswith(f"{m}."))
-        )
+        key: _Parameter(found[0], frozenset(m for m in modules for name in found if name.startswith(f"{m}.")))
         for key, found in names.items()
     }
 

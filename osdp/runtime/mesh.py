@@ -5,8 +5,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from osdp.layout import Degrees
+
 #: Name of the one mesh axis.
 AXIS = "dp"
+
+#: Names of the axes of a mesh for stages, data parallelism and tensor parallelism.
+AXES = ("pp", "dp", "tp")
 
 
 def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
@@ -30,6 +35,13 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
             f'for instance mesh["{names[0] if names else AXIS}"]'
         )
     return mesh
+
+
+def parallel_mesh(model: nn.Module, layout: Degrees) -> DeviceMesh:
+    """A mesh with the axes :data:`AXES` over all ranks; neighbours share a layer, then a stage's data."""
+    require_process_group()
+    shape = (layout.pp, layout.dp, layout.tp)
+    return init_device_mesh(device_type(model), shape, mesh_dim_names=AXES)
 
 
 def require_process_group() -> None:

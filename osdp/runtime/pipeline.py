@@ -270,7 +270,5 @@ class Pipeline:
 def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:
     ends = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     return next(
-        action
-        for action in reversed(schedule.orders[rank])
-        if action.stage == stage and action.kind in ends
+        action for action in reversed(schedule.orders[rank]) if action.stage == stage and action.kind in ends
     )

@@ -82,7 +82,9 @@ class AppliedPipeline:
 
     def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
         schedule = self.plan.make_schedule(num_microbatches, name)
-        if schedule.splits_backward and not all(isinstance(r.applied, AloneStage) for r in self.stages.values()):
+        if schedule.splits_backward and not all(
+            isinstance(r.applied, AloneStage) for r in self.stages.values()
+        ):
             raise ValueError(
                 f"schedule {schedule.name!r} computes gradients of weights apart, where nothing can reduce them: "
                 f"it needs dp=1 (here {self.plan.dp}) and no param_dtype; use '1f1b' or 'interleaved'"
@@ -189,9 +191,15 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
     sizes = {axis: mesh[axis].size() for axis in ("pp", "dp", "tp")}
     wanted = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
-    faults = [f"planned for {axis}={wanted[axis]}, run on {sizes[axis]}" for axis in sizes if sizes[axis] != wanted[axis]]
+    faults = [
+        f"planned for {axis}={wanted[axis]}, run on {sizes[axis]}"
+        for axis in sizes
+        if sizes[axis] != wanted[axis]
+    ]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    faults += [f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known]
+    faults += [
+        f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known
+    ]
     held = {name for name, _ in _parameters_in(model, plan.modules)}
     loose = {name for stage in plan.stages for name in stage.loose}
     faults += [

@@ -161,9 +161,7 @@ class Stage:
         for name in modules:
             if name in targets:
                 hook = torch.compiler.disable(partial(self.enter, name))
-                self.model.get_submodule(name).register_forward_pre_hook(
-                    hook, prepend=True, with_kwargs=True
-                )
+                self.model.get_submodule(name).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 def build_stage(

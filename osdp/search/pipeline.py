@@ -20,12 +20,13 @@ from osdp.cost.time import passes
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.flow import Flow, transfers
+from osdp.layout import Degrees
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan, StagePlan
 from osdp.plan import Mode, Prediction
 from osdp.profile import Profile
 from osdp.schedule import Schedule, make_schedule
-from osdp.search.planning import Candidate, with_shared_buckets, stage_plan
+from osdp.search.planning import Candidate, stage_plan, with_shared_buckets
 from osdp.search.root import root_wire
 from osdp.search.rules import Rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
@@ -37,15 +38,6 @@ _MAX_EVALUATIONS = 64
 
 #: Buffers beside those of the microbatches in flight: what is posted for ahead, and what is on its way.
 _AHEAD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Degrees of parallelism."""
-
-    pp: int
-    dp: int
-    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ def best_pipeline(
     candidates: Sequence[Candidate],
     device: DeviceInfo,
     rules: Rules,
-    layout: Layout,
+    layout: Degrees,
     schedules: Sequence[str],
 ) -> PipelinePlan:
     """The plan with the highest throughput among all candidates and schedules.
@@ -107,7 +99,7 @@ class _Search:
         candidate: Candidate,
         device: DeviceInfo,
         rules: Rules,
-        layout: Layout,
+        layout: Degrees,
         name: str,
     ) -> None:
         self._desc = model_desc
@@ -299,7 +291,9 @@ def _in_flight_rules(rules: Rules, schedule: Schedule) -> Rules:
 
 def _prediction(schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome) -> Prediction:
     """A step on the rank that is worst in each respect."""
-    by_rank = [[parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)]
+    by_rank = [
+        [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
+    ]
     peaks = [sum(p.peak_bytes for p in here) for here in by_rank]
     worst = peaks.index(max(peaks))
     return Prediction(
@@ -314,7 +308,7 @@ def _prediction(schedule: Schedule, parts: Sequence[StagePlan], outcome: Pipelin
 
 
 def _infeasible(
-    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Layout, least: float
+    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
 ) -> InfeasibleError:
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
     suggestions = [

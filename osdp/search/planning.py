@@ -308,13 +308,13 @@ def batches(
     training: Training,
     local_batches: Sequence[int],
     microbatches: Sequence[int],
-    profile: Callable[[int], Profile],
+    profile: Callable[[Training], Profile],
 ) -> list[Candidate]:
     """Candidates for each local batch and number of microbatches, the training's if empty; largest first."""
     sizes = set(local_batches) or {training.local_batch or 1}
     return [
         Candidate(replace(training, local_batch=batch, microbatches=count), measured)
         for batch in sorted(sizes, reverse=True)
-        for measured in [profile(batch)]
+        for measured in [profile(replace(training, local_batch=batch))]
         for count in sorted(set(microbatches) or {training.microbatches}, reverse=True)
     ]

@@ -131,7 +131,11 @@ def _restricted(
     )
     cut = operator.cut if users == operator.modules else None
     return replace(
-        operator, name=users[0] if users else operator.name, modules=users, parameters=tuple(parameters), cut=cut
+        operator,
+        name=users[0] if users else operator.name,
+        modules=users,
+        parameters=tuple(parameters),
+        cut=cut,
     )
 
 

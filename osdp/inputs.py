@@ -1,0 +1,268 @@
+"""What callers write down, as the values that planning takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from osdp.device_info import DeviceInfo
+from osdp.integrations.auto_wrap import policy_atoms
+from osdp.integrations.fairscale import allowed_to_run, marked_modules
+from osdp.layout import Degrees, degrees
+from osdp.model_desc import ModelDesc
+from osdp.plan import Mode
+from osdp.profile import Profile
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.estimate import estimate
+from osdp.profiler.measure import profile_model
+from osdp.profiler.stage_link import measure_stage_link
+from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
+from osdp.schedule import SCHEDULES
+from osdp.search.rules import Rules
+from osdp.training import Training
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Answer = TypeVar("Answer")
+
+
+#: Schedules to choose from; those that split the backward come last, since not all stages can run them.
+_SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-v")
+
+#: Microbatches for each rank of a pipeline, where nobody asked for a number.
+_MICROBATCHES = 4
+
+
+def laid_out(
+    model: nn.Module, mesh: "DeviceMesh | None", pp: int | None, dp: int | None, tp: int | None
+) -> "tuple[Degrees, DeviceMesh | None]":
+    """The degrees, and the mesh of the live process group if there is one.
+
+    Raises:
+        ValueError: They do not fit the ranks or the mesh, or without a process group are not all given.
+    """
+    if mesh is None and not dist.is_initialized():
+        if pp is None or dp is None:
+            raise ValueError("without a process group both pp= and dp= must be given")
+        return Degrees(pp, dp, tp or 1), None
+    if mesh is None:
+        found = degrees(dist.get_world_size(), pp, dp, tp)
+        return found, parallel_mesh(model, found)
+    names = mesh.mesh_dim_names or ()
+    if tuple(names) != AXES:
+        raise ValueError(f"stages need a mesh with the axes {AXES}, this one has {names}")
+    found = Degrees(*(mesh[axis].size() for axis in AXES))
+    asked = {"pp": pp, "dp": dp, "tp": tp}
+    wrong = [f"{name}={value}" for name, value in asked.items() if value not in (None, getattr(found, name))]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} does not fit the mesh of pp={found.pp}, dp={found.dp}, tp={found.tp}"
+        )
+    return found, mesh
+
+
+def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:
+    """The devices with the way from stage to stage measured, unless it is known or nobody is there."""
+    if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
+        return device
+    return replace(device, stage_link=measure_stage_link(mesh["pp"].get_group(), device_of(mesh)))
+
+
+def with_microbatches(training: Training, layout: Degrees) -> Training:
+    """The training with enough microbatches to fill a pipeline, if it has one."""
+    if training.microbatches > 1 or layout.pp == 1:
+        return training
+    return replace(training, microbatches=_MICROBATCHES * layout.pp)
+
+
+def usable_schedules(name: str | None, layout: Degrees, training: Training) -> tuple[str, ...]:
+    """The schedule that was asked for, or those that can run.
+
+    Raises:
+        ValueError: It is unknown, or cannot run.
+    """
+    splits = [known for known in SCHEDULES if known.startswith("zb")]
+    alone = layout.dp == 1 and training.param_dtype is None and training.reduce_dtype is None
+    if name is None:
+        return (
+            tuple(known for known in _SCHEDULES if alone or known not in splits)
+            if layout.pp > 1
+            else ("1f1b",)
+        )
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
+    if name in splits and not alone:
+        raise ValueError(
+            f"schedule {name!r} computes gradients of weights apart, where nothing can reduce them: it needs "
+            f"dp=1 (here {layout.dp}) and no param_dtype or reduce_dtype; use '1f1b' or 'interleaved'"
+        )
+    return (name,)
+
+
+def profiler_of(
+    model: nn.Module | None,
+    description: ModelDesc,
+    sample: SampleBatch | None,
+    device: DeviceInfo,
+    given: Profile | Sequence[Profile] | None,
+    mesh: "DeviceMesh | None",
+    loss_fn: Callable[..., Any] | None,
+    cache_dir: str | Path | None,
+) -> Callable[[Training], Profile]:
+    """How to get the profile of a training: as given, measured on the model, or estimated without one."""
+
+    def profiled(training: Training) -> Profile:
+        if given:
+            assert training.local_batch is not None
+            return given_profile(given, training.local_batch)
+        if model is None:
+            return estimate(description, device, training)
+        with allowed_to_run(model):
+            return profile_model(
+                model, description, sample, training=training, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
+                progress=rank_of(mesh) == 0,
+            )  # fmt: skip
+
+    return profiled
+
+
+def given_profile(given: Profile | Sequence[Profile], batch: int) -> Profile:
+    """The profile among those given that was made at ``batch`` samples."""
+    profiles = [given] if isinstance(given, Profile) else given
+    for profile in profiles:
+        if profile.local_batch == batch:
+            return profile
+    sizes = ", ".join(str(profile.local_batch) for profile in profiles)
+    raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
+
+
+def measured_mesh(model: nn.Module | None, profile: Any) -> "DeviceMesh | None":
+    """The mesh to measure on, if anything is to be measured."""
+    if model is None or profile is not None or not dist.is_initialized():
+        return None
+    return data_parallel_mesh(model)
+
+
+def described(
+    model: nn.Module | None, given: Any, loss_fn: Callable[..., Any] | None, policy: Callable[..., Any] | None
+) -> tuple[ModelDesc, SampleBatch | None]:
+    """The description, and the sample batch if that was given."""
+    if isinstance(given, ModelDesc):
+        if policy is not None:
+            raise ValueError(
+                "auto_wrap_policy sets what a description calls an operator: pass the sample batch instead "
+                "of a finished ModelDesc"
+            )
+        return given, None
+    if model is None or given is None:
+        raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
+    batch = SampleBatch.of(given)
+    atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
+    with allowed_to_run(model):
+        return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
+
+
+def trained(
+    training: Training | None,
+    description: ModelDesc,
+    param_dtype: str | torch.dtype | None,
+    reduce_dtype: str | torch.dtype | None,
+) -> Training:
+    """The training, with a local batch and the dtypes that were asked for."""
+    training = training or Training()
+    training = replace(training, local_batch=training.local_batch or description.local_batch)
+    if param_dtype is not None:
+        training = replace(training, param_dtype=_dtype_name(param_dtype))
+    if reduce_dtype is not None:
+        training = replace(training, reduce_dtype=_dtype_name(reduce_dtype))
+    return training
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def detected(
+    device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None", group_sizes: Sequence[int] | None
+) -> DeviceInfo:
+    """The devices, measured unless they are given."""
+    if not isinstance(device_info, DeviceInfo):
+        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes)
+    return device_info if group_sizes is None else device_info.with_groups(group_sizes)
+
+
+def rules_of(
+    allowed: tuple[Mode, ...],
+    slices: Sequence[int],
+    recompute: bool,
+    offload: bool,
+    two_step: bool | None,
+    find_unused_parameters: bool,
+    device: DeviceInfo,
+) -> Rules:
+    """What the search may use.
+
+    Raises:
+        ValueError: What is forced needs links that are unknown.
+    """
+    if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
+        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
+        raise ValueError(
+            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
+            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
+        )
+    free = allowed == tuple(Mode) and not two_step and not find_unused_parameters
+    return Rules(
+        allowed=allowed,
+        whole_blocks=find_unused_parameters,
+        slices=tuple(slices) if free else (),
+        recompute=recompute and free,
+        offload=offload,
+        two_step=two_step,
+    )
+
+
+def allowed_modes(strategy: str | Mode | None, two_step: bool | None) -> tuple[Mode, ...]:
+    """The modes that may be used.
+
+    Raises:
+        ValueError: The strategy is unknown or has no collectives in two steps.
+    """
+    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
+        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy} has none")
+    if strategy is None:
+        return tuple(Mode)
+    names = [mode.value for mode in Mode]
+    if str(strategy) not in names:
+        raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
+    return (Mode(str(strategy)),)
+
+
+def rank_of(mesh: "DeviceMesh | None") -> int:
+    """This rank in ``mesh``, or among all."""
+    return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
+
+
+def from_first_rank(search: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
+    """What ``search`` returns or raises on the first rank of ``group``, or of all ranks, on all of them."""
+    if not dist.is_initialized():
+        return search()
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    box: list[tuple[Answer | None, Exception | None]] = [(None, None)]
+    if dist.get_rank() == first:
+        try:
+            box = [(search(), None)]
+        except Exception as error:  # whatever it is, the other ranks wait for it
+            box = [(None, error)]
+    dist.broadcast_object_list(box, src=first, group=group)
+    answer, failure = box[0]
+    if failure is not None:
+        raise failure
+    if answer is None:
+        raise RuntimeError("the first rank sent no plan")
+    return answer
