@@ -8,7 +8,7 @@ edges between spaces.
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class FeatureFlow:
         calls: First calls of modules that have children.
         last_use: Number of the operation that last read a tensor, by storage.
         batch_readers: Modules that read an integer tensor of the batch itself.
+        tensors: The fake tensors that modules were called with or returned, by id.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class FeatureFlow:
     calls: dict[str, Call] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     batch_readers: set[str] = field(default_factory=set)
+    tensors: dict[int, Any] = field(default_factory=dict)
 
     def is_used_after(self, tensor: torch.Tensor, call: Call) -> bool:
         """Whether ``tensor``, returned by ``call``, was read by anything later."""
@@ -125,7 +127,7 @@ class _Watcher(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = FeatureFlow()
         self._labels: dict[int, Labels] = {}
-        self._alive: dict[int, Any] = {}  # storages and tensors: their ids stay theirs
+        self._alive = self.flow.tensors  # while they live, nothing else gets their ids
         self._parameters = {storage_key(p): name for name, p in twin.named_parameters()}
         self._widths: dict[str, int] = {}
         self._inside = 0
@@ -224,8 +226,9 @@ class _Watcher(TorchDispatchMode):
         return map_leaves(lambda leaf: copy_object(leaf, self._alive), arguments)
 
 
-def copy_object(leaf: Any, keep: Mapping[int, Any]) -> Any:
-    """A copy of ``leaf`` that shares the tensors in ``keep``; constants and tensors are themselves."""
+def copy_object(leaf: Any, tensors: dict[int, Any]) -> Any:
+    """A copy of ``leaf`` that shares those ``tensors``, by id; constants and tensors are themselves."""
     if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype)):
         return leaf
-    return copy.deepcopy(leaf, ChainMap({}, dict(keep) if not isinstance(keep, dict) else keep))
+    memo: Any = ChainMap({}, tensors)
+    return copy.deepcopy(leaf, memo)
