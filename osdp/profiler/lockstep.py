@@ -224,7 +224,11 @@ def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer, or some if it has none."""
     if tensor.is_meta:
         values = torch.ones(tensor.shape, dtype=tensor.dtype)
-        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype) if tensor.is_floating_point() else values
+        return (
+            torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            if tensor.is_floating_point()
+            else values
+        )
     return tensor.detach().cpu()
 
 

@@ -59,9 +59,7 @@ class Solution:
     divided: tuple[tuple[str, str], ...]
 
 
-def derive(
-    model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf
-) -> TensorParallelPlan:
+def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf) -> TensorParallelPlan:
     """A plan that shards ``model`` over ``degree`` ranks; the model is neither run nor changed.
 
     Args:
@@ -109,7 +107,9 @@ class _Search:
     def kept(self) -> tuple[Kept, ...]:
         default = "what it reads or returns is not sharded"
         return tuple(
-            Kept(name, self.reasons.get(name, default)) for name in self.flow.kinds if name not in self.entries
+            Kept(name, self.reasons.get(name, default))
+            for name in self.flow.kinds
+            if name not in self.entries
         )
 
     # Vocabularies
@@ -121,7 +121,9 @@ class _Search:
         heads = [
             name
             for name, kind in self.flow.kinds.items()
-            if kind != "embedding" and name in self.flow.returned - read and self._out_size(name) in tables.values()
+            if kind != "embedding"
+            and name in self.flow.returned - read
+            and self._out_size(name) in tables.values()
         ]
         sizes = {self._out_size(name) for name in heads}
         vocabularies = [name for name, rows in tables.items() if rows in sizes]
@@ -294,9 +296,7 @@ class _Search:
 
     def _home(self, region: Region) -> str:
         """The innermost module whose forward ran and that holds all of ``region``."""
-        around = [
-            fqn for fqn in self.flow.calls if all(is_inside(name, fqn) for name in region.modules)
-        ]
+        around = [fqn for fqn in self.flow.calls if all(is_inside(name, fqn) for name in region.modules)]
         return max(around, key=len)
 
     def _kind(self, region: Region) -> Any:

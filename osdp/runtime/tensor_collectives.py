@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.torch_private import all_gather
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -87,7 +89,7 @@ class _GatherLast(torch.autograd.Function):
         longest = -(-size // ranks.size)
         padded = F.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
         gathered = padded.new_empty(ranks.size * padded.numel())
-        dist.all_gather_into_tensor(gathered, padded.view(-1), group=ranks.group)
+        all_gather(gathered, padded.view(-1), group=ranks.group)
         # Only the last ranks are padded, so what is beyond ``size`` is padding.
         return torch.cat(gathered.view(ranks.size, *padded.shape).unbind(), -1)[..., :size]
 

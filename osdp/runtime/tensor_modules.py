@@ -65,6 +65,12 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of modules of ``model`` that compute a part, those that are whole included."""
+    parts = (module for module in model.modules() if "part" in module.__dict__)
+    return [parameter for module in parts for parameter in module.parameters(recurse=False)]
+
+
 def run_in_part(module: nn.Module, part: Part) -> nn.Module:
     """A module like ``module``, with the same parameters, that computes its part."""
     base = type(module)
@@ -72,10 +78,10 @@ def run_in_part(module: nn.Module, part: Part) -> nn.Module:
     style = part.entry.style
     made = type(f"Sharded{base.__name__}", (base,), {"forward": forward[style]})
     # Everything registered on it stays registered: parameters are shared, not copied.
-    new = made.__new__(made)
+    new = cast(nn.Module, made.__new__(made))  # type: ignore[call-overload]
     new.__dict__.update(module.__dict__)
     new.__dict__["part"] = part
-    return cast(nn.Module, new)
+    return new
 
 
 def _column(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,13 @@ from torch.distributed.tensor.placement_types import Placement
 from osdp.errors import PlanMismatchError
 from osdp.runtime.mesh import device_of
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.parts import part_of
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks
 from osdp.runtime.tensor_modules import Entrance, Part, run_in_part
 from osdp.runtime.torch_private import blocked_shard, same_random_numbers
 from osdp.runtime.validate import check_unwrapped
-from osdp.tensor_plan import ShardedModule, Style, TensorParallelPlan
+from osdp.tensor_plan import Style, TensorParallelPlan
 
 #: What a module of a kind can be sharded by.
 _STYLES = {
@@ -102,7 +103,8 @@ def _shard_parameters(owned: dict[str, Owned], plan: TensorParallelPlan, mesh: D
         if len(found) > 1:
             raise PlanMismatchError([f"tied parameter {entry.name!r} is to be sharded in {len(found)} ways"])
         if found:
-            entry.register(_shard(entry.parameter, *found, mesh))
+            dim, blocks = found.pop()
+            entry.register(_shard(entry.parameter, dim, blocks, mesh))
 
 
 def _placements(plan: TensorParallelPlan) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -117,12 +119,12 @@ def _placements(plan: TensorParallelPlan) -> Iterator[tuple[str, tuple[int, int]
             yield f"{entry.module}.bias", (0, 1)
 
 
-def _shard(parameter: nn.Parameter, where: tuple[int, int], mesh: DeviceMesh) -> nn.Parameter:
-    dim, blocks = where
+def _shard(parameter: nn.Parameter, dim: int, blocks: int, mesh: DeviceMesh) -> nn.Parameter:
     with torch.no_grad():
         whole = parameter.detach()
-        parts = [block.chunk(mesh.size(), dim)[mesh.get_local_rank()] for block in whole.chunk(blocks, dim)]
-        part = torch.cat(parts, dim).contiguous()
+        # A copy even where the part is contiguous: as a view it would keep the whole alive.
+        part = part_of(whole, dim, mesh.get_local_rank(), mesh.size(), blocks)
+        part = part.clone(memory_format=torch.contiguous_format)
         placement: Placement = Shard(dim) if blocks == 1 else blocked_shard(dim, blocks)
         sharded = DTensor.from_local(
             part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
@@ -39,13 +40,20 @@ def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def wrap_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """``local`` as a DTensor that is laid out as the replicated ``parameter``.
+    """``local`` as a DTensor that is laid out as ``parameter``.
 
     ``DTensor.from_local`` is differentiable and costs 15 us, eight times as much, for each gradient.
     """
     spec = getattr(parameter, "_spec", None)
-    if spec is None or spec.tensor_meta.stride != local.stride():
-        return DTensor.from_local(local, parameter.device_mesh, [Replicate()], run_check=False)
+    if spec is None or parameter.to_local().stride() != local.stride():
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -130,12 +138,17 @@ def blocked_shard(dim: int, blocks: int) -> Placement:
 
 def blocks_of_shard(placement: Placement) -> int:
     """The number of blocks of :func:`blocked_shard`; 1 for other placements."""
-    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def sharded_dim(placement: Placement) -> int | None:
     """The dimension that ``placement`` shards, if any."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of two axes of one mesh, as FSDP2 makes it of its own and of a parameter's."""
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
