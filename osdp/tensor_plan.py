@@ -1,4 +1,4 @@
-"""TensorParallelPlan: which modules of a model split their weights over ranks that compute one layer together.
+"""TensorParallelPlan: which modules split their weights over ranks that compute one layer together.
 
 Words: a *column* module has its output features sharded, a *row* module its input features, so that a column
 module, whatever works on each feature or head by itself, and a row module need one sum at the end (Shoeybi et
@@ -10,8 +10,6 @@ one fused matrix), each of which is sharded by itself.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-from osdp.layout import is_inside
 
 VERSION = 1
 
@@ -120,15 +118,12 @@ class TensorParallelPlan:
         """The part of the plan for a stage that has only ``modules`` of the model.
 
         Args:
-            modules: FQNs of modules; what lies inside them counts as theirs.
+            modules: FQNs of all modules of the stage, as ``named_modules()`` gives them.
         """
-
-        def present(module: str) -> bool:
-            return any(is_inside(module, other) for other in modules)
-
+        present = frozenset(modules)
         return replace(
             self,
-            modules=tuple(entry for entry in self.modules if present(entry.module)),
-            divided=tuple(entry for entry in self.divided if present(entry.module)),
-            kept=tuple(entry for entry in self.kept if present(entry.module)),
+            modules=tuple(entry for entry in self.modules if entry.module in present),
+            divided=tuple(entry for entry in self.divided if entry.module in present),
+            kept=tuple(entry for entry in self.kept if entry.module in present),
         )

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
-    "codec", "device_info", "errors", "layout", "model_desc", "plan", "profile", "schedule", "training",
-    "units",
+    "codec", "device_info", "errors", "layout", "model_desc", "plan", "profile", "schedule", "tensor_plan",
+    "training", "units",
 }  # fmt: skip
 SOLVERS = {"numpy", "networkx", "scipy"}
 #: By the first part of a file's name: the parts of osdp and the libraries it may import.

@@ -144,7 +144,7 @@ class Sharded:
             return error
 
     def _divide(self, rank: nn.Module, divided: Sequence[tuple[str, str]]) -> list[Callable[[], None]]:
-        restores = []
+        restores: list[Callable[[], None]] = []
         for fqn, name in divided:
             module = rank.get_submodule(_relative(fqn, self.whole.name))
             value = getattr(module, name)
@@ -166,15 +166,15 @@ class Sharded:
     def _shard(self, module: nn.Module, entry: Slice, rank: int) -> None:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        part = slice_of(weight.detach(), entry.dim, entry.blocks, rank, self.degree)
-        module._parameters["weight"] = nn.Parameter(part)
+        part_of_weight = slice_of(weight.detach(), entry.dim, entry.blocks, rank, self.degree)
+        module._parameters["weight"] = nn.Parameter(part_of_weight)
         if bias is not None and entry.closes:
             module._parameters["bias"] = nn.Parameter(bias.detach() / self.degree)  # the sum adds it once
         elif bias is not None:
             part = slice_of(bias.detach(), 0, entry.blocks, rank, self.degree)
             module._parameters["bias"] = nn.Parameter(part)
         if hasattr(module, "nf"):  # transformers' Conv1D views its output by it
-            module.nf = module._parameters["weight"].shape[1]
+            module.__dict__["nf"] = part_of_weight.shape[1]
 
     def _close(self, rank: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return self._meeting.sum(rank, output)
@@ -224,11 +224,7 @@ def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer, or some if it has none."""
     if tensor.is_meta:
         values = torch.ones(tensor.shape, dtype=tensor.dtype)
-        return (
-            torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-            if tensor.is_floating_point()
-            else values
-        )
+        return values.normal_(generator=generator) if tensor.is_floating_point() else values
     return tensor.detach().cpu()
 
 

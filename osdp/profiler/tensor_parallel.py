@@ -1,10 +1,10 @@
 """From a module to its TensorParallelPlan: derived from a trace, proven on random numbers.
 
 Linear modules are edges between feature spaces (:mod:`osdp.profiler.feature_flow`). A space can be sharded if
-it is left by linear modules only: those that lead into it become column modules, those that lead out of it row
-modules. Neighbouring spaces are not sharded both, so small spaces, which are attentions and MLPs, come before
-the residual stream around them. Each choice is then run on all ranks at once and compared with the whole
-module, with as few integer attributes divided as make it right.
+it is left by linear modules only: those that lead into it become column modules, those that lead out of it
+row modules. Neighbouring spaces are not sharded both, so small spaces, which are attentions and MLPs, come
+before the residual stream around them. Each choice is then run on all ranks at once and compared with the
+whole module, with as few integer attributes divided as make it right.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf
 
     Args:
         model: An unmodified module, on any device.
-        sample_inputs: One batch, as for :func:`osdp.profiler.trace.describe`; only shapes and dtypes are read.
+        sample_inputs: One batch, as for :func:`osdp.profiler.trace.describe`; only its shapes are read.
         degree: Number of ranks that compute one layer together.
         kind_of: Tells which modules are linear, and of which kind.
 
@@ -79,8 +79,8 @@ def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf
     if not search.entries:
         reasons = "; ".join(f"{kept.module}: {kept.reason}" for kept in search.kept()[:8])
         raise ValueError(
-            f"nothing of {type(model).__name__} can be sharded over {degree} ranks ({reasons or 'it has no linear modules'}); "
-            "use data parallelism or pipeline stages for it"
+            f"nothing of {type(model).__name__} can be sharded over {degree} ranks "
+            f"({reasons or 'it has no linear modules'}); use data parallelism or pipeline stages for it"
         )
     return search.plan()
 

@@ -29,8 +29,8 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    of_optimizer["state"] = in_one_block(of_optimizer["state"])
-    return {"model": in_one_block(of_model), "optimizer": of_optimizer}
+    states: Any = of_optimizer["state"]
+    return {"model": in_one_block(of_model), "optimizer": {**of_optimizer, "state": in_one_block(states)}}
 
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -53,13 +53,13 @@ def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
         return joint_mesh(mesh, *meshes)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            "data-parallel and tensor-parallel ranks must be axes of one mesh: make it by init_device_mesh(..., "
-            f'(dp, tp), mesh_dim_names=("dp", "tp")) and pass mesh["dp"] and mesh["tp"] ({error})'
+            "data-parallel and tensor-parallel ranks must be axes of one mesh: make it by init_device_mesh("
+            f'..., (dp, tp), mesh_dim_names=("dp", "tp")) and pass mesh["dp"] and mesh["tp"] ({error})'
         ) from error
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One group of all ranks of ``mesh``; a new one if it has several axes, which all its ranks make alike."""
+    """One group of all ranks of ``mesh``, which all make it alike; a new one if there are several axes."""
     group: dist.ProcessGroup
     if mesh.ndim == 1:
         group = mesh.get_group()

@@ -143,8 +143,8 @@ def replicate(
         owned: A plain parameter or one that tensor-parallel ranks have sharded; it may be on ``meta``.
         mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
-        stored_on: Mesh of the DTensor that is stored, if other parameters of the model are DTensors: ``mesh``,
-            or that joined with the tensor-parallel ranks.
+        stored_on: Mesh of the DTensor that is stored, if other parameters of the model are DTensors:
+            ``mesh``, or that joined with the tensor-parallel ranks.
     """
     old = owned.parameter
     with torch.no_grad():

@@ -47,7 +47,7 @@ def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of ``tensor`` over the ranks; its gradient is the same on all of them."""
+    """The sum of ``tensor``, in place, over the ranks; its gradient is the same on all of them."""
     return cast(torch.Tensor, _Leave.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
@@ -69,13 +69,17 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, ctx.ranks), None
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        return _summed(tensor, ranks)
+        ctx.mark_dirty(tensor)
+        dist.all_reduce(tensor, group=ranks.group)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -113,9 +117,3 @@ class _BlocksOf(torch.autograd.Function):
         whole[:, ranks.rank : ranks.rank + 1] = part
         dist.all_reduce(whole, group=ranks.group)
         return whole.view(-1), None, None
-
-
-def _summed(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=ranks.group)
-    return total

@@ -5,6 +5,7 @@ tensor-parallel mesh, so that optimizers and checkpoints see whole shapes; what 
 part, since every operation on a DTensor costs tens of microseconds.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ class Entrance:
     """
 
     ranks: Ranks
-    _entered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    #: At most two: what a cross-attention reads. A recomputation may end before the region's row module.
+    _entered: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=2))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` inside the region."""

@@ -49,7 +49,8 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     """
     if mesh.ndim != 1:
         raise ValueError(
-            f'the mesh has {mesh.ndim} axes, tensor parallelism needs 1; pass one axis of it, such as mesh["tp"]'
+            f"the mesh has {mesh.ndim} axes, tensor parallelism needs 1; pass one axis of it, such as "
+            'mesh["tp"]'
         )
     check_unwrapped(model)
     differences = list(_differences(model, plan, mesh))
@@ -71,13 +72,13 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
     for entry in plan.modules:
         module = modules.get(entry.module)
         if module is None:
-            yield f"module {entry.module!r} is to be sharded, which the model has not; restrict the plan to its stage"
+            yield f"module {entry.module!r} is to be sharded, which the model has not; use plan.restricted()"
             continue
         kind = kind_of(module)
         if entry.style not in _STYLES.get(kind or "", ()):
             yield f"module {entry.module!r}, a {type(module).__name__}, cannot be sharded as a {entry.style}"
         elif (size := _weight(module).shape[entry.dim]) != entry.size:
-            yield f"module {entry.module!r} has {size} features along dim {entry.dim}, the plan says {entry.size}"
+            yield f"module {entry.module!r} has size {size} in dim {entry.dim}, the plan says {entry.size}"
     for divided in plan.divided:
         value = getattr(modules.get(divided.module), divided.name, None)
         if value != divided.value:
