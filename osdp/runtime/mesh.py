@@ -51,7 +51,7 @@ def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     try:
         return joint_mesh(mesh, *meshes)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             "data-parallel and tensor-parallel ranks must be axes of one mesh: make it by init_device_mesh("
             f'..., (dp, tp), mesh_dim_names=("dp", "tp")) and pass mesh["dp"] and mesh["tp"] ({error})'
