@@ -87,6 +87,8 @@ class TensorParallelPlan:
         degree: Number of ranks.
         modules: The sharded modules, in trace order.
         divided: Attributes that local modules must see divided.
+        summed: Modules whose parameters are whole but work on each rank's heads, such as a norm of each head:
+            their gradients are summed.
         kept: Linear modules that stay whole, and why.
         version: Format version.
     """
@@ -95,6 +97,7 @@ class TensorParallelPlan:
     degree: int
     modules: tuple[ShardedModule, ...]
     divided: tuple[DividedAttribute, ...] = ()
+    summed: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
     version: int = VERSION
 
@@ -125,5 +128,6 @@ class TensorParallelPlan:
             self,
             modules=tuple(entry for entry in self.modules if entry.module in present),
             divided=tuple(entry for entry in self.divided if entry.module in present),
+            summed=tuple(module for module in self.summed if module in present),
             kept=tuple(entry for entry in self.kept if entry.module in present),
         )

@@ -187,7 +187,7 @@ class Case:
 LAYOUTS = ("replicate", "shard", "keep", "mixed")
 CASES = [
     *(Case(layout) for layout in LAYOUTS),
-    *(Case("mixed", name) for name in ("bert", "gptj", "qwen2", "vit", "t5")),
+    *(Case("mixed", name) for name in ("bert", "gptj", "qwen3", "vit", "t5")),
     *(Case(layout, "gpt2", param_dtype="bfloat16") for layout in ("replicate", "mixed")),
     *(Case(layout, "gpt2", accumulate=True) for layout in ("replicate", "mixed")),
     Case("mixed", "llama", recomputed=True),

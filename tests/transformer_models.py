@@ -71,6 +71,13 @@ def qwen2(vocab: int, heads: int = HEADS) -> nn.Module:
     return transformers.Qwen2ForCausalLM(config)
 
 
+def qwen3(vocab: int, heads: int = HEADS) -> nn.Module:
+    config = transformers.Qwen3Config(
+        vocab_size=vocab, num_attention_heads=heads, num_key_value_heads=4, head_dim=16, **_USUAL, **_SPECIAL
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
 def mistral(vocab: int, heads: int = HEADS) -> nn.Module:
     config = transformers.MistralConfig(
         vocab_size=vocab,
@@ -100,7 +107,8 @@ def t5(vocab: int, heads: int = HEADS) -> nn.Module:
 
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
-    builder.__name__: builder for builder in (gpt2, gpt_neo, gptj, bert, opt, llama, qwen2, mistral, vit, t5)
+    builder.__name__: builder
+    for builder in (gpt2, gpt_neo, gptj, bert, opt, llama, qwen2, qwen3, mistral, vit, t5)
 }
 
 

@@ -1,9 +1,9 @@
 """Which linear module reads what which other one computed: the feature spaces of a model.
 
 One forward on fake tensors. Each tensor carries the names of the linear modules and embeddings whose outputs
-it was computed from without passing through another one. What one module reads together is one *space*: the
-residual stream, the queries, keys and values of an attention, the inside of an MLP. So linear modules are
-edges between spaces.
+it was computed from without passing through another one, and those of other parameters, after an ``@``. What
+one module reads together is one *space*: the residual stream, the queries, keys and values of an attention,
+the inside of an MLP. So linear modules are edges between spaces.
 """
 
 import copy
@@ -56,7 +56,7 @@ class FeatureFlow:
         read: The labels of what each of them read.
         returned: The labels of what the model returned.
         heads: For a module whose output is first viewed as heads: their number.
-        touched: For parameters of other modules: the labels of what they were combined with.
+        borrowed: Parameters of other modules that anything but their own module's forward used.
         calls: First calls of modules that have children.
         last_use: Number of the operation that last read a tensor, by storage.
         batch_readers: Modules that read an integer tensor of the batch itself.
@@ -67,7 +67,7 @@ class FeatureFlow:
     read: dict[str, Labels] = field(default_factory=dict)
     returned: Labels = _NOTHING
     heads: dict[str, int] = field(default_factory=dict)
-    touched: dict[str, Labels] = field(default_factory=dict)
+    borrowed: set[str] = field(default_factory=set)
     calls: dict[str, Call] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     batch_readers: set[str] = field(default_factory=set)
@@ -76,6 +76,16 @@ class FeatureFlow:
     def is_used_after(self, tensor: torch.Tensor, call: Call) -> bool:
         """Whether ``tensor``, returned by ``call``, was read by anything later."""
         return self.last_use.get(storage_key(tensor), -1) > call.end
+
+    @staticmethod
+    def parameters_in(labels: Labels) -> Labels:
+        """Those labels that are parameters."""
+        return frozenset(label for label in labels if label.startswith("@"))
+
+    def readers_of(self, label: str) -> set[str]:
+        """The linear modules that read something with ``label``; the empty name if it is returned."""
+        found = {name for name, labels in self.read.items() if label in labels}
+        return found | ({""} if label in self.returned else set())
 
     def spaces(self) -> dict[str, str]:
         """The space each module's output is in, and ``>name`` for the space that module ``name`` reads.
@@ -91,7 +101,7 @@ class FeatureFlow:
             return item
 
         for reader, labels in [*self.read.items(), ("", self.returned)]:
-            for label in labels:
+            for label in labels - self.parameters_in(labels):
                 parent[find(label)] = find(f">{reader}")
         names = [*self.kinds, *(f">{name}" for name in [*self.kinds, ""])]
         return {name: find(name) for name in names}
@@ -128,8 +138,8 @@ class _Watcher(TorchDispatchMode):
         self.flow = FeatureFlow()
         self._labels: dict[int, Labels] = {}
         self._alive = self.flow.tensors  # while they live, nothing else gets their ids
-        self._parameters = {storage_key(p): name for name, p in twin.named_parameters()}
-        self._widths: dict[str, int] = {}
+        self._parameters: dict[int, str] = {}
+        self._running: list[str] = []
         self._inside = 0
         self._count = 0
         self._batch = {storage_key(t) for t in batch.tensors if not t.is_floating_point()}
@@ -138,10 +148,12 @@ class _Watcher(TorchDispatchMode):
             kind = kind_of(module)
             if kind is not None:
                 hooks = partial(self._before_linear, name, kind), partial(self._after_linear, name)
-            elif any(True for _ in module.children()):
-                hooks = partial(self._before_call, name), partial(self._after_call, name)
             else:
-                continue
+                hooks = partial(self._before_call, name), partial(self._after_call, name)
+                for own, parameter in module.named_parameters(recurse=False):
+                    fqn = f"{name}.{own}".lstrip(".")
+                    self._parameters[storage_key(parameter)] = fqn
+                    self._label(parameter, frozenset([f"@{fqn}"]))
             self._handles += [
                 module.register_forward_pre_hook(hooks[0], with_kwargs=True),
                 module.register_forward_hook(hooks[1]),
@@ -168,7 +180,7 @@ class _Watcher(TorchDispatchMode):
             self.flow.last_use[storage_key(tensor)] = self._count
         if not self._inside:
             labels = self._labels_of(inputs)
-            self._note_parameters(inputs, labels)
+            self._note_parameters(inputs)
             if func.overloadpacket.__name__ in _SPLITS:
                 self._note_heads(inputs[0], outputs[0], labels)
             for tensor in outputs:
@@ -183,11 +195,12 @@ class _Watcher(TorchDispatchMode):
         found = {self._labels.get(storage_key(tensor), _NOTHING) for tensor in tensors}
         return _NOTHING.union(*found)
 
-    def _note_parameters(self, inputs: Iterable[torch.Tensor], labels: Labels) -> None:
+    def _note_parameters(self, inputs: Iterable[torch.Tensor]) -> None:
+        running = self._running[-1] if self._running else ""
         for tensor in inputs:
             name = self._parameters.get(storage_key(tensor))
-            if name is not None:
-                self.flow.touched[name] = self.flow.touched.get(name, _NOTHING) | labels
+            if name is not None and name.rpartition(".")[0] != running:
+                self.flow.borrowed.add(name)
 
     def _note_heads(self, before: torch.Tensor, after: torch.Tensor, labels: Labels) -> None:
         """Book the heads if the last dimension of one module's output became (heads, features)."""
@@ -211,12 +224,14 @@ class _Watcher(TorchDispatchMode):
             self._label(tensor, frozenset([name]))
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in self.flow.calls:
+        self._running.append(name)
+        if name not in self.flow.calls and any(True for _ in module.children()):
             self.flow.calls[name] = Call(*self._snapshot((args, kwargs)))
 
     def _after_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        call = self.flow.calls[name]
-        if call.end < 0:
+        self._running.pop()
+        call = self.flow.calls.get(name)
+        if call is not None and call.end < 0:
             call.output, call.end = output, self._count
             self._alive.update((id(tensor), tensor) for tensor in tensors_in(output))
 

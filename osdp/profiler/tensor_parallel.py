@@ -53,10 +53,12 @@ class Solution:
     Attributes:
         blocks: Number of blocks of each column module.
         divided: Module and name of each attribute to divide.
+        summed: Modules that work on each head alike.
     """
 
     blocks: Mapping[str, int]
     divided: tuple[tuple[str, str], ...]
+    summed: tuple[str, ...]
 
 
 def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf) -> TensorParallelPlan:
@@ -94,6 +96,7 @@ class _Search:
     degree: int
     entries: dict[str, ShardedModule] = field(default_factory=dict)
     divided: dict[tuple[str, str], DividedAttribute] = field(default_factory=dict)
+    summed: dict[str, None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     _solved: dict[Any, "Solution | str"] = field(default_factory=dict)
 
@@ -101,7 +104,12 @@ class _Search:
         order = {name: index for index, name in enumerate(self.flow.kinds)}
         entries = sorted(self.entries.values(), key=lambda e: order.get(e.module, len(order)))
         return TensorParallelPlan(
-            type(self.model).__name__, self.degree, tuple(entries), tuple(self.divided.values()), self.kept()
+            model=type(self.model).__name__,
+            degree=self.degree,
+            modules=tuple(entries),
+            divided=tuple(self.divided.values()),
+            summed=tuple(self.summed),
+            kept=self.kept(),
         )
 
     def kept(self) -> tuple[Kept, ...]:
@@ -196,6 +204,7 @@ class _Search:
             self._enter(name, Style.COLUMN, dim, blocks[name], region)
         for name in region.rows:
             self._enter(name, Style.ROW, 1 - _OUT_DIM[self.flow.kinds[name]], 1, region)
+        self.summed.update(dict.fromkeys(_join(home, relative) for relative in solution.summed))
         for relative, attribute in solution.divided:
             module = _join(home, relative)
             value = getattr(self.model.get_submodule(module), attribute)
@@ -217,9 +226,12 @@ class _Search:
 
     def _solve(self, region: Region) -> Solution | str:
         """Blocks and attributes with which ``region`` is right; else why it is not."""
-        foreign = self._foreign_parameter(region)
-        if foreign is not None:
-            return f"parameter {foreign} works on each of its features or heads, and is not sharded with them"
+        foreign = self._foreign_parameters(region)
+        for parameter in foreign:
+            if not self._can_be_summed(parameter, region):
+                return (
+                    f"parameter {parameter} is used with its features or heads, and is not sharded with them"
+                )
         home = self._home(region)
         whole = Whole(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
         fault = "its features are not divisible by the number of ranks"
@@ -234,7 +246,8 @@ class _Search:
             for divided in self._divisions(region, home):
                 found = sharded.fault([(_join(home, module), name) for module, name in divided])
                 if found is None:
-                    return Solution(blocks, divided)
+                    holders = dict.fromkeys(_relative(p.rpartition(".")[0], home) for p in foreign)
+                    return Solution(blocks, divided, tuple(holders))
                 fault = found if not divided else fault
         return fault
 
@@ -286,13 +299,20 @@ class _Search:
                     found[ancestor] = None
         return list(found)
 
-    def _foreign_parameter(self, region: Region) -> str | None:
-        inside = set(region.columns)
-        mine = {f"{name}.{part}" for name in region.modules for part in ("weight", "bias")}
-        for parameter, labels in self.flow.touched.items():
-            if labels & inside and parameter not in mine:
-                return parameter
-        return None
+    def _foreign_parameters(self, region: Region) -> list[str]:
+        """Parameters of other modules that reach the row modules without passing through a column module."""
+        labels = {label for name in region.rows for label in self.flow.read[name]}
+        return sorted(label[1:] for label in self.flow.parameters_in(frozenset(labels)))
+
+    def _can_be_summed(self, parameter: str, region: Region) -> bool:
+        """Whether it is used by its own module alone, inside the region alone, as a norm of each head is."""
+        holder = parameter.rpartition(".")[0]
+        return (
+            is_inside(holder, self._home(region))
+            and not any(True for _ in self.model.get_submodule(holder).children())
+            and parameter not in self.flow.borrowed
+            and self.flow.readers_of(f"@{parameter}") <= set(region.rows)
+        )
 
     def _home(self, region: Region) -> str:
         """The innermost module whose forward ran and that holds all of ``region``."""

@@ -86,6 +86,26 @@ def run_in_part(module: nn.Module, part: Part) -> nn.Module:
     return new
 
 
+def sum_gradients(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """A module like ``module``, with the same parameters, whose gradients are summed over ``ranks``."""
+    base = type(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The forward of its kind, on a module that has the same but for the way gradients take.
+        inner = base.__new__(base)
+        inner.__dict__.update(self.__dict__)
+        inner.__dict__["_parameters"] = {
+            name: None if parameter is None else enter(parameter, ranks)
+            for name, parameter in self._parameters.items()
+        }
+        return base.forward(inner, *args, **kwargs)
+
+    made = type(f"Summed{base.__name__}", (base,), {"forward": forward})
+    new = cast(nn.Module, made.__new__(made))  # type: ignore[call-overload]
+    new.__dict__.update(module.__dict__)
+    return new
+
+
 def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
     part: Part = module.part
     bias = module.bias

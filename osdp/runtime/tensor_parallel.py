@@ -15,7 +15,7 @@ from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.parts import part_of
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks
-from osdp.runtime.tensor_modules import Entrance, Part, run_in_part
+from osdp.runtime.tensor_modules import Entrance, Part, run_in_part, sum_gradients
 from osdp.runtime.torch_private import blocked_shard, same_random_numbers
 from osdp.runtime.validate import check_unwrapped
 from osdp.tensor_plan import Style, TensorParallelPlan
@@ -79,6 +79,9 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
             yield f"module {entry.module!r}, a {type(module).__name__}, cannot be sharded as a {entry.style}"
         elif (size := _weight(module).shape[entry.dim]) != entry.size:
             yield f"module {entry.module!r} has size {size} in dim {entry.dim}, the plan says {entry.size}"
+    for name in plan.summed:
+        if name not in modules:
+            yield f"the gradients of module {name!r} are to be summed, which the model has not"
     for divided in plan.divided:
         value = getattr(modules.get(divided.module), divided.name, None)
         if value != divided.value:
@@ -140,6 +143,9 @@ def _exchange_modules(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) 
         module = model.get_submodule(entry.module)
         entrance = entrances.setdefault(entry.region or entry.module, Entrance(ranks))
         made[module] = run_in_part(module, Part(entry, ranks, entrance, kind_of(module) == "conv1d"))
+    for name in plan.summed:
+        module = model.get_submodule(name)
+        made[module] = sum_gradients(module, ranks)
     for parent in list(model.modules()):
         # Not named_children(), which leaves out what is registered twice.
         for name, child in list(parent._modules.items()):
