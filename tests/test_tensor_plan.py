@@ -109,6 +109,23 @@ def test_a_parameter_that_enters_a_region_unseen_is_refused() -> None:
         plan_of(Gated(), torch.zeros(2, 8))
 
 
+class Classifier(nn.Module):
+    """As many classes as kinds of tokens; a vocabulary without a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(64, 8), nn.Embedding(2, 8)
+        self.classes = nn.Linear(8, 2)
+
+    def forward(self, words: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        return self.classes(self.words(words) + self.kinds(kinds))
+
+
+def test_classes_are_no_vocabulary() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    assert styles(plan_of(Classifier(), (ids, ids), 4)) == {"words": Style.VOCAB_EMBEDDING}
+
+
 class Mlp(nn.Module):
     """A residual MLP; what works on the features between its layers is given."""
 
