@@ -154,6 +154,10 @@ def refusals_alone(plan: TensorParallelPlan) -> None:
         parallelize(model, replace(plan, modules=tuple(wider)), mesh)
     with pytest.raises(PlanMismatchError, match="which the model has not"):
         parallelize(build("llama"), plan, mesh)
+    patched = build("gpt2")
+    patched.lm_head.forward = patched.lm_head.forward
+    with pytest.raises(PlanMismatchError, match="'lm_head' has a forward of its own"):
+        parallelize(patched, plan, mesh)
     parallelize(model, plan, mesh)
     with pytest.raises(PlanMismatchError, match="cannot be sharded as a column"):
         parallelize(model, plan, mesh)
@@ -164,8 +168,10 @@ def stage_alone(plan: TensorParallelPlan) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     reference = build("gpt2")
     stage = deepcopy(reference)
-    stage.transformer.wte = stage.transformer.wpe = stage.lm_head = None
+    stage.transformer.wte = stage.transformer.wpe = None
     stage.transformer.h[0] = nn.Identity()
+    stage.lm_head.weight = None
+    stage.lm_head.forward = lambda hidden: hidden
     parallelize(stage, plan.restricted([name for name, _ in stage.named_modules()]), mesh)
     hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
     check(stage.transformer.h[1](hidden), reference.transformer.h[1](hidden))

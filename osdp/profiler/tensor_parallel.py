@@ -93,8 +93,8 @@ class _Search:
         }
         heads = {
             name: solver.out_size(name)
-            for name in kinds
-            if name in ends and name not in tables and solver.out_size(name) in tables.values()
+            for name, kind in kinds.items()
+            if kind != "embedding" and name in ends and solver.out_size(name) in tables.values()
         }
         for name in heads:
             self._enter_vocabulary(name, Style.VOCAB_HEAD, solver.out_dim(name))

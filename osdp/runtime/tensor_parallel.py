@@ -1,6 +1,7 @@
 """``parallelize``: a model whose layers several ranks compute together, under a TensorParallelPlan."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,13 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
 
     All ranks start from the first one's parameters, buffers and random numbers, and must be given the same
     batches. Sharded weights become DTensors on ``mesh`` that keep the names and whole shapes; everything else
-    is the same on all ranks, and so are its gradients. Data parallelism comes after it.
+    is the same on all ranks, and so are its gradients. Data parallelism comes after it
+    (:func:`osdp.runtime.apply.apply` on the other axis of the mesh), under a plan made from the plain model.
+    A model on ``meta`` gets its values there.
 
     Args:
-        model: The plain model or, under the restricted plan, a stage of it.
+        model: The plain model or a stage of it: modules of other stages may be emptied, their parameters
+            ``None``, or gone, and then the plan must be restricted.
         plan: A plan that was derived for it.
         mesh: A mesh with one axis, of as many ranks as the plan's degree.
 
@@ -53,6 +57,7 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
             'mesh["tp"]'
         )
     check_unwrapped(model)
+    plan = _without_emptied(model, plan)
     differences = list(_differences(model, plan, mesh))
     if differences:
         raise PlanMismatchError(differences)
@@ -63,6 +68,17 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     for divided in plan.divided:
         setattr(model.get_submodule(divided.module), divided.name, divided.value // plan.degree)
     return model
+
+
+def _without_emptied(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
+    """``plan`` without modules whose weight is ``None``: those of other stages of a pipeline."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    emptied = {
+        entry.module
+        for entry in plan.modules
+        if entry.module in modules and getattr(modules[entry.module], "weight", None) is None
+    }
+    return replace(plan, modules=tuple(e for e in plan.modules if e.module not in emptied))
 
 
 def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Iterator[str]:
@@ -77,6 +93,8 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
         kind = kind_of(module)
         if entry.style not in _STYLES.get(kind or "", ()):
             yield f"module {entry.module!r}, a {type(module).__name__}, cannot be sharded as a {entry.style}"
+        elif "forward" in module.__dict__:
+            yield f"module {entry.module!r} has a forward of its own, set on the instance"
         elif (size := _weight(module).shape[entry.dim]) != entry.size:
             yield f"module {entry.module!r} has size {size} in dim {entry.dim}, the plan says {entry.size}"
     for name in plan.summed:
