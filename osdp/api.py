@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,15 @@ from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
 from osdp.profiler.measure import profile_model
+from osdp.profiler.tensor_parallel import derive
 from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.split_modules import kind_of
 from osdp.search.planning import batches, best_plan
 from osdp.search.rules import SLICES, Rules
+from osdp.tensor_plan import TensorParallelPlan
 from osdp.training import Training
+
+P = TypeVar("P", Plan, TensorParallelPlan)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,6 +112,26 @@ def make_plan(
 
     candidates = batches(training, local_batches, microbatches, profiled)
     return _from_first_rank(lambda: best_plan(description, candidates, device, rules), mesh)
+
+
+def make_tensor_plan(
+    model: nn.Module, sample_inputs: Any, degree: int, *, mesh: "DeviceMesh | None" = None
+) -> TensorParallelPlan:
+    """How ``degree`` ranks can compute the layers of ``model`` together, for ``parallelize``.
+
+    Every rank of the process group, or of ``mesh``, calls it alike: the first one derives, all get its plan.
+
+    Args:
+        model: The plain model, on any device; it is neither run nor changed.
+        sample_inputs: One batch, as for :meth:`osdp.ModelDesc.from_module`; only its shapes are read.
+        degree: Number of ranks that compute one layer together.
+        mesh: A mesh with one axis; all ranks if ``None``.
+
+    Raises:
+        ValueError: The degree does not divide a number of heads, or there is nothing that can be sharded;
+            says why.
+    """
+    return _from_first_rank(lambda: derive(model, sample_inputs, degree, kind_of=kind_of), mesh)
 
 
 def _given(given: Profile | Sequence[Profile], batch: int) -> Profile:
@@ -217,19 +242,19 @@ def _rank(mesh: "DeviceMesh | None") -> int:
     return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
 
 
-def _from_first_rank(search: Callable[[], Plan], mesh: "DeviceMesh | None") -> Plan:
+def _from_first_rank(search: Callable[[], P], mesh: "DeviceMesh | None") -> P:
     """What ``search`` returns or raises on the first rank of the mesh, on all of them."""
     if not dist.is_initialized():
         return search()
     group = mesh.get_group() if mesh is not None else None
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    answer: list[Plan | Exception | None] = [None]
+    answer: list[P | Exception | None] = [None]
     if dist.get_rank() == first:
         try:
             answer = [search()]
         except Exception as error:  # whatever it is, the other ranks wait for it
             answer = [error]
     dist.broadcast_object_list(answer, src=first, group=group)
-    if isinstance(answer[0], Plan):
-        return answer[0]
-    raise answer[0] if answer[0] is not None else RuntimeError("the first rank sent no plan")
+    if answer[0] is None or isinstance(answer[0], Exception):
+        raise answer[0] if answer[0] is not None else RuntimeError("the first rank sent no plan")
+    return answer[0]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from osdp import codec
-from osdp.profiler.tensor_parallel import derive
+from osdp.api import make_tensor_plan
 from osdp.runtime.split_modules import kind_of
 from osdp.tensor_plan import ShardedModule, Style, TensorParallelPlan
 
@@ -36,7 +36,7 @@ DIVIDED = {
 
 
 def plan_of(model: nn.Module, batch: Any, degree: int = 2) -> TensorParallelPlan:
-    return derive(model, batch, degree, kind_of=kind_of)
+    return make_tensor_plan(model, batch, degree)
 
 
 def styles(plan: TensorParallelPlan) -> dict[str, Style]:
