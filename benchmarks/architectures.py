@@ -1,8 +1,8 @@
 """The architectures that must train through stages and tensor-parallel parts, small but with their quirks.
 
-Fewer and narrower layers than the released models, from the same configuration classes, with their true ratios of
-width to feed-forward, their head counts scaled, their vocabularies (GPT-2's 50,257 tokens divide by nothing) and
-dropout off, so that results can be compared.
+Fewer and narrower layers than the released models, from the same configuration classes, with their true
+ratios of width to feed-forward, their head counts scaled, their vocabularies (GPT-2's 50,257 tokens divide by
+nothing) and dropout off, so that results can be compared.
 """
 
 from collections.abc import Callable

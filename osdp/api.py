@@ -29,9 +29,12 @@ from osdp.plan import Mode, Plan
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.flow import trace_flow
+from osdp.profiler.tensor_parallel import derive
+from osdp.runtime.split_modules import kind_of
 from osdp.search.pipeline import best_pipeline
 from osdp.search.planning import batches, best_plan
 from osdp.search.rules import SLICES
+from osdp.tensor_plan import TensorParallelPlan
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -183,6 +186,28 @@ def make_pipeline_plan(
         batch = sample or SampleBatch.from_desc(description)
         with allowed_to_run(model):
             flow = trace_flow(model, batch)
-        return best_pipeline(description, flow, candidates, device, rules, layout, names)
+        tensor = derive(model, batch, layout.tp, kind_of=kind_of) if layout.tp > 1 else None
+        return best_pipeline(description, flow, candidates, device, rules, layout, names, tensor)
 
     return from_first_rank(search)
+
+
+def make_tensor_plan(
+    model: nn.Module, sample_inputs: Any, degree: int, *, mesh: "DeviceMesh | None" = None
+) -> TensorParallelPlan:
+    """How ``degree`` ranks can compute the layers of ``model`` together, for ``parallelize``.
+
+    Every rank of the process group, or of ``mesh``, calls it alike: the first one derives, all get its plan.
+
+    Args:
+        model: The plain model, on any device; it is neither run nor changed.
+        sample_inputs: One batch, as for :meth:`osdp.ModelDesc.from_module`; only its shapes are read.
+        degree: Number of ranks that compute one layer together.
+        mesh: A mesh with one axis; all ranks if ``None``.
+
+    Raises:
+        ValueError: The degree does not divide a number of heads, or there is nothing that can be sharded;
+            says why.
+    """
+    group = mesh.get_group() if mesh is not None else None
+    return from_first_rank(lambda: derive(model, sample_inputs, degree, kind_of=kind_of), group)

@@ -1,9 +1,9 @@
 """Flow: which values go from where to where in one forward, so that it can be cut into stages.
 
-A *step* is one call of a module that is kept or removed as a whole; what happens between two steps is code of
-the modules around them, which every stage runs for itself. A *value* is a tensor that a step made, or that was made of such a one
-or of parameters: it exists only in its stage, or where it was sent to. Everything else (masks, positions) each
-stage makes again.
+A *step* is one call of a module that is kept or removed as a whole; what happens between two steps is code
+of the modules around them, which every stage runs for itself. A *value* is a tensor that a step made, or that
+was made of such a one or of parameters: it exists only in its stage, or where it was sent to. Everything else
+(masks, positions) each stage makes again.
 
 Cutting before step ``c`` gives the steps from ``c`` on, and what comes between them, to a later stage.
 """

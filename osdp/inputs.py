@@ -87,7 +87,7 @@ def usable_schedules(name: str | None, layout: Degrees, training: Training) -> t
         ValueError: It is unknown, or cannot run.
     """
     splits = [known for known in SCHEDULES if known.startswith("zb")]
-    alone = layout.dp == 1 and training.param_dtype is None and training.reduce_dtype is None
+    alone = layout.dp == layout.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
     if name is None:
         return (
             tuple(known for known in _SCHEDULES if alone or known not in splits)
@@ -99,7 +99,8 @@ def usable_schedules(name: str | None, layout: Degrees, training: Training) -> t
     if name in splits and not alone:
         raise ValueError(
             f"schedule {name!r} computes gradients of weights apart, where nothing can reduce them: it needs "
-            f"dp=1 (here {layout.dp}) and no param_dtype or reduce_dtype; use '1f1b' or 'interleaved'"
+            f"dp=1 (here {layout.dp}), tp=1 (here {layout.tp}) and no param_dtype or reduce_dtype; use "
+            "'1f1b' or 'interleaved'"
         )
     return (name,)
 
@@ -124,8 +125,8 @@ def profiler_of(
             return estimate(description, device, training)
         with allowed_to_run(model):
             return profile_model(
-                model, description, sample, training=training, mesh=mesh, loss_fn=loss_fn, cache_dir=cache_dir,
-                progress=rank_of(mesh) == 0,
+                model, description, sample, training=training, mesh=mesh, loss_fn=loss_fn,
+                cache_dir=cache_dir, progress=rank_of(mesh) == 0,
             )  # fmt: skip
 
     return profiled

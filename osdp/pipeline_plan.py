@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from osdp import codec
 from osdp.flow import Transfer
 from osdp.plan import Plan, Prediction
+from osdp.tensor_plan import TensorParallelPlan
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class PipelinePlan:
         predicted: A step on the rank that is worst in each respect.
         bubble: Part of the ranks' time in which they wait, from 0 to 1, as predicted.
         optimal: Whether it is proven best in the decision space.
+        tensor: How the ``tp`` ranks compute layers together; ``None`` for one.
         notes: Facts about the plan as a whole.
         version: Of this format.
     """
@@ -89,13 +91,15 @@ class PipelinePlan:
     predicted: Prediction
     bubble: float
     optimal: bool
+    tensor: TensorParallelPlan | None = None
     notes: tuple[str, ...] = ()
     version: int = PIPELINE_PLAN_VERSION
 
     def __post_init__(self) -> None:
         if self.version != PIPELINE_PLAN_VERSION:
             raise ValueError(
-                f"pipeline plan format {self.version} is not the supported {PIPELINE_PLAN_VERSION}; plan again"
+                f"pipeline plan format {self.version} is not the supported {PIPELINE_PLAN_VERSION}; "
+                "plan again"
             )
         if len(self.stages) % self.pp:
             raise ValueError(f"{len(self.stages)} stages cannot be laid over {self.pp} ranks evenly")

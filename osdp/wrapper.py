@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,67 +10,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.api import make_plan
-from osdp.errors import PlanMismatchError
-from osdp.integrations.fairscale import is_same, mark, marks_here, unmark, with_marked_options
+from osdp.integrations.fairscale import mark, marks_here, with_marked_options
 from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.profile import Profile
-from osdp.runtime import AppliedPlan, apply
-from osdp.runtime.mesh import data_parallel_mesh, device_of
+from osdp.runtime import AppliedPlan
+from osdp.runtime.mesh import device_of
 from osdp.runtime.optimizer_check import OptimizerCheck
+from osdp.runtime.pipelined import AppliedPipeline, steps_of
+from osdp.runtime.steps import Steps
 from osdp.runtime.torch_private import share_registries
 from osdp.runtime.validate import check_unwrapped
 from osdp.search.rules import SLICES
 from osdp.training import Training
+from osdp.wrapping import applied_model, check_reuse
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
-
-
-#: Options that say how to plan: with a finished plan they would be ignored.
-_PLANNING = (
-    "strategy",
-    "auto_wrap_policy",
-    "profile",
-    "param_dtype",
-    "reduce_dtype",
-    "local_batches",
-    "microbatches",
-    "slices",
-    "recompute",
-    "offload",
-    "group_sizes",
-    "two_step",
-)
-
-
-def _check_reuse(plan: Plan | None, options: Mapping[str, Any]) -> None:
-    """Refuse planning options beside a finished plan, and a plan for another model."""
-    if plan is None:
-        return
-    idle = [name for name in _PLANNING if name in options and not is_same(options[name], _DEFAULTS[name])]
-    if idle:
-        raise ValueError(
-            f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
-            "to plan again"
-        )
-    described, training = options.get("model_desc"), options.get("training")
-    differences = []
-    if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
-        differences.append(
-            f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
-        )
-    if training is not None:
-        asked = replace(training, local_batch=training.local_batch or plan.local_batch)
-        differences += [
-            f"made for a training with {field.name}={planned!r}, asked for {wanted!r}"
-            for field in fields(asked)
-            for planned, wanted in [(getattr(plan.training, field.name), getattr(asked, field.name))]
-            if planned != wanted
-        ]
-    if differences:
-        raise PlanMismatchError(differences)
 
 
 class OSDP(nn.Module):
@@ -93,7 +49,14 @@ class OSDP(nn.Module):
         training: How it is trained; a default is derived if ``None``.
         plan: A plan to run, which saves planning.
         profile: A profile to plan with, which saves measuring.
-        mesh: A mesh with one axis; one over all ranks if ``None``.
+        mesh: A mesh with one axis; for stages and tensor parallelism one with the axes ``pp``, ``dp`` and
+            ``tp``; one over all ranks if ``None``.
+        pp: Ranks of a pipeline: the model is cut into stages, of which each rank keeps its own.
+        dp: Data-parallel ranks; of ``pp`` and ``dp`` one follows from the other.
+        tp: Ranks that compute one layer together.
+        schedule: Order of forwards and backwards in a pipeline (:data:`osdp.schedule.SCHEDULES`); the fastest
+            if ``None``.
+        mode: Another name of ``schedule``.
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise.
@@ -122,8 +85,9 @@ class OSDP(nn.Module):
     """
 
     module: nn.Module
-    plan: Plan
-    _applied: AppliedPlan
+    plan: Plan | PipelinePlan
+    _applied: AppliedPlan | AppliedPipeline
+    _steps: Steps
     _optimizer_check: OptimizerCheck
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
@@ -139,9 +103,14 @@ class OSDP(nn.Module):
         device_info: "DeviceInfo | str | int | None" = None,
         *,
         training: Training | None = None,
-        plan: Plan | None = None,
+        plan: Plan | PipelinePlan | None = None,
         profile: Profile | None = None,
         mesh: DeviceMesh | None = None,
+        pp: int | None = None,
+        dp: int | None = None,
+        tp: int | None = None,
+        schedule: str | None = None,
+        mode: str | None = None,
         strategy: str | None = None,
         local_batches: Sequence[int] = (),
         microbatches: Sequence[int] = (),
@@ -168,6 +137,11 @@ class OSDP(nn.Module):
             "plan": plan,
             "profile": profile,
             "mesh": mesh,
+            "pp": pp,
+            "dp": dp,
+            "tp": tp,
+            "schedule": schedule,
+            "mode": mode,
             "strategy": strategy,
             "local_batches": local_batches,
             "microbatches": microbatches,
@@ -184,27 +158,90 @@ class OSDP(nn.Module):
             "cache_dir": cache_dir,
         }
         options = with_marked_options(model, given, _DEFAULTS)
-        options["mesh"] = data_parallel_mesh(model, options["mesh"])
-        finds_unused = options["find_unused_parameters"]
         chosen = options.pop("plan")
-        _check_reuse(chosen, options)
-        if chosen is None:
-            chosen = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
-        unmark(model)
-        self._own(apply(model, chosen, options["mesh"], find_unused_parameters=finds_unused))
+        check_reuse(chosen, options, _DEFAULTS)
+        self._own(applied_model(model, chosen, options))
 
-    def _own(self, applied: AppliedPlan) -> None:
+    def _own(self, applied: AppliedPlan | AppliedPipeline) -> None:
         # Registered as a child the model would put "module." before every name.
         self.__dict__["module"] = applied.model
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
+        self.__dict__["_steps"] = steps_of(applied)
         share_registries(self, applied.model)
         self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan)
         self.training = applied.model.training
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        num_microbatches: int | None = None,
+        schedule: str | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch, whatever the layout; the mean loss over all ranks.
+
+        The gradients left are those of the sum of all losses over all data-parallel ranks and microbatches,
+        divided by the sum of their counts; an optimizer step and ``zero_grad`` follow.
+
+        Args:
+            inputs: What the model's forward takes for all samples of this data-parallel rank: a tensor, a
+                tuple (positional) or a mapping (keywords), split along dim 0. All ranks of a pipeline, and
+                all that compute a layer together, pass the same.
+            targets: Passed to ``loss_fn`` beside the output, split alike; ``None``: only the output is.
+            loss_fn: Returns (sum, count), or one number that is the mean over samples. Without it the loss is
+                the output's own ``loss``, which counts as a mean over samples.
+            num_microbatches: Parts of the batch, as planned if ``None``.
+            schedule: Another schedule than the plan's, of as many stages for each rank.
+
+        Returns:
+            The loss, a scalar, on every rank.
+
+        Raises:
+            RuntimeError: There are gradients of an earlier step.
+            ValueError: The batch is smaller than ``num_microbatches``, differs between ranks that share it,
+                or the schedule cannot run.
+        """
         self._optimizer_check.end_if_accepted()
+        return self._steps.train_step(
+            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule
+        )
+
+    def eval_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        num_microbatches: int | None = None,
+    ) -> torch.Tensor:
+        """The mean loss of a batch over all ranks, on every rank, without gradients; as :meth:`train_step`.
+
+        Modules stay in the mode they are in: call ``model.eval()`` before.
+        """
+        return self._steps.eval_step(inputs, targets, loss_fn, num_microbatches=num_microbatches)
+
+    def predict(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
+        """The model's outputs for ``inputs``, forward only, on all ranks that were given them.
+
+        What is not there on the last stage, such as hidden states of earlier ones, is ``None``.
+        """
+        return self._steps.predict(inputs, num_microbatches=num_microbatches)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            RuntimeError: It is cut into stages, of which this rank has only some.
+        """
+        self._optimizer_check.end_if_accepted()
+        if isinstance(self.plan, PipelinePlan) and self.plan.pp > 1:
+            raise RuntimeError(
+                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
+                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
+            )
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -260,11 +297,13 @@ class OSDP(nn.Module):
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
         self.training = mode
-        self.module.train(mode)
+        self._applied.train(mode)
         return self
 
     def extra_repr(self) -> str:
-        """The modes of the plan."""
+        """The modes of the plan, or its degrees."""
+        if isinstance(self.plan, PipelinePlan):
+            return f"pp={self.plan.pp}, dp={self.plan.dp}, tp={self.plan.tp}, schedule={self.plan.schedule}"
         return ", ".join(f"{name}={mode}" for name, mode in self.plan.modes.items())
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
-    "codec", "device_info", "errors", "layout", "model_desc", "orders", "plan", "profile", "schedule",
+    "codec", "device_info", "errors", "flow", "layout", "model_desc", "orders", "pipeline_plan", "plan",
+    "profile", "schedule", "tensor_plan",
     "training", "units",
 }  # fmt: skip
 SOLVERS = {"numpy", "networkx", "scipy"}

@@ -182,7 +182,7 @@ class _FlowRecorder(TorchDispatchMode):
         return output
 
     def _use(self, tensor: torch.Tensor) -> bool | None:
-        """Note that an operation reads ``tensor``; whether parameters went into it, ``None`` if no step did."""
+        """Note that ``tensor`` is read; whether parameters went in, ``None`` if no step made it."""
         here = len(self._steps) - 1
         parameter = self._parameters.get(id(tensor))
         if parameter is not None:

@@ -22,6 +22,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to each leaf."""
+    return pytree.tree_map(function, tree)
+
+
 def tensors_by_path(tree: Any) -> dict[str, torch.Tensor]:
     """The tensors in ``tree`` by where in it they are."""
     leaves, _ = pytree.tree_flatten_with_path(tree)

@@ -28,11 +28,11 @@ class Absent(torch.Tensor):
         tensor: Absent = made(cls, shape, dtype=dtype, device=device)
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Shapes by torch's own rules, on ``meta``."""

@@ -1,4 +1,4 @@
-"""A stage without data parallelism: its parameters are whole and its gradients stay where autograd left them."""
+"""A stage without data parallelism: parameters are whole, and gradients stay where autograd left them."""
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class AloneStage:
 
 
 def stands_alone(plan: Plan) -> bool:
-    """Whether a stage under ``plan`` needs no data parallelism and computes in the dtype of its parameters."""
+    """Whether a stage under ``plan`` reduces nothing and computes in the dtype of its parameters."""
     return plan.world_size == 1 and plan.training.param_dtype is None and plan.training.reduce_dtype is None
 
 

@@ -53,6 +53,7 @@ class AppliedPlan:
         sharded: Sequence[ShardedParameter],
         in_slices: Sequence[SlicedParameter],
         find_unused_parameters: bool,
+        norm_group: dist.ProcessGroup,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -60,6 +61,7 @@ class AppliedPlan:
         self._replicated = replicated
         self._reducer = reducer
         self._find_unused = find_unused_parameters
+        self._norm_group = norm_group
         self._syncs = True
         self._backward_runs = False
         self._pending = False
@@ -100,7 +102,7 @@ class AppliedPlan:
             self.stored_parameters(),
             max_norm,
             norm_type,
-            group=self.mesh.get_group(),
+            group=self._norm_group,
             device=device_of(self.mesh),
         )
 
@@ -110,6 +112,10 @@ class AppliedPlan:
             if candidate.compute is parameter:
                 return candidate.stored
         return parameter
+
+    def train(self, mode: bool) -> None:
+        """Set the model's training mode."""
+        self.model.train(mode)
 
     def stored_parameters(self) -> list[nn.Parameter]:
         """What the optimizer sees."""

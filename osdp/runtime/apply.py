@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from osdp.comm.groups import Meshes
-from osdp.plan import Plan
+from osdp.plan import Mode, Plan
 from osdp.runtime.applied import AppliedPlan, gradient_group
 from osdp.runtime.buckets import Reduction
 from osdp.runtime.initialise import check_initialisers, is_on_meta, materialise
-from osdp.runtime.mesh import data_parallel_mesh, device_of
+from osdp.runtime.mesh import data_parallel_mesh, device_of, group_of, mesh_with_tensor_parallel
 from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.recompute import recompute
 from osdp.runtime.reducer import GradientReducer, replicated_units
@@ -43,7 +44,8 @@ def apply(
     Args:
         model: The plain model.
         plan: A plan that was made for it.
-        mesh: A mesh with one axis; one over all ranks if ``None``.
+        mesh: A mesh with one axis; one over all ranks if ``None``. Beside tensor parallelism it is the other
+            axis of the mesh the model was parallelized on.
         find_unused_parameters: Whether parameters may go without a gradient. Costs a small all-reduce after
             each backward that reduces; without it such a parameter is an error.
 
@@ -71,10 +73,13 @@ def apply(
     in_shards = {n for unit in fsdp_units(plan) for n in _parameters_of(plan, unit.operators)}
     in_slices = sharded_weights(model, plan)
     any_sharded = bool(in_shards or in_slices)
+    whole_mesh = mesh_with_tensor_parallel(model, mesh)
+    if whole_mesh is not mesh and any(unit.mode is Mode.HYBRID_SHARD for unit in plan.units):
+        raise ValueError("HYBRID_SHARD does not go with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP")
     exchange_modules(model, plan, policy)
     owned = owned_parameters(model)
     replicated = {
-        replicate(entry, mesh, device, as_dtensor=any_sharded)
+        replicate(entry, mesh, device, whole_mesh if any_sharded or whole_mesh is not mesh else None)
         for name, entry in owned.items()
         if name not in in_shards and name not in in_slices
     }
@@ -98,13 +103,14 @@ def apply(
         raise RuntimeError(
             "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later"
         )
-    return _assemble(model, plan, mesh, policy, owned, find_unused_parameters)
+    return _assemble(model, plan, mesh, whole_mesh, policy, owned, find_unused_parameters)
 
 
 def _assemble(
     model: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
+    whole_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     owned: dict[str, Owned],
     find_unused_parameters: bool,
@@ -132,6 +138,7 @@ def _assemble(
         sharded=sharded,
         in_slices=in_slices,
         find_unused_parameters=find_unused_parameters,
+        norm_group=group_of(whole_mesh),
     )
 
 
@@ -155,6 +162,9 @@ def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.de
     if parameter.is_meta:
         return
     with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            dist.broadcast(parameter.to_local(), group=mesh.get_group(), group_src=0)
+            return
         parameter.data = parameter.data.to(device).contiguous()
         dist.broadcast(parameter.data, group=mesh.get_group(), group_src=0)
 

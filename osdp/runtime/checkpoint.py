@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from osdp.runtime.blocked import in_blocks_of, in_one_block
+
 State = dict[str, Any]
 
 
@@ -27,12 +29,19 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+    states: Any = of_optimizer["state"]
+    return {"model": in_one_block(of_model), "optimizer": {**of_optimizer, "state": in_one_block(states)}}
 
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load what :func:`train_state` gave, under any plan."""
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    of_optimizer = state["optimizer"]
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=in_blocks_of(model, state["model"]),
+        optim_state_dict={**of_optimizer, "state": in_blocks_of(model, of_optimizer["state"])},
+    )
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

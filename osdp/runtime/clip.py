@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from osdp.runtime.torch_private import sharded_dim
 
 
 def clip_grad_norm_(
@@ -46,7 +48,7 @@ def clip_grad_norm_(
     scaled: list[torch.Tensor] = []
     with torch.no_grad():
         for parameter in parameters:
-            held = _holders(parameter)
+            held = _holders(parameter, group.size())
             if parameter.requires_grad:
                 # All ranks must join alike, those without a gradient or with an empty shard too.
                 held_by.setdefault(held, [])
@@ -66,13 +68,13 @@ def clip_grad_norm_(
     return norm
 
 
-def _holders(parameter: torch.Tensor) -> int:
-    """How many ranks hold each shard of ``parameter``; 0 if all hold it whole."""
-    if not isinstance(parameter, DTensor) or not any(isinstance(p, Shard) for p in parameter.placements):
+def _holders(parameter: torch.Tensor, ranks: int) -> int:
+    """How many of the ``ranks`` hold each shard of ``parameter``; 0 if all hold it whole."""
+    if not isinstance(parameter, DTensor):
         return 0
     mesh = parameter.device_mesh
-    sizes = [mesh.size(axis) for axis, p in enumerate(parameter.placements) if not isinstance(p, Shard)]
-    return math.prod(sizes)
+    axes = [axis for axis, p in enumerate(parameter.placements) if sharded_dim(p) is not None]
+    return ranks // math.prod(mesh.size(axis) for axis in axes) if axes else 0
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

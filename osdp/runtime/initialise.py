@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from osdp.runtime.owners import Owned
+from osdp.runtime.parts import part_of
+from osdp.runtime.torch_private import blocks_of_shard, sharded_dim
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -163,12 +165,13 @@ def _store(whole: torch.Tensor, parameter: nn.Parameter) -> None:
         parameter.copy_(whole)
         return
     local = parameter.to_local()
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            dim, own = placement.dim, parameter.device_mesh
-            size = -(-whole.shape[dim] // own.size(axis))
-            first = min(own.get_local_rank(axis) * size, whole.shape[dim])
-            whole = whole.narrow(dim, first, local.shape[dim])
+    mesh, last = parameter.device_mesh, len(parameter.placements) - 1
+    # Data-parallel ranks, an axis before, shard what tensor-parallel ranks have sharded.
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        dim = sharded_dim(placement)
+        if dim is not None:
+            blocks = blocks_of_shard(placement) if axis == last else 1
+            whole = part_of(whole, dim, mesh.get_local_rank(axis), mesh.size(axis), blocks)
     local.copy_(whole)
 
 

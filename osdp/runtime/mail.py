@@ -79,7 +79,7 @@ class Mail:
             self._expected[address.number] = _Expected(header, work, is_header=True)
 
     def take(self, peer: int, address: Address) -> torch.Tensor:
-        """The message from ``peer``, as soon as it is there; those of one kind in the order they were sent."""
+        """The message from ``peer``, once it is there; those of one kind in the order they were sent."""
         if peer == self._here:
             return self._at_home.pop(address.number)
         self.expect(peer, address)

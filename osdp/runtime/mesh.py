@@ -4,8 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from osdp.layout import Degrees
+from osdp.runtime.tensor_modules import sharded_parameters
+from osdp.runtime.torch_private import joint_mesh
 
 #: Name of the one mesh axis.
 AXIS = "dp"
@@ -42,6 +45,42 @@ def parallel_mesh(model: nn.Module, layout: Degrees) -> DeviceMesh:
     require_process_group()
     shape = (layout.pp, layout.dp, layout.tp)
     return init_device_mesh(device_type(model), shape, mesh_dim_names=AXES)
+
+
+def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh``, joined with that of the tensor-parallel ranks if ``model`` has some.
+
+    Args:
+        model: Plain, or sharded by :func:`osdp.runtime.tensor_parallel.parallelize`.
+        mesh: That of the data-parallel ranks.
+
+    Raises:
+        ValueError: The two are no axes of one mesh.
+    """
+    meshes = {p.device_mesh for p in sharded_parameters(model) if isinstance(p, DTensor)}
+    if not meshes:
+        return mesh
+    try:
+        return joint_mesh(mesh, *meshes)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            "data-parallel and tensor-parallel ranks must be axes of one mesh: make it by init_device_mesh("
+            f'..., (dp, tp), mesh_dim_names=("dp", "tp")) and pass mesh["dp"] and mesh["tp"] ({error})'
+        ) from error
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of ``mesh``, which all make it alike; a new one if there are several axes."""
+    group: dist.ProcessGroup
+    if mesh.ndim == 1:
+        group = mesh.get_group()
+    else:
+        group = dist.new_group(
+            mesh.mesh.flatten().tolist(),
+            backend=dist.get_backend(mesh.get_group(0)),
+            use_local_synchronization=True,
+        )
+    return group
 
 
 def require_process_group() -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from osdp.errors import PlanMismatchError
+from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.training import Training
 
@@ -29,7 +30,7 @@ class OptimizerCheck:
         plan: What it was planned for.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], plan: Plan) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], plan: Plan | PipelinePlan) -> None:
         self._plan = plan
         # Weak, and compared by identity: the check may outlive its model, whose ids others get then.
         self._parameters = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Executes a schedule: this rank's forwards and backwards in order, values and gradients on their way meanwhile.
+"""Executes a schedule: this rank's forwards and backwards in order, messages on their way meanwhile.
 
 ``torch.distributed.pipelining`` has an engine too. Its stages talk to their neighbours alone, in shapes fixed
 at the first step; here a value goes to whichever stage needs it, tied weights live in several, and batch and

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.mesh import device_of
+from osdp.runtime.mesh import device_of, group_of
 from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
-from osdp.runtime.stage import Stage, build_stage, merge
+from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
+from osdp.runtime.tensor_parallel import parallelize
 from osdp.runtime.ties import TiedCopy, tied_copies
-from osdp.schedule import Schedule
+from osdp.schedule import Schedule, make_schedule
 
 
 class AppliedPipeline:
@@ -47,6 +49,7 @@ class AppliedPipeline:
         self.stages = dict(stages)
         group = mesh["pp"].get_group()
         self._stage_group = group
+        self._norm_group = group_of(mesh["dp", "tp"] if plan.tp > 1 else mesh["dp"])
         self._tied = self._tie(group)
         self.steps = Steps(
             Pipeline(
@@ -82,12 +85,12 @@ class AppliedPipeline:
 
     def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
         schedule = self.plan.make_schedule(num_microbatches, name)
-        if schedule.splits_backward and not all(
-            isinstance(r.applied, AloneStage) for r in self.stages.values()
-        ):
+        alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
+        if schedule.splits_backward and not alone:
             raise ValueError(
-                f"schedule {schedule.name!r} computes gradients of weights apart, where nothing can reduce them: "
-                f"it needs dp=1 (here {self.plan.dp}) and no param_dtype; use '1f1b' or 'interleaved'"
+                f"schedule {schedule.name!r} computes gradients of weights apart, where nothing can reduce "
+                f"them: it needs dp=1 (here {self.plan.dp}), tp=1 (here {self.plan.tp}) and no param_dtype "
+                "or reduce_dtype; use '1f1b' or 'interleaved'"
             )
         return schedule
 
@@ -116,7 +119,7 @@ class AppliedPipeline:
             self.stored_parameters(),
             max_norm,
             norm_type,
-            group=self.mesh["dp"].get_group(),
+            group=self._norm_group,
             device=device_of(self.mesh),
             across=self._stage_group,
             copies=copies,
@@ -178,7 +181,10 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         stage = build_stage(
             model, index, part.modules, part.loose, twins, plan.transfers, is_last=index == len(placement) - 1
         )
-        alone = stands_alone(part.plan)
+        if plan.tensor is not None:
+            names = {name for name, _ in stage.model.named_modules()}
+            parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
+        alone = plan.tp == 1 and stands_alone(part.plan)
         applied = (apply_alone if alone else apply)(stage.model, part.plan, mesh["dp"])
         stage.watch(part.modules)
         stages[index] = RunningStage(stage, applied)
@@ -186,6 +192,28 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
+
+
+def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
+    """What a model is trained with, whole or in stages."""
+    if isinstance(applied, AppliedPipeline):
+        return applied.steps
+    microbatches = applied.plan.training.microbatches
+    device = device_of(applied.mesh)
+    return Steps(
+        Pipeline(
+            {0: RunningStage(WholeModel(applied.model), applied)},
+            (),
+            None,
+            device,
+            reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
+        ),
+        # One stage has one order, whatever it is called.
+        lambda count, _name: make_schedule("1f1b", 1, count or microbatches),
+        applied.stored_parameters,
+        data_group=applied.mesh.get_group(),
+        device=device,
+    )
 
 
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
@@ -218,6 +246,6 @@ def _parameters_in(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[s
 
 
 def _forbid_cache(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

@@ -134,26 +134,45 @@ class ReplicatedParameters:
             self.swapped_in = False
 
 
-def replicate(owned: Owned, mesh: DeviceMesh, device: torch.device, *, as_dtensor: bool) -> nn.Parameter:
+def replicate(
+    owned: Owned, mesh: DeviceMesh, device: torch.device, stored_on: DeviceMesh | None
+) -> nn.Parameter:
     """Register ``owned`` as a replicated parameter on ``mesh``, with rank 0's values.
 
     Args:
-        owned: A plain parameter, which may be on ``meta``.
+        owned: A plain parameter or one that tensor-parallel ranks have sharded; it may be on ``meta``.
         mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
-        as_dtensor: Whether other parameters of the model are DTensors.
+        stored_on: Mesh of the DTensor that is stored, if other parameters of the model are DTensors:
+            ``mesh``, or that joined with the tensor-parallel ranks.
     """
     old = owned.parameter
     with torch.no_grad():
-        local = old.detach() if old.is_meta else old.detach().to(device)
+        local = old.to_local() if isinstance(old, DTensor) else old.detach()
         if not local.is_meta:
+            local = local.to(device)
             torch.distributed.broadcast(local, group=mesh.get_group(), group_src=0)
-        value = DTensor.from_local(local, mesh, [Replicate()], run_check=False) if as_dtensor else local
-    if not as_dtensor and value.data_ptr() == old.data_ptr():
+        value = local if stored_on is None else _stored(local, old, stored_on)
+    if stored_on is None and value.data_ptr() == old.data_ptr():
         return old
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     owned.register(new)
     return new
+
+
+def _stored(local: torch.Tensor, old: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """``local`` as a DTensor on ``mesh``, sharded along its last axis as ``old`` is."""
+    replicated = [Replicate()] * mesh.ndim
+    if not isinstance(old, DTensor):
+        return DTensor.from_local(local, mesh, replicated, run_check=False)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [*replicated[1:], *old.placements],
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
 
 
 def _allocate(tensor: torch.Tensor) -> None:

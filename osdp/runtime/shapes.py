@@ -1,7 +1,7 @@
 """What a removed module would have returned: its outputs' structure, shapes and dtypes.
 
-A twin of it without memory is run on fake tensors, once for each combination of input shapes; modules that are
-alike share a twin.
+A twin of it without memory is run on fake tensors, once for each combination of input shapes; modules that
+are alike share a twin.
 """
 
 import copy

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.collectives import set_route
@@ -27,7 +28,7 @@ from osdp.runtime.arguments import keep_identity
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.owners import Owned
 from osdp.runtime.reports import reporter
-from osdp.runtime.torch_private import in_backward
+from osdp.runtime.torch_private import blocks_of_shard, in_backward, sharded_dim
 from osdp.runtime.validate import fsdp_units, wrap_order
 
 
@@ -71,6 +72,7 @@ def _shard(
     for module in modules:
         module.register_forward_hook(torch.compiler.disable(free_of_views))
     target: Any = modules[0] if len(modules) == 1 else modules
+    has_parts = any(isinstance(p, DTensor) for module in modules for p in module.parameters())
     is_hybrid = unit is not None and unit.mode is Mode.HYBRID_SHARD
     fully_shard(
         target,
@@ -79,6 +81,7 @@ def _shard(
         mp_policy=policy,
         offload_policy=_offload_policy(unit, meshes),
         ignored_params=replicated,
+        shard_placement_fn=_placement if has_parts else None,
     )
     if unit is not None:
         grid = meshes.grid(unit.group_size) if unit.route.in_two_steps else None
@@ -86,6 +89,15 @@ def _shard(
     for module in modules:
         if isinstance(module, nn.MultiheadAttention):
             keep_identity(module)
+
+
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    """The dimension to shard, dim 0 by default; another one where that consists of parts of blocks."""
+    if isinstance(parameter, DTensor) and any(
+        blocks_of_shard(p) > 1 and sharded_dim(p) == 0 for p in parameter.placements
+    ):
+        return Shard(1)
+    return None
 
 
 def _reshards(unit: Unit) -> bool:

@@ -1,9 +1,9 @@
 """A backward in two parts, for zero-bubble schedules: gradients of the inputs first, of the weights later.
 
-Thin over the functions that torch's own zero-bubble schedules use. Those lose the gradients of outputs that do
-not depend on an input, such as a bias that a later stage adds to its attention: the second part starts from
-these, too. Gradients of weights are accumulated into ``grad`` directly, so hooks that wait for them do not
-run: only for stages that reduce nothing.
+Thin over the functions that torch's own zero-bubble schedules use. Those lose the gradients of outputs that
+do not depend on an input, such as a bias that a later stage adds to its attention: the second part starts
+from these, too. Gradients of weights are accumulated into ``grad`` directly, so hooks that wait for them do
+not run: only for stages that reduce nothing.
 """
 
 from collections.abc import Sequence

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -37,13 +40,20 @@ def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def wrap_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """``local`` as a DTensor that is laid out as the replicated ``parameter``.
+    """``local`` as a DTensor that is laid out as ``parameter``.
 
     ``DTensor.from_local`` is differentiable and costs 15 us, eight times as much, for each gradient.
     """
     spec = getattr(parameter, "_spec", None)
-    if spec is None or spec.tensor_meta.stride != local.stride():
-        return DTensor.from_local(local, parameter.device_mesh, [Replicate()], run_check=False)
+    if spec is None or parameter.to_local().stride() != local.stride():
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -119,3 +129,35 @@ def apply_function(function: type[torch.autograd.Function], tensor: torch.Tensor
     apply: Any = function.apply
     result: torch.Tensor = apply(tensor)
     return result
+
+
+def blocked_shard(dim: int, blocks: int) -> Placement:
+    """The placement of a dimension of several blocks, each of which is sharded by itself."""
+    return _StridedShard(dim, split_factor=blocks)
+
+
+def blocks_of_shard(placement: Placement) -> int:
+    """The number of blocks of :func:`blocked_shard`; 1 for other placements."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The dimension that ``placement`` shards, if any."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of two axes of one mesh, as FSDP2 makes it of its own and of a parameter's."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of ``group`` the state of the first one's generators, on the host and on ``device``."""
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state.cpu())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        own = module.get_rng_state(device).to(device)
+        dist.broadcast(own, group=group, group_src=0)
+        module.set_rng_state(own.cpu(), device)

@@ -13,6 +13,7 @@ from osdp.layout import is_inside
 from osdp.plan import Plan, Unit
 from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.sliced import slice_faults
+from osdp.runtime.tensor_modules import sharded_parameters
 
 
 def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
@@ -49,8 +50,9 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"the model is wrapped already: {fqn or 'the root'} is a {type(module).__name__}; "
                 "wrap the plain model once"
             )
+    tensor_parallel = {id(parameter) for parameter in sharded_parameters(model)}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and id(parameter) not in tensor_parallel:
             raise ValueError(f"the model is wrapped already: {name} is a DTensor; wrap the plain model once")
 
 

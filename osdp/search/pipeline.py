@@ -1,4 +1,4 @@
-"""From a model, its flow and its profiles to the best PipelinePlan: cut, schedule, and the plan of each stage.
+"""From a model, its flow and its profiles to the best PipelinePlan: cut, schedule, the plan of each stage.
 
 Decision space: stages are contiguous steps of the flow; each stage is planned as a model of its own
 (:mod:`osdp.search.sharding`) with the activations of as many microbatches as its schedule has in flight. The
@@ -32,6 +32,7 @@ from osdp.search.rules import Rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
 from osdp.search.stage_desc import stage_desc, stage_modules, step_segments, ties_of
 from osdp.search.stages import partition
+from osdp.tensor_plan import TensorParallelPlan
 
 #: Exact prices of stages after which the best cut known is taken.
 _MAX_EVALUATIONS = 64
@@ -58,6 +59,7 @@ def best_pipeline(
     rules: Rules,
     layout: Degrees,
     schedules: Sequence[str],
+    tensor: TensorParallelPlan | None = None,
 ) -> PipelinePlan:
     """The plan with the highest throughput among all candidates and schedules.
 
@@ -69,6 +71,7 @@ def best_pipeline(
         rules: What may be used inside a stage.
         layout: Degrees of parallelism.
         schedules: Names of schedules to choose from.
+        tensor: How tensor-parallel ranks compute layers together, if there are several.
 
     Raises:
         InfeasibleError: No plan fits the limit.
@@ -86,7 +89,7 @@ def best_pipeline(
                 best = plan
     if best is None:
         raise _infeasible(model_desc, device, rules, layout, least)
-    return best
+    return replace(best, tensor=tensor)
 
 
 class _Search:

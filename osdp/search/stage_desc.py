@@ -27,8 +27,8 @@ def step_segments(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
         )
         if start is None:
             raise ValueError(
-                f"the description has no segment of {step.module!r}, call {step.call}: it is of another model "
-                "or batch than the flow; describe it again"
+                f"the description has no segment of {step.module!r}, call {step.call}: it is of another "
+                "model or batch than the flow; describe it again"
             )
         found.append(start)
         position = start + _length(model_desc.segments, start, step)

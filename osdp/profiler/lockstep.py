@@ -1,0 +1,238 @@
+"""Does a sharded module compute what the whole one does? All ranks of it, in one process.
+
+Each rank is a copy of the module with slices of the weights, and runs in a thread of its own; the threads
+meet wherever ranks would sum. Weights and inputs are random, in float64, so that agreement is no accident.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.profiler.feature_flow import Call, FeatureFlow, copy_object
+from osdp.profiler.tensors import map_leaves, tensors_in
+
+#: Norm-relative difference up to which outputs agree; some models compute attention in float32 anyway.
+TOLERANCE = 1e-5
+#: Seconds until ranks that do not meet are given up.
+_PATIENCE = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """How a module is sharded.
+
+    Attributes:
+        dim: Dimension of its weight that is sharded.
+        blocks: Number of blocks, each of which is sharded by itself.
+        closes: Whether its inputs are sharded and its outputs must be summed; otherwise its bias is sharded.
+    """
+
+    dim: int
+    blocks: int = 1
+    closes: bool = False
+
+
+def slice_of(tensor: torch.Tensor, dim: int, blocks: int, rank: int, degree: int) -> torch.Tensor:
+    """Part ``rank`` of ``degree`` of each of the ``blocks`` along ``dim``."""
+    return torch.cat([block.chunk(degree, dim)[rank] for block in tensor.chunk(blocks, dim)], dim)
+
+
+class Whole:
+    """A module with random weights, the inputs it gets and what it returns for them.
+
+    Args:
+        module: The module; it stays as it is.
+        name: Its FQN.
+        call: How it was called on fake tensors.
+        flow: Tells which of its outputs matter.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Call, flow: FeatureFlow) -> None:
+        self.name = name
+        self._tensors = flow.tensors
+        generator = torch.Generator().manual_seed(0)
+        memo: dict[int, Any] = {id(p): _random_parameter(p, generator) for p in module.parameters()}
+        memo |= {id(b): _filled(b, generator) for b in module.buffers()}
+        self.module = copy.deepcopy(module, memo).eval()
+        self._matters = [flow.is_used_after(tensor, call) for tensor in tensors_in(call.output)]
+        self._arguments = self._find_arguments(call)
+        self.outputs = self.run(self.module)
+
+    def run(self, module: nn.Module) -> list[torch.Tensor]:
+        """The outputs of ``module``, with copies of the objects among the inputs."""
+        args, kwargs = map_leaves(lambda leaf: copy_object(leaf, self._tensors), self._arguments)
+        return tensors_in(module(*args, **kwargs))
+
+    def agrees(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether ``outputs`` are the whole module's, but for those that nobody reads."""
+        if len(outputs) != len(self._matters) or not any(self._matters):
+            return False
+        return all(
+            _same(mine, other)
+            for mine, other, matters in zip(self.outputs, outputs, self._matters, strict=True)
+            if matters
+        )
+
+    def _find_arguments(self, call: Call) -> Any:
+        """Random inputs; integers are 0 or 1, or only 0 where the module knows no more."""
+        for largest in (1, 0):
+            generator = torch.Generator().manual_seed(1)
+            fill = partial(_filled_argument, generator=generator, largest=largest)
+            self._arguments = map_leaves(fill, (call.args, call.kwargs))
+            try:
+                self.run(self.module)
+            except IndexError:
+                continue
+            break
+        return self._arguments
+
+
+@dataclass
+class Sharded:
+    """All ranks of a sharded module.
+
+    Args:
+        whole: The whole module.
+        slices: How the modules inside it are sharded, by FQN.
+        degree: Number of ranks.
+    """
+
+    whole: Whole
+    slices: Mapping[str, Slice]
+    degree: int
+    _ranks: list[nn.Module] = field(init=False)
+    _meeting: "_Meeting" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._meeting = _Meeting(self.degree)
+        self._ranks = [self._copy(rank) for rank in range(self.degree)]
+
+    def fault(self, divided: Sequence[tuple[str, str]]) -> str | None:
+        """Why the sharded module is not the whole one; ``None`` if it is.
+
+        Args:
+            divided: FQN of a module and name of an integer attribute that each rank sees divided.
+        """
+        before = [self._divide(rank, divided) for rank in self._ranks]
+        self._meeting.reset()
+        try:
+            with ThreadPoolExecutor(self.degree) as pool:
+                results = list(pool.map(self._run, self._ranks))
+        finally:
+            for restore in (entry for entries in before for entry in entries):
+                restore()
+        errors = [result for result in results if isinstance(result, Exception)]
+        if errors:
+            cause = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+            return f"{type(cause).__name__}: {cause}"
+        if all(self.whole.agrees(result) for result in results if isinstance(result, list)):
+            return None
+        return "the sum over the ranks is not what the whole module computes"
+
+    def _run(self, module: nn.Module) -> list[torch.Tensor] | Exception:
+        try:
+            return self.whole.run(module)
+        except Exception as error:
+            self._meeting.leave()
+            return error
+
+    def _divide(self, rank: nn.Module, divided: Sequence[tuple[str, str]]) -> list[Callable[[], None]]:
+        restores: list[Callable[[], None]] = []
+        for fqn, name in divided:
+            module = rank.get_submodule(_relative(fqn, self.whole.name))
+            value = getattr(module, name)
+            setattr(module, name, value // self.degree)
+            restores.append(partial(setattr, module, name, value))
+        return restores
+
+    def _copy(self, rank: int) -> nn.Module:
+        memo: dict[int, Any] = {id(p): p for p in self.whole.module.parameters()}
+        memo |= {id(b): b for b in self.whole.module.buffers()}
+        local = copy.deepcopy(self.whole.module, memo)
+        for fqn, entry in self.slices.items():
+            module = local.get_submodule(_relative(fqn, self.whole.name))
+            self._shard(module, entry, rank)
+            if entry.closes:
+                module.register_forward_hook(partial(self._close, rank))
+        return local
+
+    def _shard(self, module: nn.Module, entry: Slice, rank: int) -> None:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        part_of_weight = slice_of(weight.detach(), entry.dim, entry.blocks, rank, self.degree)
+        module._parameters["weight"] = nn.Parameter(part_of_weight)
+        if bias is not None and entry.closes:
+            module._parameters["bias"] = nn.Parameter(bias.detach() / self.degree)  # the sum adds it once
+        elif bias is not None:
+            part = slice_of(bias.detach(), 0, entry.blocks, rank, self.degree)
+            module._parameters["bias"] = nn.Parameter(part)
+        if hasattr(module, "nf"):  # transformers' Conv1D views its output by it
+            module.__dict__["nf"] = part_of_weight.shape[1]
+
+    def _close(self, rank: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self._meeting.sum(rank, output)
+
+
+class _Meeting:
+    """Where threads sum tensors."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[torch.Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def reset(self) -> None:
+        self._barrier = threading.Barrier(len(self._parts))
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+    def sum(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._parts[rank] = tensor
+        self._barrier.wait(_PATIENCE)
+        total = torch.stack([part for part in self._parts if part is not None]).sum(0)
+        self._barrier.wait(_PATIENCE)
+        return total
+
+
+def _relative(fqn: str, ancestor: str) -> str:
+    return fqn[len(ancestor) :].removeprefix(".")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    one, other = one.detach().double(), other.detach().double()
+    difference: torch.Tensor = torch.linalg.vector_norm(one - other)
+    return bool(difference <= TOLERANCE * torch.linalg.vector_norm(one))
+
+
+def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if parameter.dim() > 1:
+        values /= parameter.shape[-1] ** 0.5
+    return nn.Parameter(values)
+
+
+def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The values of a buffer, or some if it has none."""
+    if tensor.is_meta:
+        values = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return values.normal_(generator=generator) if tensor.is_floating_point() else values
+    return tensor.detach().cpu()
+
+
+def _filled_argument(leaf: Any, generator: torch.Generator, largest: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+    if leaf.dtype == torch.bool:
+        return torch.ones(leaf.shape, dtype=torch.bool)
+    return torch.randint(0, largest + 1, leaf.shape, generator=generator, dtype=leaf.dtype)

@@ -1,0 +1,171 @@
+"""From a module to its TensorParallelPlan: derived from a trace, proven on random numbers.
+
+Linear modules are edges between feature spaces (:mod:`osdp.profiler.feature_flow`). A space can be sharded if
+it is left by linear modules only: those that lead into it become column modules, those that lead out of it
+row modules. Neighbouring spaces are not sharded both, so small spaces, which are attentions and MLPs, come
+before the residual stream around them. Each choice is then run on all ranks at once and compared with the
+whole module, with as few integer attributes divided as make it right.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.feature_flow import FeatureFlow, KindOf, trace_features
+from osdp.profiler.regions import Region, Solver, join, joint
+from osdp.tensor_plan import DividedAttribute, Kept, ShardedModule, Style, TensorParallelPlan
+
+
+def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf) -> TensorParallelPlan:
+    """A plan that shards ``model`` over ``degree`` ranks; the model is neither run nor changed.
+
+    Args:
+        model: An unmodified module, on any device.
+        sample_inputs: One batch, as for :func:`osdp.profiler.trace.describe`; only its shapes are read.
+        degree: Number of ranks that compute one layer together.
+        kind_of: Tells which modules are linear, and of which kind.
+
+    Raises:
+        ValueError: The degree does not divide a number of heads, or there is nothing that can be sharded;
+            says why.
+    """
+    flow = trace_features(model, SampleBatch.of(sample_inputs), kind_of)
+    search = _Search(model, flow, Solver(model, flow, degree))
+    search.shard_vocabulary()
+    search.shard_regions()
+    if not search.entries:
+        reasons = "; ".join(f"{kept.module}: {kept.reason}" for kept in search.kept()[:8])
+        raise ValueError(
+            f"nothing of {type(model).__name__} can be sharded over {degree} ranks "
+            f"({reasons or 'it has no linear modules'}); use data parallelism or pipeline stages for it"
+        )
+    return search.plan()
+
+
+@dataclass
+class _Search:
+    """What is decided so far."""
+
+    model: nn.Module
+    flow: FeatureFlow
+    solver: Solver
+    entries: dict[str, ShardedModule] = field(default_factory=dict)
+    divided: dict[tuple[str, str], DividedAttribute] = field(default_factory=dict)
+    summed: dict[str, None] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def plan(self) -> TensorParallelPlan:
+        order = {name: index for index, name in enumerate(self.flow.kinds)}
+        entries = sorted(self.entries.values(), key=lambda e: order.get(e.module, len(order)))
+        return TensorParallelPlan(
+            model=type(self.model).__name__,
+            degree=self.solver.degree,
+            modules=tuple(entries),
+            divided=tuple(self.divided.values()),
+            summed=tuple(self.summed),
+            kept=self.kept(),
+        )
+
+    def kept(self) -> tuple[Kept, ...]:
+        default = "what it reads or returns is not sharded"
+        return tuple(
+            Kept(name, self.reasons.get(name, default))
+            for name in self.flow.kinds
+            if name not in self.entries
+        )
+
+    # Vocabularies
+
+    def shard_vocabulary(self) -> None:
+        """Heads that end in the output, and embeddings of as many rows, more than columns.
+
+        Without a head: such embeddings that are read with integers of the batch.
+        """
+        solver, kinds = self.solver, self.flow.kinds
+        ends = self.flow.returned.difference(*self.flow.read.values())
+        tables = {
+            name: solver.weight(name).shape[0]
+            for name, kind in kinds.items()
+            if kind == "embedding" and solver.weight(name).shape[0] >= solver.weight(name).shape[1]
+        }
+        heads = {
+            name: solver.out_size(name)
+            for name, kind in kinds.items()
+            if kind != "embedding" and name in ends and solver.out_size(name) in tables.values()
+        }
+        for name in heads:
+            self._enter_vocabulary(name, Style.VOCAB_HEAD, solver.out_dim(name))
+        for name, rows in tables.items():
+            if rows in heads.values() or (not heads and name in self.flow.batch_readers):
+                self._enter_vocabulary(name, Style.VOCAB_EMBEDDING, 0)
+
+    def _enter_vocabulary(self, name: str, style: Style, dim: int) -> None:
+        self.entries[name] = ShardedModule(name, style, dim, self.solver.weight(name).shape[dim])
+
+    # Regions
+
+    def shard_regions(self) -> None:
+        """Every space that can be sharded, smallest first; what fails alone is tried with its like."""
+        failed: dict[Any, list[Region]] = {}
+        for region in self._regions():
+            if any(name in self.entries for name in region.modules):
+                continue
+            fault = self._try(region)
+            if fault is not None:
+                failed.setdefault(self.solver.shape(region), []).append(region)
+                self.reasons.update(dict.fromkeys(region.modules, fault))
+        # Layers hand tensors with a value for each head on to their like, such as a position bias.
+        for alike in failed.values():
+            free = [r for r in alike if not any(name in self.entries for name in r.modules)]
+            if len(free) > 1:
+                self._try(joint(free))
+
+    def _regions(self) -> Iterator[Region]:
+        spaces = self.flow.spaces()
+        into: dict[str, list[str]] = {}
+        out_of: dict[str, list[str]] = {}
+        for name in self.flow.kinds:
+            into.setdefault(spaces[name], []).append(name)
+            out_of.setdefault(spaces[f">{name}"], []).append(name)
+        found = [
+            Region(tuple(columns), tuple(out_of.get(space, ())))
+            for space, columns in into.items()
+            if space != spaces[">"]
+        ]
+        fit = [region for region in found if self._fits(region)]
+        return iter(sorted(fit, key=lambda region: len(region.modules)))
+
+    def _fits(self, region: Region) -> bool:
+        kinds = self.flow.kinds
+        return (
+            bool(region.rows)
+            and not set(region.columns) & set(region.rows)
+            and any(kinds[name] != "embedding" for name in region.columns)
+            and all(kinds[name] != "embedding" for name in region.rows)
+        )
+
+    def _try(self, region: Region) -> str | None:
+        """Shard ``region``; why it cannot be, or ``None``."""
+        solution = self.solver.solve(region)
+        if isinstance(solution, str):
+            return solution
+        home = self.solver.home(region)
+        blocks = dict(zip(region.columns, solution.blocks.values(), strict=True))
+        for name in region.columns:
+            dim = self.solver.out_dim(name)
+            self._enter(name, Style.COLUMN, dim, blocks[name], region)
+        for name in region.rows:
+            self._enter(name, Style.ROW, 1 - self.solver.out_dim(name), 1, region)
+        self.summed.update(dict.fromkeys(join(home, inside) for inside in solution.summed))
+        for inside, attribute in solution.divided:
+            module = join(home, inside)
+            value = getattr(self.model.get_submodule(module), attribute)
+            self.divided[module, attribute] = DividedAttribute(module, attribute, value)
+        return None
+
+    def _enter(self, name: str, style: Style, dim: int, blocks: int, region: Region) -> None:
+        size = self.solver.weight(name).shape[dim]
+        self.entries[name] = ShardedModule(name, style, dim, size, blocks, region.columns[0])

@@ -1,0 +1,56 @@
+"""A pipeline plan as text: its facts, a row for each stage, and where to read on."""
+
+from collections import Counter
+
+from osdp.pipeline_plan import PipelinePlan, StagePlan
+from osdp.report.table import align
+from osdp.units import format_bytes, format_seconds
+
+_HEADER = ("stage", "rank", "modules", "forward", "backward", "in flight", "sent", "peak", "operators")
+
+
+def pipeline_table(plan: PipelinePlan) -> str:
+    """The plan as text; ``print(plan.stages[0].plan)`` shows the decisions of a stage."""
+    placement = plan.make_schedule().placement
+    rows = [
+        _HEADER,
+        *(_row(plan, index, placement[index], stage) for index, stage in enumerate(plan.stages)),
+    ]
+    lines = [*_facts(plan), "", align(rows, right=(0, 1, 3, 4, 5, 6, 7))]
+    lines += [
+        f"tied: {' = '.join(tie.names)} on stages {', '.join(map(str, tie.stages))}" for tie in plan.ties
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def _facts(plan: PipelinePlan) -> list[str]:
+    predicted, training = plan.predicted, plan.training
+    proven = "proven best" if plan.optimal else "not proven best"
+    return [
+        f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp} = {plan.world_size} ranks, schedule {plan.schedule}, "
+        f"{training.microbatches} microbatches of {plan.local_batch}",
+        f"step {format_seconds(predicted.step_seconds)} ({plan.samples_per_second:.1f} samples/s), "
+        f"waiting {plan.bubble:.0%}; {proven}",
+        f"peak {format_bytes(predicted.peak_bytes)} of {format_bytes(plan.memory_limit)}: "
+        f"{predicted.peak_moment}",
+    ]
+
+
+def _row(plan: PipelinePlan, index: int, rank: int, stage: StagePlan) -> tuple[str, ...]:
+    modes = Counter(str(decision.mode) for decision in stage.plan.decisions)
+    ways = [f"{count} {mode}" for mode, count in modes.items()]
+    if stage.plan.recomputed:
+        ways.append(f"{len(stage.plan.recomputed)} blocks recomputed")
+    sent = sum(transfer.source == index for transfer in plan.transfers)
+    called = stage.modules
+    return (
+        str(index),
+        str(rank),
+        called[0] if len(called) == 1 else f"{called[0]} .. {called[-1]}",
+        format_seconds(stage.forward_seconds),
+        format_seconds(stage.backward_seconds),
+        str(stage.in_flight),
+        str(sent),
+        format_bytes(stage.plan.predicted.peak_bytes),
+        ", ".join(ways),
+    )

@@ -1,0 +1,78 @@
+"""States of weights whose blocks are sharded each by itself, laid out for a checkpoint and back.
+
+Tensor-parallel ranks hold a part of each block of a fused weight. ``torch.distributed.checkpoint`` stores one
+box a rank, so such a tensor is exchanged for one that is sharded in one piece; names and shapes stay.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from osdp.comm.torch_private import all_gather
+from osdp.runtime.parts import joined, part_of
+from osdp.runtime.torch_private import blocked_shard, blocks_of_shard, sharded_dim
+
+
+def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:
+    """States by parameter name, with every tensor in one piece on each rank.
+
+    Args:
+        by_parameter: A tensor, or a mapping of several, for each parameter; all ranks have the same.
+    """
+
+    def relaid(value: DTensor) -> DTensor:
+        dim, blocks = _layout(value)
+        return value if dim is None or blocks == 1 else _relaid(value, dim, blocks, 1)
+
+    return {name: _mapped(relaid, value) for name, value in by_parameter.items()}
+
+
+def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`in_one_block`: states laid out as the parameters of ``model`` are."""
+    stored = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and _layout(p)[1] > 1}
+
+    def relaid(parameter: DTensor, value: DTensor) -> DTensor:
+        dim, blocks = _layout(parameter)
+        return value if dim is None or value.shape != parameter.shape else _relaid(value, dim, 1, blocks)
+
+    return {
+        name: _mapped(partial(relaid, stored[name]), value) if name in stored else value
+        for name, value in by_parameter.items()
+    }
+
+
+def _layout(tensor: DTensor) -> tuple[int | None, int]:
+    """The dimension that the last axis of its mesh, the tensor-parallel one, shards, and its blocks."""
+    last = tensor.placements[-1]
+    return sharded_dim(last), blocks_of_shard(last)
+
+
+def _mapped(function: Callable[[DTensor], DTensor], state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _mapped(function, value) for key, value in state.items()}
+    return function(state) if isinstance(state, DTensor) else state
+
+
+def _relaid(value: DTensor, dim: int, before: int, after: int) -> DTensor:
+    """``value`` with its dimension in ``after`` blocks on the last axis, which now has ``before``."""
+    mesh = value.device_mesh
+    axis = mesh.ndim - 1
+    local = value.to_local().detach().contiguous()
+    gathered = local.new_empty(mesh.size(axis) * local.numel())
+    all_gather(gathered, local.view(-1), group=mesh.get_group(axis))
+    whole = joined(gathered.view(mesh.size(axis), *local.shape).unbind(), dim, before)
+    part = part_of(whole, dim, mesh.get_local_rank(axis), mesh.size(axis), after)
+    placement: Placement = Shard(dim) if after == 1 else blocked_shard(dim, after)
+    return DTensor.from_local(
+        part.clone(memory_format=torch.contiguous_format),
+        mesh,
+        [*value.placements[:-1], placement],
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )

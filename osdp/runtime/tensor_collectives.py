@@ -1,0 +1,119 @@
+"""What tensor-parallel ranks exchange, each with its counterpart in backward.
+
+The conjugate pairs f and g of Megatron-LM (arXiv:1909.08053, section 3): where a replicated tensor enters a
+region, gradients are summed; where a region ends, outputs are summed and gradients are the same on all ranks
+already.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.comm.torch_private import all_gather
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that compute one layer together.
+
+    Attributes:
+        group: Their process group.
+        rank: This one's position in it.
+        size: Their number.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Ranks":
+        """Those of a mesh with one axis."""
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Where this rank's part of a dimension of ``size`` begins and ends; the last parts are shorter."""
+        part = -(-size // self.size)
+        return min(self.rank * part, size), min((self.rank + 1) * part, size)
+
+
+def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """``tensor``, the same on all ranks; its gradients are summed over them."""
+    return cast(torch.Tensor, _Enter.apply(tensor, ranks))  # type: ignore[no-untyped-call]
+
+
+def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of ``tensor``, in place, over the ranks; its gradient is the same on all of them."""
+    return cast(torch.Tensor, _Leave.apply(tensor, ranks))  # type: ignore[no-untyped-call]
+
+
+def gather_last(tensor: torch.Tensor, ranks: Ranks, size: int) -> torch.Tensor:
+    """The whole tensor of which each rank holds a part of the last dimension, ``size`` in all."""
+    return cast(torch.Tensor, _GatherLast.apply(tensor, ranks, size))  # type: ignore[no-untyped-call]
+
+
+def blocks_of(tensor: torch.Tensor, ranks: Ranks, blocks: int) -> torch.Tensor:
+    """This rank's part of each of ``blocks`` of a replicated vector; its gradient is whole on all ranks."""
+    return cast(torch.Tensor, _BlocksOf.apply(tensor, ranks, blocks))  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        dist.all_reduce(tensor, group=ranks.group)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, size: int) -> torch.Tensor:
+        ctx.bounds = ranks.bounds(size)
+        longest = -(-size // ranks.size)
+        padded = F.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
+        gathered = padded.new_empty(ranks.size * padded.numel())
+        all_gather(gathered, padded.view(-1), group=ranks.group)
+        # Only the last ranks are padded, so what is beyond ``size`` is padding.
+        return torch.cat(gathered.view(ranks.size, *padded.shape).unbind(), -1)[..., :size]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        first, last = ctx.bounds
+        return gradient[..., first:last], None, None
+
+
+class _BlocksOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, blocks: int) -> torch.Tensor:
+        ctx.ranks, ctx.blocks = ranks, blocks
+        return tensor.view(blocks, ranks.size, -1)[:, ranks.rank].reshape(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ranks, blocks = ctx.ranks, ctx.blocks
+        part = gradient.view(blocks, 1, -1)
+        whole = part.new_zeros(blocks, ranks.size, part.shape[-1])
+        whole[:, ranks.rank : ranks.rank + 1] = part
+        dist.all_reduce(whole, group=ranks.group)
+        return whole.view(-1), None, None

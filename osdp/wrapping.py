@@ -1,0 +1,133 @@
+"""From what a caller of ``OSDP`` passes to a model that runs: whole, or in stages."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.api import make_pipeline_plan, make_plan
+from osdp.errors import PlanMismatchError
+from osdp.inputs import laid_out
+from osdp.integrations.fairscale import is_same, unmark
+from osdp.layout import degrees
+from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Plan
+from osdp.runtime import AppliedPlan, apply
+from osdp.runtime.mesh import data_parallel_mesh, require_process_group
+from osdp.runtime.pipelined import AppliedPipeline, apply_pipeline
+
+#: Options that :func:`osdp.api.make_pipeline_plan` takes by keyword.
+_STAGE_OPTIONS = tuple(inspect.signature(make_pipeline_plan).parameters)[3:]
+
+#: Options that say how to plan: with a finished plan they would be ignored.
+_PLANNING = (
+    "strategy",
+    "schedule",
+    "mode",
+    "auto_wrap_policy",
+    "profile",
+    "param_dtype",
+    "reduce_dtype",
+    "local_batches",
+    "microbatches",
+    "slices",
+    "recompute",
+    "offload",
+    "group_sizes",
+    "two_step",
+)
+
+
+def check_reuse(
+    plan: Plan | PipelinePlan | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Refuse planning options beside a finished plan, and a plan for another model."""
+    if plan is None:
+        return
+    idle = [name for name in _PLANNING if name in options and not is_same(options[name], defaults[name])]
+    if idle:
+        raise ValueError(
+            f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
+            "to plan again"
+        )
+    described, training = options.get("model_desc"), options.get("training")
+    differences = []
+    if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
+        differences.append(
+            f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
+        )
+    if training is not None:
+        asked = replace(training, local_batch=training.local_batch or plan.local_batch)
+        differences += [
+            f"made for a training with {field.name}={planned!r}, asked for {wanted!r}"
+            for field in fields(asked)
+            for planned, wanted in [(getattr(plan.training, field.name), getattr(asked, field.name))]
+            if planned != wanted
+        ]
+    if differences:
+        raise PlanMismatchError(differences)
+
+
+def applied_model(
+    model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str, Any]
+) -> AppliedPlan | AppliedPipeline:
+    """``model`` under ``plan``, or under one that is made by ``options``."""
+    return _in_stages(model, plan, options) or _whole(model, plan, options)
+
+
+def _in_stages(
+    model: nn.Module, plan: Plan | PipelinePlan | None, options: Mapping[str, Any]
+) -> AppliedPipeline | None:
+    """The model in stages or tensor-parallel parts; ``None`` if neither is asked for."""
+    layout = {name: options[name] for name in ("pp", "dp", "tp")}
+    if isinstance(plan, Plan) or (plan is None and not _asks_for_stages(layout, options["mesh"])):
+        return None
+    if options["find_unused_parameters"]:
+        raise ValueError("find_unused_parameters does not go with stages: all parameters must be used")
+    if plan is None:
+        chosen = {name: options[name] for name in _STAGE_OPTIONS}
+        chosen["schedule"] = _schedule_of(options)
+        plan = make_pipeline_plan(model, options["model_desc"], options["device_info"], **chosen)
+    else:
+        layout = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    unmark(model)
+    _, mesh = laid_out(model, options["mesh"], **layout)
+    assert mesh is not None
+    return apply_pipeline(model, plan, mesh)
+
+
+def _schedule_of(options: Mapping[str, Any]) -> str | None:
+    """``schedule``, or its other name."""
+    schedule, mode = options["schedule"], options["mode"]
+    if None not in (schedule, mode) and schedule != mode:
+        raise ValueError(f"schedule={schedule!r} and mode={mode!r} are two names of one option: pass one")
+    found: str | None = schedule or mode
+    return found
+
+
+def _asks_for_stages(layout: Mapping[str, int | None], mesh: DeviceMesh | None) -> bool:
+    if mesh is not None:
+        return mesh.ndim > 1
+    require_process_group()
+    found = degrees(dist.get_world_size(), **layout)
+    return found.pp > 1 or found.tp > 1
+
+
+def _whole(model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str, Any]) -> AppliedPlan:
+    """The whole model on data-parallel ranks."""
+    assert not isinstance(plan, PipelinePlan)
+    if _schedule_of(options) is not None:
+        raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
+    for name in ("pp", "dp", "tp", "schedule", "mode"):
+        options.pop(name)
+    options["mesh"] = data_parallel_mesh(model, options["mesh"])
+    finds_unused = options["find_unused_parameters"]
+    if plan is None:
+        plan = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
+    unmark(model)
+    return apply(model, plan, options["mesh"], find_unused_parameters=finds_unused)
