@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.errors import PlanMismatchError
+from osdp.layout import is_inside
 from osdp.pipeline_plan import PipelinePlan
 from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
 from osdp.runtime.applied import AppliedPlan
@@ -182,7 +183,12 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
             model, index, part.modules, part.loose, twins, plan.transfers, is_last=index == len(placement) - 1
         )
         if plan.tensor is not None:
-            names = {name for name, _ in stage.model.named_modules()}
+            gone = set(plan.modules) - set(part.modules)
+            names = {
+                name
+                for name, _ in stage.model.named_modules()
+                if not any(is_inside(name, module) for module in gone)
+            }
             parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
         alone = plan.tp == 1 and stands_alone(part.plan)
         applied = (apply_alone if alone else apply)(stage.model, part.plan, mesh["dp"])
