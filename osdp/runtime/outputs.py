@@ -42,11 +42,6 @@ class _NoView(torch.autograd.Function):
         return grad
 
 
-def without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in the same memory, as a tensor that is no view to autograd."""
-    return apply_function(_NoView, tensor)
-
-
 def free_of_views(_module: nn.Module, _args: object, output: Any) -> Any:
     """Forward hook: ``output`` with the tensors that are views replaced, in tuples, lists and dicts too."""
     if not torch.is_grad_enabled() or not any(is_view(tensor) for tensor in tensors_with_grad(output)):
@@ -56,7 +51,7 @@ def free_of_views(_module: nn.Module, _args: object, output: Any) -> Any:
 
 def _replaced(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
-        return without_view(output) if output.requires_grad and is_view(output) else output
+        return apply_function(_NoView, output) if output.requires_grad and is_view(output) else output
     if isinstance(output, tuple):
         values = [_replaced(value) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)

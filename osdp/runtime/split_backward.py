@@ -1,23 +1,40 @@
 """A backward in two parts, for zero-bubble schedules: gradients of the inputs first, of the weights later.
 
-Thin over the functions that torch's own zero-bubble schedules use. Those lose the gradients of outputs that
-do not depend on an input, such as a bias that a later stage adds to its attention: the second part starts
-from these, too. Gradients of weights are accumulated into ``grad`` directly, so hooks that wait for them do
-not run: only for stages that reduce nothing.
+The first part records the gradients that reach the operations where weights join the path from an input to an
+output; the second starts there, once for each set of weights that share such operations, so that nothing on
+that path is computed twice. torch's own zero-bubble schedules do the same
+(``torch.distributed.pipelining._backward``), but lose outputs that depend on no input, such as a bias that a
+later stage adds to its attention, and count a weight twice that joins in several places.
+
+Gradients of weights are accumulated into ``grad`` directly, so hooks that wait for them do not run: only for
+stages that reduce nothing.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-from osdp.runtime.outputs import without_view
+from torch.autograd.graph import GradientEdge, Node
 
 Roots = list[tuple[torch.Tensor, torch.Tensor | None]]
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass
+class _Group:
+    """Weights that join the path from inputs to outputs at common operations.
+
+    Attributes:
+        weights: The weights.
+        joins: The operations.
+    """
+
+    weights: list[nn.Parameter]
+    joins: set[Node]
 
 
 @dataclass
@@ -25,53 +42,149 @@ class WeightPass:
     """The second part of a backward.
 
     Attributes:
-        weights: Parameters.
         roots: Outputs that depend on no input, with their gradients.
-        groups: What the first part left, torch's own.
+        groups: Weights, and where they join.
+        recorded: The gradients that reached those operations.
     """
 
-    weights: list[nn.Parameter]
     roots: Roots
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[_Group] = field(default_factory=list)
+    recorded: dict[Node, _Gradients] = field(default_factory=dict)
 
     def run(self) -> None:
         """Accumulate the gradients of the weights."""
         if self.roots:
             tensors, gradients = zip(*self.roots, strict=True)
+            # What they are made of may lead to a join as well.
             torch.autograd.backward(tensors, gradients, retain_graph=bool(self.groups))
-        if self.groups:
-            stage_backward_weight(iter(self.weights), self.groups)
+        for group in self.groups:
+            self._accumulate(group)
+        self.groups, self.recorded, self.roots = [], {}, []
+
+    def _accumulate(self, group: _Group) -> None:
+        edges = [
+            (GradientEdge(node, index), gradient)
+            for node in group.joins
+            for index, gradient in enumerate(self.recorded.get(node, ()))
+            if gradient is not None
+        ]
+        if not edges:
+            return
+        # Where one join leads to another, that has its gradient already.
+        joins = dict.fromkeys(edge.node for edge, _ in edges)
+        handles = [node.register_prehook(partial(_clamped, self.recorded[node])) for node in joins]
+        try:
+            found = torch.autograd.grad(
+                [edge for edge, _ in edges],
+                group.weights,
+                [gradient for _, gradient in edges],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        with torch.no_grad():
+            for weight, gradient in zip(group.weights, found, strict=True):
+                if gradient is not None:
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _clamped(recorded: _Gradients, _: _Gradients) -> _Gradients:
+    return recorded
 
 
 def backward_inputs(
     roots: Roots, inputs: Sequence[torch.Tensor], weights: Sequence[nn.Parameter]
 ) -> tuple[list[torch.Tensor | None], WeightPass]:
     """Gradients of ``inputs``, which require one, and what is left to do for those of ``weights``."""
-    trained = [weight for weight in weights if weight.requires_grad]
-    leaves = {id(tensor) for tensor in inputs}
-    through = [root for root in roots if _depends(root[0], leaves)]
-    rest = [root for root in roots if not _depends(root[0], leaves)]
+    users = _users(_node_of(tensor) for tensor, _ in roots)
+    path = _reachable([_node_of(tensor) for tensor in inputs], users)
+    through = [root for root in roots if _node_of(root[0]) in path]
+    rest = [root for root in roots if _node_of(root[0]) not in path]
     if not through:
-        return [None for _ in inputs], WeightPass(trained, rest)
-    # It detaches what it starts from in place, which views refuse.
-    starts = [without_view(tensor) for tensor, _ in through]
-    gradients = [torch.ones_like(tensor) if given is None else given for tensor, given in through]
-    found, groups = stage_backward_input(starts, gradients, list(inputs), iter(trained))
-    return list(found), WeightPass(trained, rest, groups)
+        return [None for _ in inputs], WeightPass(rest)
+    groups = _groups([weight for weight in weights if weight.requires_grad], users, path)
+    left = WeightPass(rest, groups)
+    handles = [
+        node.register_prehook(partial(_record, left.recorded, node))
+        for group in groups
+        for node in group.joins
+    ]
+    tensors, gradients = zip(*through, strict=True)
+    try:
+        found = torch.autograd.grad(
+            tensors, list(inputs), list(gradients), retain_graph=True, allow_unused=True
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found), left
 
 
-def _depends(root: torch.Tensor, leaves: set[int]) -> bool:
-    """Whether a gradient of ``root`` reaches one of the tensors with these ids."""
-    if id(root) in leaves:
-        return True
-    seen: set[Node] = set()
-    todo = [root.grad_fn]
+def _record(recorded: dict[Node, _Gradients], node: Node, gradients: _Gradients) -> None:
+    recorded[node] = gradients
+
+
+def _node_of(tensor: torch.Tensor) -> Node:
+    """The operation that made ``tensor``, or the one that accumulates its gradient if it is a leaf."""
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    view: Any = tensor.view_as(tensor).grad_fn
+    node: Node = view.next_functions[0][0]
+    return node
+
+
+def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """For each operation under ``roots`` those that use what it made."""
+    found: dict[Node, list[Node]] = defaultdict(list)
+    todo = list(dict.fromkeys(roots))
+    seen = set(todo)
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        for source, _ in node.next_functions:
+            if source is not None:
+                found[source].append(node)
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+    return found
+
+
+def _reachable(starts: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
+    """``starts`` and whatever is made of them."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        for user in users.get(todo.pop(), ()):
+            if user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def _groups(weights: Sequence[nn.Parameter], users: dict[Node, list[Node]], path: set[Node]) -> list[_Group]:
+    groups: list[_Group] = []
+    for weight in weights:
+        group = _Group([weight], _joins(_node_of(weight), users, path))
+        if not group.joins:
             continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in leaves:
-            return True
-        todo += [following for following, _ in node.next_functions]
-    return False
+        for other in [other for other in groups if other.joins & group.joins]:
+            group = _Group([*other.weights, *group.weights], other.joins | group.joins)
+            groups.remove(other)
+        groups.append(group)
+    return groups
+
+
+def _joins(start: Node, users: dict[Node, list[Node]], path: set[Node]) -> set[Node]:
+    """Operations on ``path`` that use ``start``, or what is made of it outside the path."""
+    found: set[Node] = set()
+    seen, todo = {start}, [start]
+    while todo:
+        for user in users.get(todo.pop(), ()):
+            if user in path:
+                found.add(user)
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return found
