@@ -3,9 +3,9 @@
 Every architecture (:mod:`benchmarks.architectures`), with attention masks, labels that do not count and
 uneven vocabularies, in pipelines of two and four stages, beside data and tensor parallelism, under every
 schedule that can run there: the loss, every gradient and the joint norm of one step against the unwrapped
-model on the whole batch, then evaluation and inference. Zero-bubble schedules need stages without data or tensor
-parallelism. A gradient's difference is taken relative to its norm, or to 1e-5 of the joint norm of all where
-it is smaller: biases of attention keys have a gradient of zero but for rounding.
+model on the whole batch, then evaluation and inference. Zero-bubble schedules need stages without data or
+tensor parallelism. A gradient's difference is taken relative to its norm, or to 1e-5 of the joint norm of all
+where it is smaller: biases of attention keys have a gradient of zero but for rounding.
 
     python -m benchmarks.pipeline_parity [--quick] [--json FILE]
 """

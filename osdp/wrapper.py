@@ -168,6 +168,10 @@ class OSDP(nn.Module):
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
         self.__dict__["_steps"] = steps_of(applied)
+        if isinstance(applied, AppliedPipeline):
+            # What checkpoints of stages need to know (osdp.runtime.checkpoint.InStages).
+            self.__dict__["owners"] = applied.owners
+            self.__dict__["stage_group"] = applied.stage_group
         share_registries(self, applied.model)
         self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan)
         self.training = applied.model.training

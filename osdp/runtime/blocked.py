@@ -32,17 +32,28 @@ def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:
     return {name: _mapped(relaid, value) for name, value in by_parameter.items()}
 
 
-def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`in_one_block`: states laid out as the parameters of ``model`` are."""
+def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of :func:`in_one_block`: states laid out as the parameters of ``model`` are.
+
+    Args:
+        model: The model.
+        by_parameter: Values by name of a parameter; with a ``prefix`` by that, the name and more.
+        prefix: What names begin with.
+    """
     stored = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and _layout(p)[1] > 1}
 
     def relaid(parameter: DTensor, value: DTensor) -> DTensor:
         dim, blocks = _layout(parameter)
         return value if dim is None or value.shape != parameter.shape else _relaid(value, dim, 1, blocks)
 
+    def owner(key: str) -> DTensor | None:
+        names = (name for name in stored if prefix and key.startswith(f"{prefix}{name}."))
+        return stored.get(key) if not prefix else stored.get(next(names, ""))
+
     return {
-        name: _mapped(partial(relaid, stored[name]), value) if name in stored else value
-        for name, value in by_parameter.items()
+        key: value if parameter is None else _mapped(partial(relaid, parameter), value)
+        for key, value in by_parameter.items()
+        for parameter in [owner(key)]
     }
 
 

@@ -1,13 +1,16 @@
 """Checkpoints: the original model's names and whole shapes, whatever the plan; optimizer states too.
 
 Thin over ``torch.distributed.checkpoint``: what is saved under one plan loads under another, under another
-world size, and into the plain model.
+world size, in other stages, and into the plain model. Optimizer states are flat, one entry for each parameter
+and state, so that stages can each write theirs; what several stages hold is written under its owner's name.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
@@ -21,6 +24,23 @@ from osdp.runtime.blocked import in_blocks_of, in_one_block
 
 State = dict[str, Any]
 
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+#: What flat names of optimizer states begin with.
+_KINDS = ("state", "param_groups")
+
+
+@runtime_checkable
+class InStages(Protocol):
+    """A model of which each rank holds some stages.
+
+    Attributes:
+        owners: For each parameter that another stage owns its name there, by its name here.
+        stage_group: The ranks of this pipeline.
+    """
+
+    owners: Mapping[str, str]
+    stage_group: dist.ProcessGroup
+
 
 def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """State dicts of ``model`` and ``optimizer`` by the model's FQNs, sharded as they are.
@@ -28,20 +48,37 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     Returns:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    states: Any = of_optimizer["state"]
-    return {"model": in_one_block(of_model), "optimizer": {**of_optimizer, "state": in_one_block(states)}}
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=_FLAT)
+    owners = model.owners if isinstance(model, InStages) else {}
+    return {
+        "model": in_one_block(of_model),
+        "optimizer": _renamed(in_one_block(dict(of_optimizer)), owners),
+    }
 
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load what :func:`train_state` gave, under any plan."""
-    of_optimizer = state["optimizer"]
+    owners = model.owners if isinstance(model, InStages) else {}
+    here = {owner: name for name, owner in owners.items()}
+    of_optimizer = _renamed(state["optimizer"], here)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=in_blocks_of(model, state["model"]),
-        optim_state_dict={**of_optimizer, "state": in_blocks_of(model, of_optimizer["state"])},
+        optim_state_dict=in_blocks_of(model, of_optimizer, prefix="state."),
+        options=_FLAT,
     )
+
+
+def _renamed(flat: State, names: Mapping[str, str]) -> State:
+    """The flat optimizer state with the parameters in ``names`` called otherwise."""
+    prefixes = {f"{kind}.{old}.": f"{kind}.{new}." for old, new in names.items() for kind in _KINDS}
+
+    def renamed(key: str) -> str:
+        old = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
+        return key if old is None else prefixes[old] + key.removeprefix(old)
+
+    return {renamed(key): value for key, value in flat.items()}
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -67,5 +104,14 @@ def whole_state_dict(model: nn.Module) -> State:
 
     Every rank calls it. It loads into the plain model by ``load_state_dict``.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(model, options=options))
+    if not isinstance(model, InStages):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return dict(get_model_state_dict(model, options=options))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    mine = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
+    group = model.stage_group
+    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(mine, gathered, group=group, group_dst=0)
+    if dist.get_rank() != 0 or gathered is None:
+        return {}
+    return {name: value for part in gathered for name, value in part.items()}

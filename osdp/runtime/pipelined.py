@@ -34,6 +34,7 @@ class AppliedPipeline:
         plan: The plan.
         mesh: The mesh with the axes pp, dp and tp.
         stages: The stages of this rank, by number.
+        stage_group: The ranks of this pipeline.
         steps: What it is trained with.
     """
 
@@ -49,7 +50,7 @@ class AppliedPipeline:
         self.mesh = mesh
         self.stages = dict(stages)
         group = mesh["pp"].get_group()
-        self._stage_group = group
+        self.stage_group = group
         self._norm_group = group_of(mesh["dp", "tp"] if plan.tp > 1 else mesh["dp"])
         self._tied = self._tie(group)
         self.steps = Steps(
@@ -122,7 +123,7 @@ class AppliedPipeline:
             norm_type,
             group=self._norm_group,
             device=device_of(self.mesh),
-            across=self._stage_group,
+            across=self.stage_group,
             copies=copies,
         )
 

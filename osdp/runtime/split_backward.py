@@ -24,7 +24,7 @@ Roots = list[tuple[torch.Tensor, torch.Tensor | None]]
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """Weights that join the path from inputs to outputs at common operations.
 
