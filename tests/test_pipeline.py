@@ -1,0 +1,268 @@
+"""Models in stages: what a step computes, against a single process; refusals; checkpoints."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
+from osdp.api import make_pipeline_plan
+from osdp.errors import PlanMismatchError
+from osdp.inputs import usable_schedules
+from osdp.layout import Degrees, degrees
+from osdp.pipeline_plan import PipelinePlan
+from osdp.profiler.estimate import estimate
+from osdp.runtime import checkpoint
+from tests import distributed
+from tests.stage_nets import TiedNet, batch, loss_fn, targets
+
+ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+SAMPLES, PARTS = 10, 4
+
+
+def devices(dp: int, memory_limit: int = 2**30) -> DeviceInfo:
+    links = tuple(
+        Link(name, "world", dp, 1e-4, 1e8) for name in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    return DeviceInfo(
+        memory_limit=memory_limit, devices_per_node=dp, links=links, flops=1e9, memory_bandwidth=1e9
+    )
+
+
+def wrapped(model: nn.Module, **options: Any) -> OSDP:
+    layout = {name: options[name] for name in ("pp", "dp", "tp") if name in options}
+    dp = options.get("dp", dist.get_world_size() // (layout.get("pp", 1) * layout.get("tp", 1)))
+    training = Training(
+        local_batch=SAMPLES // PARTS // dp or 1, microbatches=PARTS, param_dtype=options.pop("dtype", None)
+    )
+    assert training.local_batch is not None
+    model_desc = ModelDesc.from_module(model, batch(training.local_batch))
+    device = devices(dp)
+    profile = estimate(model_desc, device, training)
+    return OSDP(model, model_desc, device, training=training, profile=profile, **options)
+
+
+def net(seed: int = 0, **options: Any) -> TiedNet:
+    torch.manual_seed(seed)
+    return TiedNet(**options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def single_step(model: nn.Module, samples: int, length: int) -> float:
+    total, count = loss_fn(model(**batch(samples, length)), targets(samples, length))
+    (total / count).backward()
+    return float(total.detach() / count)
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def check_steps(options: dict[str, Any], limit: float = 1e-5) -> None:
+    """Three steps with an optimizer, of other lengths and numbers of samples, against a single process."""
+    reference, model = net(), wrapped(net(), **options)
+    world = dist.get_world_size()
+    dp = options.get("dp", world // (options.get("pp", 1) * options.get("tp", 1)))
+    where = dist.get_rank() // options.get("tp", 1) % dp
+    ours = torch.optim.AdamW(model.parameters(), lr=0.01)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for samples, length in ((SAMPLES, 5), (2 * SAMPLES, 5), (SAMPLES, 7)):
+        mine = slice(where * samples // dp, (where + 1) * samples // dp)
+        inputs = {name: value[mine] for name, value in batch(samples, length).items()}
+        want = single_step(reference, samples, length)
+        got = model.train_step(inputs, targets(samples, length)[mine], loss_fn)
+        assert abs(float(got) - want) < limit * want, (options, "loss")
+        gradients = dict(reference.named_parameters(remove_duplicate=False))
+        for name, parameter in model.named_parameters():
+            wanted = gradients[name].grad
+            assert parameter.grad is not None and wanted is not None
+            assert difference(whole(parameter.grad), wanted) < limit, (options, name)
+        norm = model.clip_grad_norm_(0.1)
+        wanted_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        assert abs(float(norm) / float(wanted_norm) - 1) < limit, (options, "norm")
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_inference(model, reference, where, dp, limit)
+
+
+def check_inference(model: OSDP, reference: nn.Module, where: int, dp: int, limit: float) -> None:
+    mine = slice(where * SAMPLES // dp, (where + 1) * SAMPLES // dp)
+    inputs = {name: value[mine] for name, value in batch(SAMPLES).items()}
+    with torch.no_grad():
+        logits = reference(**batch(SAMPLES))
+        total, count = loss_fn(logits, targets(SAMPLES))
+    assert difference(model.predict(inputs), logits[mine]) < 10 * limit
+    evaluated = model.eval_step(inputs, targets(SAMPLES)[mine], loss_fn)
+    assert abs(float(evaluated) / float(total / count) - 1) < 10 * limit
+
+
+def stages_alone() -> None:
+    for schedule in ALONE:
+        check_steps({"pp": 2, "schedule": schedule})
+    check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.05)
+    check_steps({})
+
+
+def test_stages_train_as_a_single_process_under_every_schedule() -> None:
+    distributed.run(2, stages_alone, timeout=120)
+
+
+def stages_beside_data() -> None:
+    for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", None):
+        check_steps({"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": strategy})
+    check_steps({"pp": 2, "schedule": "interleaved", "strategy": "FULL_SHARD"})
+    check_steps({"pp": 4, "schedule": "gpipe"})
+    check_steps({"pp": 2, "tp": 2})
+
+
+def test_stages_beside_data_and_tensor_parallelism() -> None:
+    distributed.run(4, stages_beside_data, timeout=180)
+
+
+# -- dropout, meta, refusals ------------------------------------------------------------------------------
+
+
+def gradients_with_dropout(recomputed: bool) -> dict[str, torch.Tensor]:
+    model = wrapped(net(dropout=0.5), pp=2, schedule="gpipe")
+    if recomputed:
+        # A limit that only recomputation meets; dropout must draw the same again.
+        peak = model.plan.predicted.peak_bytes
+        plan = with_limit(peak - 1)
+        assert any(stage.plan.recomputed for stage in plan.stages)
+        model = OSDP(net(dropout=0.5), plan=plan)
+    torch.manual_seed(5)
+    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def with_limit(limit: int) -> PipelinePlan:
+    training = Training(local_batch=3, microbatches=PARTS)
+    model = net(dropout=0.5)
+    model_desc = ModelDesc.from_module(model, batch(3))
+    device = devices(1, limit)
+    profile = estimate(model_desc, device, training)
+    return make_pipeline_plan(
+        model, model_desc, device, pp=2, schedule="gpipe", training=training, profile=profile
+    )
+
+
+def dropout_and_meta() -> None:
+    kept, again = gradients_with_dropout(False), gradients_with_dropout(True)
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, again[name]), name
+    with torch.device("meta"):
+        empty = TiedNet()
+    model = wrapped(empty, pp=2)
+    loss = model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    assert torch.isfinite(loss)
+    ends = [p for name, p in model.named_parameters() if name in ("embed.weight", "head.weight")]
+    shared = ends[0].detach().clone()
+    dist.broadcast(shared, src=0)
+    assert torch.equal(shared, ends[0])
+
+
+def test_dropout_is_drawn_again_and_meta_models_start_with_equal_ties() -> None:
+    distributed.run(2, dropout_and_meta, timeout=120)
+
+
+def refusals() -> None:
+    model = wrapped(net(), pp=2, schedule="1f1b")
+    with pytest.raises(RuntimeError, match="train_step"):
+        model(**batch(2))
+    with pytest.raises(ValueError, match="3 samples cannot be cut into 4"):
+        model.train_step(batch(3), targets(3), loss_fn)
+    with pytest.raises(RuntimeError, match="num_microbatches"):
+        model.no_sync()
+    with pytest.raises(ValueError, match="different batches"):
+        model.train_step(batch(SAMPLES, seed=dist.get_rank()), targets(SAMPLES), loss_fn)
+    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    with pytest.raises(ValueError, match="is unknown; there are"):
+        wrapped(net(), pp=2, schedule="round-robin")
+    with pytest.raises(ValueError, match="two names of one option"):
+        wrapped(net(), pp=2, schedule="1f1b", mode="gpipe")
+    with pytest.raises(ValueError, match=r"pp=2 x dp=2 does not divide the 2 ranks"):
+        wrapped(net(), pp=2, dp=2)
+    with pytest.raises(PlanMismatchError, match="blocks"):
+        OSDP(net(layers=2), plan=model.plan)
+
+
+def test_what_stages_cannot_do_is_refused() -> None:
+    distributed.run(2, refusals, timeout=60)
+
+
+def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:
+    with pytest.raises(ValueError, match=r"dp=1 \(here 2\)"):
+        usable_schedules("zb-h1", Degrees(2, 2, 1), Training())
+    with pytest.raises(ValueError, match="param_dtype"):
+        usable_schedules("zb-v", Degrees(2, 1, 1), Training(param_dtype="bfloat16"))
+    assert "zb-h1" in usable_schedules(None, Degrees(2, 1, 1), Training())
+    assert "zb-h1" not in usable_schedules(None, Degrees(2, 2, 1), Training())
+
+
+def test_degrees_follow_from_each_other() -> None:
+    assert degrees(8, dp=2) == Degrees(4, 2, 1)
+    assert degrees(8, pp=2, tp=2) == Degrees(2, 2, 2)
+    with pytest.raises(ValueError, match="pp=3 does not divide the 8 ranks"):
+        degrees(8, pp=3)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": "FULL_SHARD"},
+    {"pp": 4, "schedule": "gpipe"},
+    {"dp": 4, "strategy": "FULL_SHARD"},
+)
+
+
+def continued(folder: str) -> None:
+    reference = net()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    wanted = [trained(reference, theirs, {}) for _ in range(4)]
+    for index, layout in enumerate(LAYOUTS):
+        model = wrapped(net(), **layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for want in wanted[:2]:
+            assert abs(trained(model, optimizer, layout) - want) < 1e-5
+        checkpoint.save(f"{folder}/{index}", model, optimizer)
+        state = checkpoint.whole_state_dict(model)
+        if dist.get_rank() == 0:
+            net(seed=3).load_state_dict(state)
+    for index in range(len(LAYOUTS)):
+        into = LAYOUTS[(index + 1) % len(LAYOUTS)]
+        model = wrapped(net(seed=index + 5), **into)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        checkpoint.load(f"{folder}/{index}", model, optimizer)
+        plain = net(seed=9)
+        plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        checkpoint.load(f"{folder}/{index}", plain, plain_optimizer)
+        for want in wanted[2:]:
+            assert abs(trained(model, optimizer, into) - want) < 1e-5, (index, into)
+            assert abs(trained(plain, plain_optimizer, {}) - want) < 1e-5, (index, "plain")
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, layout: dict[str, Any]) -> float:
+    if isinstance(model, OSDP):
+        dp = layout.get("dp", 1)
+        where = dist.get_rank() % dp
+        mine = slice(where * 12 // dp, (where + 1) * 12 // dp)
+        inputs = {name: value[mine] for name, value in batch(12).items()}
+        loss = float(model.train_step(inputs, targets(12)[mine], loss_fn, num_microbatches=3))
+    else:
+        loss = single_step(model, 12, 5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_checkpoints_move_between_stages_shards_and_the_plain_model(tmp_path: Any) -> None:
+    distributed.run(4, continued, str(tmp_path), timeout=180)
