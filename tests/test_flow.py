@@ -77,7 +77,18 @@ def stages_of(model: nn.Module, flow: Flow, bounds: tuple[int, ...]) -> list[Sta
     for index, (start, stop) in enumerate(pairwise(bounds)):
         kept = stage_modules(desc, flow, start, stop)
         loose = [name for name, step in flow.loose if start <= step < stop]
-        stages.append(build_stage(model, index, kept, loose, twins, moves, is_last=index == len(bounds) - 2))
+        stages.append(
+            build_stage(
+                model,
+                index,
+                kept,
+                loose,
+                twins,
+                moves,
+                is_last=index == len(bounds) - 2,
+                device=torch.device("cpu"),
+            )
+        )
         stages[-1].watch(kept)
     return stages
 

@@ -181,7 +181,14 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     for index in mine:
         part = plan.stages[index]
         stage = build_stage(
-            model, index, part.modules, part.loose, twins, plan.transfers, is_last=index == len(placement) - 1
+            model,
+            index,
+            part.modules,
+            part.loose,
+            twins,
+            plan.transfers,
+            is_last=index == len(placement) - 1,
+            device=device_of(mesh),
         )
         if plan.tensor is not None:
             gone = set(plan.modules) - set(part.modules)

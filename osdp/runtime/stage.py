@@ -173,6 +173,7 @@ def build_stage(
     transfers: Sequence[Transfer],
     *,
     is_last: bool,
+    device: torch.device,
 ) -> Stage:
     """Stage ``index`` of ``model``, which keeps its own containers and stays as it is.
 
@@ -184,9 +185,10 @@ def build_stage(
         twins: For each movable module of other stages what stands in for it.
         transfers: All transfers of the pipeline.
         is_last: Whether it is the last stage.
+        device: Where it will run; the model may be on ``meta``.
     """
     movable = {*kept, *twins}
-    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose))
+    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), device)
     stage = Stage(index, tree, transfers, is_last=is_last)
     for name, twin in twins.items():
         if name not in kept:
@@ -225,28 +227,33 @@ def _merge(
         if path in homes:
             module._modules[key] = homes[path].model.get_submodule(path)
         elif path in movable:
-            module._modules[key] = _emptied(child)
+            module._modules[key] = _emptied(child, torch.device("cpu"))
         else:
             _merge(child, [tree.get_submodule(key) for tree in trees], path, homes, movable)
 
 
 def _copy_containers(
-    module: nn.Module, name: str, movable: Collection[str], kept: Collection[str], loose: Collection[str]
+    module: nn.Module,
+    name: str,
+    movable: Collection[str],
+    kept: Collection[str],
+    loose: Collection[str],
+    device: torch.device,
 ) -> nn.Module:
     """A copy of a container with its own registries; of its descendants those in ``kept`` are the same."""
     if name in kept:
         return module
     if name in movable:
-        return _emptied(module)
+        return _emptied(module, device)
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         path = f"{name}.{key}".lstrip(".")
         if parameter is not None and path not in loose:
-            _remove(twin, key, parameter)
+            _remove(twin, key, parameter, device)
     for key, child in module._modules.items():
         if child is not None:
             path = f"{name}.{key}".lstrip(".")
-            twin._modules[key] = _copy_containers(child, path, movable, kept, loose)
+            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, device)
     return twin
 
 
@@ -258,18 +265,18 @@ def _shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _emptied(module: nn.Module) -> nn.Module:
+def _emptied(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy of ``module`` that registers no parameters and saves no buffers."""
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            _remove(twin, key, parameter)
+            _remove(twin, key, parameter, device)
     for key in twin._buffers:
         if key not in twin._non_persistent_buffers_set:
             twin._buffers[key] = None
     for key, child in twin._modules.items():
         if child is not None:
-            twin._modules[key] = _emptied(child)
+            twin._modules[key] = _emptied(child, device)
     return twin
 
 
@@ -278,7 +285,7 @@ def _here(leaf: Any) -> Any:
     return None if isinstance(leaf, Absent) else leaf
 
 
-def _remove(module: nn.Module, key: str, parameter: torch.Tensor) -> None:
+def _remove(module: nn.Module, key: str, parameter: torch.Tensor, device: torch.device) -> None:
     """Let ``module`` register no ``parameter``; code around it may still ask for its dtype."""
     module._parameters[key] = None
-    module.__dict__[key] = absent(parameter)
+    module.__dict__[key] = absent(parameter, device)
