@@ -242,6 +242,8 @@ def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
     faults += [
         f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known
     ]
+    if faults:
+        raise PlanMismatchError(faults)
     held = {name for name, _ in _parameters_in(model, plan.modules)}
     loose = {name for stage in plan.stages for name in stage.loose}
     faults += [
