@@ -91,8 +91,8 @@ def layout_of(options: argparse.Namespace) -> Degrees | None:
     try:
         return stage_options.stages_of(options, int(os.environ["WORLD_SIZE"]))
     except ValueError as error:
-        # Every process finds the same, and one says it.
-        raise SystemExit(f"error: {error}" if os.environ["RANK"] == "0" else 1) from error
+        # Every process says it: torchrun ends the others once one is gone, be it the one that speaks or not.
+        raise SystemExit(f"error: {error}") from error
 
 
 def start() -> Part:
