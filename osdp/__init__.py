@@ -11,11 +11,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from osdp.api import make_plan
+    from osdp.api import make_pipeline_plan, make_plan, make_tensor_plan
     from osdp.device_info import DeviceInfo, HostLink, Link
     from osdp.errors import InfeasibleError, PlanMismatchError
     from osdp.integrations.group_args import gen_fsdp_args
     from osdp.model_desc import ModelDesc
+    from osdp.pipeline_plan import PipelinePlan
     from osdp.plan import Mode, Plan
     from osdp.profile import Profile
     from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
@@ -33,6 +34,7 @@ __all__ = [
     "Mode",
     "ModelDesc",
     "OptimalShardedDataParallel",
+    "PipelinePlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -40,7 +42,9 @@ __all__ = [
     "SplitLinear",
     "Training",
     "gen_fsdp_args",
+    "make_pipeline_plan",
     "make_plan",
+    "make_tensor_plan",
     "split_cross_entropy",
     "split_embedding",
     "split_linear",
@@ -50,6 +54,8 @@ _HOME = {
     "OSDP": "osdp.wrapper",
     "OptimalShardedDataParallel": "osdp.wrapper",
     "make_plan": "osdp.api",
+    "make_pipeline_plan": "osdp.api",
+    "make_tensor_plan": "osdp.api",
     "gen_fsdp_args": "osdp.integrations.group_args",
     "DeviceInfo": "osdp.device_info",
     "HostLink": "osdp.device_info",
@@ -59,6 +65,7 @@ _HOME = {
     "ModelDesc": "osdp.model_desc",
     "Mode": "osdp.plan",
     "Plan": "osdp.plan",
+    "PipelinePlan": "osdp.pipeline_plan",
     "Profile": "osdp.profile",
     "Training": "osdp.training",
     "LMHeadLoss": "osdp.runtime.split_modules",

@@ -17,10 +17,10 @@ from osdp.inputs import (
     measured_mesh,
     profiler_of,
     rules_of,
+    stage_devices,
     trained,
     usable_schedules,
     with_microbatches,
-    with_stage_link,
 )
 from osdp.integrations.fairscale import allowed_to_run
 from osdp.model_desc import ModelDesc
@@ -145,7 +145,8 @@ def make_pipeline_plan(
     Args:
         model: The plain model; may be on ``meta``.
         model_desc: Its ModelDesc, or a sample batch to describe it with, which must be of plain tensors.
-        device_info: The DeviceInfo of the data-parallel ranks of one stage; or what to measure it with.
+        device_info: The DeviceInfo of the data-parallel ranks of one stage; or one of all ranks, or a memory
+            limit, to measure it with.
         pp: Ranks of a pipeline.
         dp: Data-parallel ranks of each stage; of ``pp`` and ``dp`` one follows from the other.
         tp: Ranks that compute one layer together.
@@ -175,7 +176,7 @@ def make_pipeline_plan(
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
-    device = with_stage_link(detected(device_info, data, group_sizes), mesh)
+    device = stage_devices(device_info, layout, mesh, group_sizes)
     allowed = allowed_modes(strategy, two_step)
     rules = rules_of(allowed, slices, recompute, False, two_step, False, device)
     measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)

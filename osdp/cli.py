@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from osdp import codec
 from osdp.device_info import DeviceInfo
 from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.profile import Profile
 from osdp.training import Training
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
+#: Where the model came from: stages are cut by following it once more.
+_SOURCE = "source.json"
 _MODEL, _DEVICE, _PROFILE, _TRAINING = (
     f"{name}.json" for name in ("model_desc", "device", "profile", "training")
 )
@@ -85,6 +88,8 @@ def profile(
         named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: timed, _TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
+        source = {"model": model, "fields": list(fields), "batch": batch, "seq": seq}
+        Path(out, _SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf8")
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
 
 
@@ -93,15 +98,22 @@ def plan(
     described: Annotated[Path, typer.Argument(help="folder that osdp profile wrote")],
     memory_limit: _Limit = None,
     device: Annotated[Path | None, typer.Option(help="another device description")] = None,
-    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="microbatches of a step; by default 1, or 4 x pp"),
+    ] = None,
     strategy: Annotated[str | None, typer.Option(help="force this mode everywhere")] = None,
     slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
     recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
     offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
+    pp: Annotated[int, typer.Option(help="ranks of a pipeline, each with stages of the model")] = 1,
+    dp: Annotated[int | None, typer.Option(help="data-parallel ranks, those described")] = None,
+    tp: Annotated[int, typer.Option(help="ranks that compute each layer together")] = 1,
+    schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
     out: _Out = Path("plan.json"),
 ) -> None:
     """Plan for what was DESCRIBED, save the plan and print it."""
-    from osdp.api import make_plan
+    from osdp.api import make_pipeline_plan, make_plan
     from osdp.search.rules import SLICES
 
     missing = [name for name in (_MODEL, _DEVICE, _PROFILE, _TRAINING) if not Path(described, name).exists()]
@@ -110,19 +122,27 @@ def plan(
     device_info = DeviceInfo.load(device or described / _DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
-    training = replace(codec.load(Training, described / _TRAINING), microbatches=microbatches)
-    profile = Profile.load(described / _PROFILE)
-    made = make_plan(
-        None,
-        ModelDesc.load(described / _MODEL),
-        device_info,
-        training=training,
-        profile=profile,
-        strategy=strategy,
-        slices=SLICES if slices else (),
-        recompute=recompute,
-        offload=offload,
-    )
+    if dp not in (None, device_info.world_size):
+        raise ValueError(
+            f"--dp {dp}: {device_info.world_size} devices were described; describe as many (torchrun "
+            f"--nproc-per-node {dp} --no-python osdp profile ...), or name a description of them by --device"
+        )
+    options: dict[str, Any] = {
+        "training": replace(codec.load(Training, described / _TRAINING), microbatches=microbatches or 1),
+        "profile": Profile.load(described / _PROFILE),
+        "strategy": strategy,
+        "slices": SLICES if slices else (),
+        "recompute": recompute,
+    }
+    made: Plan | PipelinePlan
+    if pp > 1 or tp > 1:
+        options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
+        options["microbatches"] = () if microbatches is None else (microbatches,)
+        made = make_pipeline_plan(*_described_model(described), device_info, **options)
+    elif schedule is not None:
+        raise ValueError(f"--schedule {schedule} orders the stages of a pipeline: pass --pp, too")
+    else:
+        made = make_plan(None, ModelDesc.load(described / _MODEL), device_info, offload=offload, **options)
     made.save(out)
     typer.echo(made)
 
@@ -130,7 +150,17 @@ def plan(
 @app.command()
 def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan")]) -> None:
     """Print a saved plan."""
-    typer.echo(Plan.load(path))
+    content = json.loads(path.read_text(encoding="utf8"))
+    in_stages = isinstance(content, dict) and "stages" in content
+    typer.echo(PipelinePlan.load(path) if in_stages else Plan.load(path))
+
+
+def _described_model(described: Path) -> "tuple[nn.Module, Any]":
+    """The model that was described in a folder, and its sample batch."""
+    if not Path(described, _SOURCE).exists():
+        raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
+    source = json.loads(Path(described, _SOURCE).read_text(encoding="utf8"))
+    return build(source["model"], _parse_fields(source["fields"]), source["batch"], source["seq"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

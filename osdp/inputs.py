@@ -66,6 +66,31 @@ def laid_out(
     return found, mesh
 
 
+def stage_devices(
+    device_info: DeviceInfo | str | int | None,
+    layout: Degrees,
+    mesh: "DeviceMesh | None",
+    group_sizes: Sequence[int] | None,
+) -> DeviceInfo:
+    """The data-parallel devices of one stage, measured unless they are given, with the way to the next stage.
+
+    Links among all ranks say nothing of those among the ranks of one stage: of a description of all ranks the
+    limit counts, and the rest is measured.
+
+    Raises:
+        ValueError: The devices given are neither those of one stage nor all, or nobody is there to measure.
+    """
+    if isinstance(device_info, DeviceInfo) and device_info.world_size != layout.dp:
+        if mesh is None or device_info.world_size != layout.world_size:
+            raise ValueError(
+                f"device_info describes {device_info.world_size} ranks, one stage has dp={layout.dp}: pass "
+                'the memory limit instead, or DeviceInfo.detect(..., mesh=mesh["dp"])'
+            )
+        device_info = device_info.memory_limit
+    data = mesh["dp"] if mesh is not None else None
+    return with_stage_link(detected(device_info, data, group_sizes), mesh)
+
+
 def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:
     """The devices with the way from stage to stage measured, unless it is known or nobody is there."""
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:

@@ -176,6 +176,16 @@ class OSDP(nn.Module):
         self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan)
         self.training = applied.model.training
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh it runs on.
+
+        ``model.mesh["dp"].get_local_rank()`` of ``model.mesh["dp"].size()`` says which batches are this
+        rank's, whatever the layout, unless the mesh was given and has no axis of that name.
+        """
+        mesh: DeviceMesh = self._applied.mesh
+        return mesh
+
     def train_step(
         self,
         inputs: Any,

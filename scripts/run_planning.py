@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
+from osdp import (
+    OSDP,
+    DeviceInfo,
+    ModelDesc,
+    PipelinePlan,
+    Plan,
+    Training,
+    make_pipeline_plan,
+    make_plan,
+)
 from osdp.cost.step import evaluate
+from osdp.layout import Degrees
 from osdp.plan import Mode, Unit
 from osdp.profiler.measure import profile_model
 from scripts.text_model import Wrap, build
@@ -27,27 +37,19 @@ class Planning:
 
     Attributes:
         model_desc: The model.
-        device_info: The devices, with the limit that was asked for.
-        training: The optimizer and the local batch.
-        plan: The plan for them.
-        sharded: What everything sharded would cost, as FSDP2 does it.
-        replicated: What everything replicated would cost, as DDP does it.
+        plan: The plan for it.
+        sharded: What everything sharded would cost, as FSDP2 does it; ``None`` where it was not asked.
         forced: Whether one way was forced on every operator.
     """
 
     model_desc: ModelDesc
-    device_info: DeviceInfo
-    training: Training
-    plan: Plan
-    sharded: Plan
-    replicated: Plan
+    plan: Plan | PipelinePlan
+    sharded: Plan | None = None
     forced: bool = False
 
     def osdp(self) -> Wrap:
         """Wraps a model by the plan."""
-        return lambda model: OSDP(
-            model, self.model_desc, self.device_info, training=self.training, plan=self.plan
-        )
+        return lambda model: OSDP(model, self.model_desc, training=self.plan.training, plan=self.plan)
 
 
 def make_planning(
@@ -70,8 +72,7 @@ def make_planning(
         groups: What ``osdp.gen_fsdp_args`` gave.
     """
     training = Training(optimizer="AdamW", local_batch=settings.samples // mesh.size())
-    tokens = torch.zeros(training.local_batch, settings.size.seq, dtype=torch.int64)
-    sample = {"input_ids": tokens, "labels": tokens}
+    sample = _sample(settings, training)
     model = build(settings.size, settings.seed)
     model_desc = ModelDesc.from_module(model, sample)
     devices = DeviceInfo.detect(group_sizes=groups.get("group_sizes"))
@@ -92,7 +93,44 @@ def make_planning(
         if plan
         else make_plan(None, model_desc, devices, training=training, profile=profile, **groups)
     )
-    return Planning(model_desc, devices, training, chosen, sharded, replicated, forced=bool(groups))
+    return Planning(model_desc, chosen, sharded, forced=bool(groups))
+
+
+def make_stage_planning(
+    settings: Settings,
+    layout: Degrees,
+    schedule: str | None,
+    microbatches: int,
+    limit: int | None,
+    plan: Path | None,
+) -> Planning:
+    """Describe and profile the model, cut it into stages and plan for each.
+
+    Args:
+        settings: The run.
+        layout: Degrees of parallelism.
+        schedule: Of the stages; ``None`` to choose the fastest.
+        microbatches: Of a step.
+        limit: Bytes per device; ``None`` for all memory.
+        plan: A saved plan to use instead of planning.
+    """
+    training = Training(optimizer="AdamW", local_batch=settings.samples // (layout.dp * microbatches))
+    sample = _sample(settings, training)
+    model = build(settings.size, settings.seed)
+    chosen = (
+        PipelinePlan.load(plan)
+        if plan
+        else make_pipeline_plan(
+            model, sample, limit, pp=layout.pp, dp=layout.dp, tp=layout.tp, schedule=schedule,
+            training=training, microbatches=(microbatches,),
+        )
+    )  # fmt: skip
+    return Planning(ModelDesc.from_module(model, sample), chosen)
+
+
+def _sample(settings: Settings, training: Training) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(training.local_batch or 1, settings.size.seq, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:

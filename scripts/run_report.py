@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from osdp.plan import Plan
 from osdp.report.table import RunRow, comparison_table
 from scripts.text_data import Corpus
 from scripts.training_run import Run, Settings
@@ -54,8 +55,9 @@ class Results:
         """What is wrong with the run, one sentence each."""
         entropy = self.corpus.unigram_entropy
         found = []
-        if self.planning and not self.planning.forced and not self.planning.plan.is_mixed:
-            found.append(f"the plan is not mixed: all is {self.planning.plan.units[0].mode} and whole")
+        plan = self.planning.plan if self.planning and not self.planning.forced else None
+        if isinstance(plan, Plan) and not plan.is_mixed:
+            found.append(f"the plan is not mixed: all is {plan.units[0].mode} and whole")
         for name, run in self.runs.items():
             difference = self.difference(run)
             # Written so that a loss that is not a number is a fault.
@@ -103,7 +105,8 @@ def _row(results: Results, name: str, run: Run) -> RunRow:
     planning = results.planning
     # DDP keeps its buckets, which osdp's own replication does not: its peak is nobody's prediction.
     plans = {"OSDP": planning.plan, "FSDP2": planning.sharded} if planning else {}
-    predicted = plans[name].predicted if name in plans else None
+    plan = plans.get(name)
+    predicted = plan.predicted if plan else None
     return RunRow(
         name=name,
         samples=results.settings.samples,

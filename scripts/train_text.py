@@ -7,6 +7,7 @@ Started by torchrun, which demo.sh and the scripts named after a model do::
 
 import argparse
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp.integrations.group_args import GROUP_TYPES, gen_fsdp_args
+from osdp.layout import Degrees
 from osdp.units import parse_bytes
-from scripts import run_report, text_model
+from scripts import run_report, stage_options, text_model
 from scripts.text_data import Corpus
 from scripts.text_model import Size, Wrap
 from scripts.training_run import Part, Run, Settings, peak_on_cpu, train
@@ -27,21 +29,23 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("OSDP", "FSDP2", "DDP")
 NUMBERS = {"layers": 6, "hidden": 256, "heads": 8, "seq": 128, "batch": 4, "steps": 30, "seed": 0}
+FRACTION = 0.5
 
 
 def main() -> None:
     """Plan where OSDP is asked for, train with every strategy, report what came out."""
     options = parse()
+    layout = layout_of(options)
     part = start()
     corpus = read_corpus(options)
-    settings = settings_of(options, part.world_size)
-    planning = plan_for(options, settings, part)
+    settings = settings_of(options, part.world_size, layout)
+    planning = plan_for(options, settings, part, layout)
     runs = {
-        name: train(name, wrap_of(name, planning, part), settings, corpus, part)
+        name: train(name, wrap_of(name, planning, part), settings, corpus, part_of(name, part, layout))
         for name in options.strategies
     }
     reference = single_process(settings, corpus, part) if options.reference else None
-    peaks = measured_peaks(runs, planning, settings, corpus, part)
+    peaks = measured_peaks(runs, planning, settings, corpus, part, layout)
     if part.rank == 0:
         limit = planning.plan.memory_limit if planning else options.memory_limit
         results = run_report.Results(settings, corpus, planning, runs, reference, peaks, limit)
@@ -67,23 +71,32 @@ def parse() -> argparse.Namespace:
     limit.add_argument(
         "--memory-fraction",
         type=float,
-        default=0.5,
-        help="limit as a way from the predicted peak of all sharded to that of all replicated (%(default)s)",
+        help=f"limit as a way from the predicted peak of all sharded to that of all replicated ({FRACTION})",
     )
     parser.add_argument(
         "--groups", choices=GROUP_TYPES, default="none", help="force OSDP to use groups so (%(default)s)"
     )
     parser.add_argument("--group-size", type=int, help="processes of a group; by default those of a machine")
+    stage_options.add_flags(parser)
     parser.add_argument("--plan", type=Path, help="use this plan instead of planning")
     parser.add_argument("--save-plan", type=Path, help="write the plan here")
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 
 
-def start() -> Part:
-    """Join the process group that torchrun set up: nccl where every process has a GPU, else gloo."""
+def layout_of(options: argparse.Namespace) -> Degrees | None:
+    """The degrees of stages that the flags ask for, if any; mistaken flags end the program with one line."""
     if "RANK" not in os.environ:
         raise SystemExit("start this with torchrun: " + (__doc__ or "").strip().split("\n")[-1].strip())
+    try:
+        return stage_options.stages_of(options, int(os.environ["WORLD_SIZE"]))
+    except ValueError as error:
+        # Every process says it: torchrun ends the others once one is gone, be it the one that speaks or not.
+        raise SystemExit(f"error: {error}") from error
+
+
+def start() -> Part:
+    """Join the process group that torchrun set up: nccl where every process has a GPU, else gloo."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpus = torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
@@ -112,28 +125,43 @@ def read_corpus(options: argparse.Namespace) -> Corpus:
         raise SystemExit(f"error: --data: {error}") from error
 
 
-def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
-    """The settings that the flags describe; ``--batch`` counts samples per process."""
+def settings_of(options: argparse.Namespace, world_size: int, layout: Degrees | None) -> Settings:
+    """The settings that the flags describe.
+
+    ``--batch`` counts samples per process; in stages those of a microbatch on one data-parallel process.
+    """
     size = Size(options.layers, options.hidden, options.heads, options.seq, options.family)
-    return Settings(size, options.batch * world_size, options.steps, options.lr, options.seed)
+    shares = layout.dp * options.microbatches if layout else world_size
+    return Settings(size, options.batch * shares, options.steps, options.lr, options.seed)
 
 
-def plan_for(options: argparse.Namespace, settings: Settings, part: Part) -> "Planning | None":
+def part_of(name: str, part: Part, layout: Degrees | None) -> Part:
+    """``part``, in stages if the strategy called ``name`` makes some."""
+    return replace(part, layout=layout) if name == "OSDP" else part
+
+
+def plan_for(
+    options: argparse.Namespace, settings: Settings, part: Part, layout: Degrees | None
+) -> "Planning | None":
     """The planning, printed and saved; ``None`` if nothing asks for it."""
     if "OSDP" not in options.strategies:
         return None
     # Here, so that a baseline is started and timed without the planner.
-    from scripts.run_planning import make_planning
+    from scripts.run_planning import make_planning, make_stage_planning
 
-    mesh = init_device_mesh(part.device.type, (part.world_size,))
-    planning = make_planning(
-        settings,
-        mesh,
-        options.memory_limit,
-        options.memory_fraction,
-        options.plan,
-        groups_of(options, part.world_size),
-    )
+    if layout:
+        planning = make_stage_planning(
+            settings, layout, options.schedule, options.microbatches, options.memory_limit, options.plan
+        )
+    else:
+        planning = make_planning(
+            settings,
+            init_device_mesh(part.device.type, (part.world_size,)),
+            options.memory_limit,
+            FRACTION if options.memory_fraction is None else options.memory_fraction,
+            options.plan,
+            groups_of(options, part.world_size),
+        )
     if part.rank == 0:
         print(planning.plan, flush=True)
         if options.save_plan:
@@ -180,7 +208,12 @@ def single_process(settings: Settings, corpus: Corpus, part: Part) -> Run | None
 
 
 def measured_peaks(
-    runs: dict[str, Run], planning: "Planning | None", settings: Settings, corpus: Corpus, part: Part
+    runs: dict[str, Run],
+    planning: "Planning | None",
+    settings: Settings,
+    corpus: Corpus,
+    part: Part,
+    layout: Degrees | None,
 ) -> dict[str, int]:
     """Peak bytes of each strategy on the worst process; ends the process group on CPU."""
     if part.device.type == "cuda":
@@ -191,8 +224,11 @@ def measured_peaks(
     if part.rank > 0:
         return {}
     return {
-        name: peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, part.world_size)
-        for name in runs
+        name: max(
+            peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, played, run.messages)
+            for played in part_of(name, part, layout).worst
+        )
+        for name, run in runs.items()
     }
 
 

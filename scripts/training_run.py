@@ -3,8 +3,9 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.memory_oracle import Step, fake_group, measure_peak
+from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
+from osdp.layout import Degrees
+from osdp.runtime.mail import Messages
+from osdp.runtime.steps import Steps
 from scripts.text_data import Corpus, batch, masked
 from scripts.text_model import Size, Wrap, build
 
@@ -46,11 +51,34 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which slice of each global batch this process takes, and where it computes."""
+    """Which slice of each global batch this process takes, and where it computes.
+
+    Attributes:
+        rank: Of this process.
+        world_size: Number of processes.
+        device: Where it computes.
+        layout: Degrees of parallelism where the model is in stages or layers are in parts.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    layout: Degrees | None = None
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Number of its slice, and of all slices; all processes of a pipeline take the same one."""
+        if self.layout is None:
+            return self.rank, self.world_size
+        return self.rank // self.layout.tp % self.layout.dp, self.layout.dp
+
+    @property
+    def worst(self) -> "tuple[Part, ...]":
+        """The processes of which one has the highest peak: the first of each stage."""
+        if self.layout is None:
+            return (replace(self, rank=0),)
+        ranks = range(0, self.world_size, self.layout.dp * self.layout.tp)
+        return tuple(replace(self, rank=rank) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +90,14 @@ class Run:
         held_out_loss: The same after training on text that was never trained on.
         step_seconds: Median time of a step after warm-up.
         peak_bytes: Peak of this process's device allocator over the run; 0 where that is not counted (CPU).
+        messages: Shapes of what stages sent each other, over all processes.
     """
 
     losses: tuple[float, ...]
     held_out_loss: float
     step_seconds: float
     peak_bytes: int
+    messages: Messages = field(default_factory=dict)
 
 
 def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part) -> Run:
@@ -80,43 +110,70 @@ def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part)
         inputs = _share(corpus.train, settings, part, settings.seed, step)
         _warm_up(optimizer, settings, step)
         start = time.perf_counter()
-        losses.append(_step(model, optimizer, inputs))
+        losses.append(_step(model, optimizer, inputs, part))
         _synchronise(part.device)
         seconds.append(time.perf_counter() - start)
     timed = seconds[WARMUP_STEPS:] or seconds
     peak = torch.cuda.max_memory_allocated() if part.device.type == "cuda" else 0
     held_out = _evaluate(model, settings, corpus, part)
-    return Run(_mean(losses, part), _mean(held_out, part, whole=True)[0], median(timed), peak)
+    mean = _mean(held_out, part, whole=True)[0]
+    return Run(_mean(losses, part), mean, median(timed), peak, _messages(model, part))
 
 
-def peak_on_cpu(make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, world_size: int) -> int:
-    """Peak of live tensor bytes on rank 0, the worst one, in a step under a group that moves no data.
+def peak_on_cpu(
+    make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, part: Part, messages: Messages
+) -> int:
+    """Peak of live tensor bytes on one rank, in a step under a group that moves no data.
 
     The events of a real gloo group do not add up, so this needs a pass of its own, after all process groups
-    are gone.
+    are gone. Stages are told the shapes of their ``messages``, which do not arrive either.
     """
-    part = Part(0, world_size, torch.device("cpu"))
     wrap: Wrap
 
     def build_step() -> Step:
         model = wrap(build(settings.size, settings.seed))
+        if part.layout is not None:
+            _steps(model).messages.update(messages)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
         inputs = _share(corpus.train, settings, part, settings.seed, 0)
-        return lambda: _step(model, optimizer, inputs)
+        return lambda: _step(model, optimizer, inputs, part)
 
-    with fake_group(world_size):
+    with fake_group(part.world_size, part.rank):
         # A mesh stays in torch's own cache, so it is made before anything is counted.
         wrap = make_wrap()
         return measure_peak(build_step).peak
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> torch.Tensor:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, part: Part) -> torch.Tensor:
     optimizer.zero_grad(set_to_none=True)
-    loss: torch.Tensor = model(**inputs).loss
-    loss.backward()
+    loss: torch.Tensor
+    if part.layout is None:
+        loss = model(**inputs).loss
+        loss.backward()
+    else:
+        loss = cast(Any, model).train_step(*_apart(model, inputs))
     _clip(model)
     optimizer.step()
     return loss.detach()
+
+
+def _apart(model: nn.Module, inputs: Inputs) -> tuple[Inputs, torch.Tensor, Callable[..., Any]]:
+    """What a model in stages is trained with: the inputs, the labels and their loss."""
+    loss_fn = masked_lm_loss if cast(Any, model).config.model_type == "bert" else causal_lm_loss
+    return {"input_ids": inputs["input_ids"]}, inputs["labels"], loss_fn
+
+
+def _steps(model: nn.Module) -> Steps:
+    found: Steps = cast(Any, model)._applied.steps
+    return found
+
+
+def _messages(model: nn.Module, part: Part) -> Messages:
+    if part.layout is None:
+        return {}
+    gathered: list[Messages] = [{} for _ in range(part.world_size)]
+    dist.all_gather_object(gathered, _steps(model).messages)
+    return {kind: shape for messages in gathered for kind, shape in messages.items()}
 
 
 def _clip(model: nn.Module) -> None:
@@ -140,13 +197,17 @@ def _share(text: NDArray[np.uint8], settings: Settings, part: Part, seed: int, s
     is_masked = settings.size.family == "bert"
     inputs, labels = masked(tokens, seed=seed, step=step) if is_masked else (tokens, tokens)
     whole = {"input_ids": inputs, "labels": labels}
-    return {name: rows.chunk(part.world_size)[part.rank].to(part.device) for name, rows in whole.items()}
+    number, shares = part.share
+    return {name: rows.chunk(shares)[number].to(part.device) for name, rows in whole.items()}
 
 
 def _evaluate(model: nn.Module, settings: Settings, corpus: Corpus, part: Part) -> list[torch.Tensor]:
     model.eval()
+    batches = _held_out_batches(settings, corpus, part)
+    if part.layout is not None:
+        return [cast(Any, model).eval_step(*_apart(model, inputs)) for inputs in batches]
     with torch.no_grad():
-        return [model(**inputs).loss for inputs in _held_out_batches(settings, corpus, part)]
+        return [model(**inputs).loss for inputs in batches]
 
 
 def _held_out_batches(settings: Settings, corpus: Corpus, part: Part) -> Iterator[Inputs]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from osdp import DeviceInfo, ModelDesc, Plan, Profile, cli
+from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile, cli
 
 SMALL = ["n_layer=2", "n_embd=32", "n_head=2", "vocab_size=64", "attn_pdrop=0.0"]
 SET = [part for field in SMALL for part in ("--set", field)]
@@ -57,6 +57,36 @@ def test_plan_saves_and_prints_what_show_prints(
     assert Plan.load(path).memory_limit == 500 * 2**20
     run("show", str(path))
     assert capsys.readouterr().out == printed
+
+
+def test_a_plan_of_stages_is_made_and_shown(
+    described: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", str(described), "--pp", "2", "--tp", "2", "--schedule", "1f1b", "--out", str(path))
+    printed = capsys.readouterr().out
+    assert "pp=2 x dp=1 x tp=2 = 4 ranks, schedule 1f1b, 8 microbatches of 2" in printed
+    assert "note: layers are priced whole" in printed
+    plan = PipelinePlan.load(path)
+    # On one data-parallel rank there is nothing to shard: other modes were taken where they cost nothing.
+    assert {decision.mode for stage in plan.stages for decision in stage.plan.decisions} == {Mode.NO_SHARD}
+    run("show", str(path))
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "2"], "error: --dp 2: 1 devices were described; describe as many"),
+        (["--schedule", "gpipe"], "error: --schedule gpipe orders the stages of a pipeline: pass --pp, too"),
+        (["--pp", "2", "--schedule", "zb"], "error: schedule 'zb' is unknown; there are gpipe, 1f1b, "),
+        (["--tp", "4"], "error: .* has 2 heads, which 4 tensor-parallel ranks do not divide"),
+        (["--pp", "9"], "error: 9 stages need 8 places to cut"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_one_message(arguments: list[str], message: str, described: Path) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run("plan", str(described), *arguments)
 
 
 def test_a_limit_that_nothing_fits_is_explained(described: Path, tmp_path: Path) -> None:

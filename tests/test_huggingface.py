@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from osdp import LMHeadLoss
-from osdp.integrations.huggingface import HEAD_LOSS_MODELS, causal_lm, with_head_loss
+from osdp.integrations.huggingface import (
+    HEAD_LOSS_MODELS,
+    causal_lm,
+    causal_lm_loss,
+    masked_lm_loss,
+    with_head_loss,
+)
 
 pytest.importorskip("transformers")
 
@@ -97,3 +103,31 @@ def test_a_tuple_may_be_asked_for_and_a_second_head_is_not_dropped() -> None:
     assert asked == with_head_loss(_model("gpt2"))(**_batch()).loss
     with pytest.raises(ValueError, match="a GPT2DoubleHeadsModel is not"):
         with_head_loss(GPT2DoubleHeadsModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)))
+
+
+def test_the_loss_as_sum_and_count_is_that_of_the_model() -> None:
+    model, batch = _model("gpt2"), _batch()
+    wanted = model(**batch).loss
+    labels = batch.pop("labels")
+    total, count = causal_lm_loss(model(**batch), labels)
+    # The first label of each sample has no position that predicts it.
+    assert count.item() == (labels[:, 1:] != -100).sum().item()
+    torch.testing.assert_close(total / count, wanted)
+    torch.testing.assert_close(causal_lm_loss(model(**batch).logits, labels)[0], total)
+
+
+def test_positions_of_masked_models_predict_their_own_labels() -> None:
+    labels = torch.tensor([[3, -100, 1]])
+    logits = torch.randn(1, 3, 5)
+    total, count = masked_lm_loss(logits, labels)
+    assert count.item() == 2
+    chosen = -logits.log_softmax(-1)[0, [0, 2], [3, 1]].sum()
+    torch.testing.assert_close(total, chosen)
+    assert [x.item() for x in masked_lm_loss(logits, torch.full((1, 3), 9), ignore_index=9)] == [0, 0]
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"logits of shape \(2, 3, 5\) need labels of shape \(2, 3\), got \(2, 4\)"
+    ):
+        causal_lm_loss(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import check_demo
+from osdp.layout import Degrees
+from scripts import check_demo, train_text
 from scripts.run_report import Results, save, text
+from scripts.stage_options import stages_of
 from scripts.text_data import IGNORED, LARGEST_CHUNK, MASK, Corpus, batch, masked
 from scripts.text_model import Size, build
-from scripts.training_run import Run, Settings
+from scripts.training_run import Part, Run, Settings
 
 ROOT = Path(__file__).parents[1]
 SIZE = 2**17
@@ -265,3 +267,107 @@ def test_osdp_trains_like_a_single_process_under_its_limit(
     (row,) = saved["rows"]  # type: ignore[misc]
     assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
     assert 0 < row["peak_bytes"] <= saved["memory_limit"]
+
+
+def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> Degrees | None:
+    """The degrees that the training program takes from ``flags``."""
+    monkeypatch.setattr(sys, "argv", ["train_text", *flags.split()])
+    return stages_of(train_text.parse(), processes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "layout"),
+    [
+        ("", 4, None),
+        ("--dp 4", 4, None),
+        ("--pp 2", 2, Degrees(2, 1, 1)),
+        ("--pp 2 --tp 2", 8, Degrees(2, 2, 2)),
+        ("--tp 2 --batch 1", 4, Degrees(1, 2, 2)),
+        ("--pp 2 --schedule zb-v", 2, Degrees(2, 1, 1)),
+        ("--pp 2 --strategies OSDP FSDP2", 4, Degrees(2, 2, 1)),
+    ],
+)
+def test_stages_follow_from_flags(
+    flags: str, processes: int, layout: Degrees | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stages(monkeypatch, flags, processes) == layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "fault"),
+    [
+        ("--pp 3", 4, "pp=3 does not divide the 4 ranks there are"),
+        ("--schedule 1f1b", 4, "--schedule would change nothing without --pp or --tp"),
+        ("--microbatches 4", 4, "--microbatches would change nothing without --pp or --tp"),
+        ("--tp 4 --heads 6", 4, "--tp 4 does not divide --heads 6"),
+        ("--pp 2 --microbatches 0", 2, "--microbatches 0 is less than 1"),
+        ("--pp 2 --layers 3 --schedule interleaved", 2, "--layers 3 are fewer than the 4 stages"),
+        ("--pp 2 --strategies FSDP2", 2, "FSDP2 have no stages: add OSDP to --strategies"),
+        ("--tp 2 --schedule 1f1b", 2, "--schedule 1f1b orders a pipeline: pass --pp, too"),
+        ("--pp 2 --schedule zb-h1", 4, r"--schedule zb-h1 needs dp=1 \(here 2\) and tp=1 \(here 1\)"),
+        ("--pp 2 --groups group_sharding", 2, "--groups is for data parallelism alone"),
+        ("--pp 2 --memory-fraction 0.5", 2, "--memory-fraction is for data parallelism alone"),
+        ("--pp 2 --plan nowhere.json", 2, "--plan: there is no file nowhere.json"),
+        (
+            "--pp 2 --batch 1 --microbatches 1 --strategies OSDP DDP",
+            4,
+            "DDP cannot share the 2 samples of a step evenly among 4 processes",
+        ),
+        ("--pp 2 --heads 3 --tp 2 --groups group_sharding", 4, "--tp 2 does not divide --heads 3; --groups"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_together(
+    flags: str, processes: int, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=fault):
+        stages(monkeypatch, flags, processes)
+
+
+def test_processes_of_one_pipeline_and_layer_take_the_same_samples() -> None:
+    parts = [Part(rank, 8, torch.device("cpu"), Degrees(2, 2, 2)) for rank in range(8)]
+    assert [part.share for part in parts] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
+    assert [part.rank for part in parts[5].worst] == [0, 4]
+    assert Part(3, 8, torch.device("cpu")).share == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "wanted"),
+    [
+        ("pipeline_gpt2.sh", {}, "--nproc-per-node 2 -m scripts.train_text --strategies OSDP --pp 2 --seq 8"),
+        ("pipeline_gpt2.sh", {"NPROC": "1"}, "--nproc-per-node 2 "),
+        (
+            "gpt2_3d.sh",
+            {},
+            "--nproc-per-node 4 -m scripts.train_text --strategies OSDP --pp 2 --tp 1 --seq 8",
+        ),
+        (
+            "gpt2_3d.sh",
+            {"NPROC": "8"},
+            "--nproc-per-node 8 -m scripts.train_text --strategies OSDP --pp 2 --tp 2 ",
+        ),
+        ("gpt2_3d.sh", {"NPROC": "4", "NNODES": "2", "MASTER_ADDR": "a"}, "--pp 2 --tp 2 "),
+    ],
+)
+def test_scripts_of_stages_start_enough_processes(
+    script: str, environment: dict[str, str], wanted: str, tmp_path: Path
+) -> None:
+    scripts = copy_of_scripts(tmp_path / "project").parent
+    write(scripts / "environment.sh", f"set -euo pipefail\nROOT={scripts.parent}\n".encode())
+    for name, body in {"torchrun": 'echo "$@"', "python": "echo 2"}.items():
+        write(tmp_path / "bin" / name, f"#!/bin/bash\n{body}\n".encode()).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(scripts / script), "--seq", "8"],
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert wanted in done.stdout
+
+
+def test_stages_train_like_a_single_process(torchrun: Callable[..., dict[str, object]]) -> None:
+    saved = torchrun("--pp", "2", "--microbatches", "3", "--schedule", "1f1b", "--reference", processes=4)
+    (row,) = saved["rows"]  # type: ignore[misc]
+    assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
+    assert row["peak_bytes"] == pytest.approx(row["predicted_peak"], rel=0.3)

@@ -245,3 +245,12 @@ def loss_goes_down() -> None:
 
 def test_it_learns() -> None:
     run(2, loss_goes_down)
+
+
+def share_of_each() -> tuple[int, int]:
+    mesh = wrapped().mesh
+    return mesh["dp"].get_local_rank(), mesh["dp"].size()
+
+
+def test_the_mesh_says_which_batches_are_whose() -> None:
+    assert run(2, share_of_each) == [(0, 2), (1, 2)]

@@ -1,4 +1,4 @@
-"""Models of transformers: made from their configurations alone, and with a head that computes its loss."""
+"""Models of transformers: made from their configurations alone; their losses, also computed by the head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +55,61 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
     """A sample batch for :func:`causal_lm`: token ids and labels of shape ``(samples, length)``."""
     tokens = torch.zeros(samples, length, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens}
+
+
+def causal_lm_loss(
+    output: Any, labels: torch.Tensor, *, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of a causal language model as the sum over what counts, and the count.
+
+    What ``model.train_step(inputs, labels, causal_lm_loss)`` wants, so that padding, ignored labels and
+    microbatches of unequal size weigh what they should.
+
+    Args:
+        output: What the model returned, or its logits, of shape ``(samples, length, vocabulary)``.
+        labels: Token ids of shape ``(samples, length)``; each position predicts the label of the next one.
+        ignore_index: Label of positions that do not count.
+
+    Returns:
+        The sum in nats, in float32, and the number of labels that count.
+
+    Raises:
+        ValueError: The shapes of logits and labels differ.
+
+    >>> logits = torch.zeros(1, 3, 4)
+    >>> total, count = causal_lm_loss(logits, torch.tensor([[1, 2, -100]]))
+    >>> round(total.item(), 4), count.item()  # of the first position alone: log 4
+    (1.3863, 1)
+    """
+    logits = _logits(output, labels)
+    return _sum_and_count(logits[:, :-1], labels[:, 1:], ignore_index)
+
+
+def masked_lm_loss(
+    output: Any, labels: torch.Tensor, *, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`causal_lm_loss` for models whose positions predict their own labels, such as BERT."""
+    return _sum_and_count(_logits(output, labels), labels, ignore_index)
+
+
+def _logits(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
+    if logits.shape[:2] != labels.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:2])}, got "
+            f"{tuple(labels.shape)}"
+        )
+    return logits
+
+
+def _sum_and_count(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = labels.flatten().to(logits.device)
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), flat, ignore_index=ignore_index, reduction="sum"
+    )
+    return total, (flat != ignore_index).sum()
 
 
 class HeadLossModel(nn.Module):

@@ -26,9 +26,10 @@ def pipeline_table(plan: PipelinePlan) -> str:
 def _facts(plan: PipelinePlan) -> list[str]:
     predicted, training = plan.predicted, plan.training
     proven = "proven best" if plan.optimal else "not proven best"
+    several = "es" * (training.microbatches > 1)
     return [
         f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp} = {plan.world_size} ranks, schedule {plan.schedule}, "
-        f"{training.microbatches} microbatches of {plan.local_batch}",
+        f"{training.microbatches} microbatch{several} of {plan.local_batch}",
         f"step {format_seconds(predicted.step_seconds)} ({plan.samples_per_second:.1f} samples/s), "
         f"waiting {plan.bubble:.0%}; {proven}",
         f"peak {format_bytes(predicted.peak_bytes)} of {format_bytes(plan.memory_limit)}: "

@@ -36,18 +36,26 @@ class _Expected:
     is_header: bool
 
 
+#: Shape and dtype of the messages of each kind.
+Messages = dict[Hashable, tuple[torch.Size, torch.dtype]]
+
+
 class Mail:
     """Messages between the ranks of a pipeline.
 
     Args:
         group: The ranks of one pipeline, in order; ``None`` if there is one.
         device: This rank's device.
+
+    Attributes:
+        known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data
+            moves, as in a fake group, they must be filled in from a run in which it does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self.known: Messages = {}
         self._asked: set[Hashable] = set()
         self._expected: dict[int, _Expected] = {}
         self._at_home: dict[int, torch.Tensor] = {}
@@ -60,8 +68,8 @@ class Mail:
         if peer == self._here:
             self._at_home[address.number] = tensor
             return
-        if address.kind not in self._known:
-            self._known[address.kind] = (tensor.shape, tensor.dtype)
+        if address.kind not in self.known:
+            self.known[address.kind] = (tensor.shape, tensor.dtype)
             self._post_send(_header(tensor, self._device), peer, 2 * address.number)
         self._post_send(tensor.contiguous(), peer, 2 * address.number + 1)
 
@@ -69,7 +77,7 @@ class Mail:
         """Get ready for a message from ``peer``; asked twice it is the same."""
         if peer == self._here or address.number in self._expected:
             return
-        if address.kind in self._known:
+        if address.kind in self.known:
             self._expected[address.number] = self._posted(peer, address)
         elif address.kind not in self._asked:
             # Only the first message of a kind has a header.
@@ -86,7 +94,7 @@ class Mail:
         expected = self._expected.pop(address.number, None)
         if expected is not None and expected.is_header:
             expected.work.wait()
-            self._known[address.kind] = _shape(expected.buffer)
+            self.known[address.kind] = _shape(expected.buffer)
             expected = None
         if expected is None:
             expected = self._posted(peer, address)
@@ -106,7 +114,7 @@ class Mail:
         self._sent.clear()
 
     def _posted(self, peer: int, address: Address) -> _Expected:
-        shape, dtype = self._known[address.kind]
+        shape, dtype = self.known[address.kind]
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         return _Expected(buffer, self._receive(buffer, peer, 2 * address.number + 1), is_header=False)
 

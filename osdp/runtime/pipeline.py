@@ -18,7 +18,7 @@ from osdp.flow import Transfer
 from osdp.runtime.alone import AloneStage
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
-from osdp.runtime.mail import Address, Mail
+from osdp.runtime.mail import Address, Mail, Messages
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.split_backward import WeightPass, backward_inputs
 from osdp.runtime.stage import Stage, WholeModel
@@ -117,6 +117,11 @@ class Pipeline:
         with torch.no_grad():
             self._run(step, keep=True)
         return [step.outputs[index] for index in sorted(step.outputs)]
+
+    @property
+    def messages(self) -> Messages:
+        """Shape and dtype of each kind of message so far (:attr:`osdp.runtime.mail.Mail.known`)."""
+        return self._mail.known
 
     def _run(self, step: _Step, *, keep: bool = False) -> None:
         order = step.schedule.orders[self._rank]

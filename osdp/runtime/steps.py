@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from osdp.runtime.losses import LossFn
+from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
 from osdp.runtime.ties import TiedCopy
@@ -91,6 +92,11 @@ class Steps:
             return outputs
         return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
 
+    @property
+    def messages(self) -> Messages:
+        """Shape and dtype of each kind of message between stages so far."""
+        return self._pipeline.messages
+
     def _prepared(
         self, inputs: Any, targets: Any, num_microbatches: int | None, name: str | None
     ) -> tuple[Schedule, tuple[Microbatch, ...]]:
@@ -151,18 +157,20 @@ def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: to
 
 def _to_all(outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
     """``outputs`` of rank ``source`` of ``group`` on all its ranks."""
-    leaves, spec = tree_flatten(outputs)
     here = group.rank() == source
-    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
-    box: list[Any] = [(kinds, spec) if here else None]
+    # Their structure is sent with tensors that hold no data in their places.
+    box = [tree_map(_without_data, outputs) if here else None]
     dist.broadcast_object_list(box, group=group, group_src=source, device=device)
-    kinds, spec = box[0]
-    filled = []
-    for at, kind in enumerate(kinds):
-        if isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], torch.dtype):
-            tensor = leaves[at].contiguous() if here else torch.empty(kind[0], dtype=kind[1], device=device)
-            dist.broadcast(tensor, group=group, group_src=source)
-            filled.append(tensor)
-        else:
-            filled.append(kind)
-    return tree_unflatten(filled, spec)
+
+    def received(own: Any) -> Any:
+        if not isinstance(own, torch.Tensor):
+            return own
+        tensor = own.contiguous() if here else torch.empty(own.shape, dtype=own.dtype, device=device)
+        dist.broadcast(tensor, group=group, group_src=source)
+        return tensor
+
+    return tree_map(received, outputs if here else box[0])
+
+
+def _without_data(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

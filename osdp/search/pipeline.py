@@ -89,7 +89,13 @@ def best_pipeline(
                 best = plan
     if best is None:
         raise _infeasible(model_desc, device, rules, layout, least)
-    return replace(best, tensor=tensor)
+    if tensor is None:
+        return best
+    priced = (
+        f"layers are priced whole: each of the {layout.tp} ranks that share them holds and computes less, "
+        "and communicates more"
+    )
+    return replace(best, tensor=tensor, notes=(*best.notes, priced))
 
 
 class _Search:
@@ -114,7 +120,7 @@ class _Search:
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
-        self._rules = _in_flight_rules(rules, self._schedule)
+        self._rules = _stage_rules(rules, self._schedule, layout)
         first = [*step_segments(model_desc, flow), len(model_desc.segments)]
         self._segments = (0, *first[1:])
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
@@ -281,11 +287,14 @@ def _how(proven: bool) -> str:
     return "is proven best" if proven else "is the best of those that were priced"
 
 
-def _in_flight_rules(rules: Rules, schedule: Schedule) -> Rules:
-    """What may be used where several microbatches are in flight.
+def _stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
+    """What may be used in a stage.
 
-    SHARD_GRAD_OP would keep parameters from the first forward to the last backward, as NO_SHARD does.
+    On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
+    parameters from the first forward to the last backward, as NO_SHARD does.
     """
+    if layout.dp == 1 and len(rules.allowed) > 1:
+        return replace(rules, allowed=(Mode.NO_SHARD,))
     several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
     if not several or len(rules.allowed) == 1:
         return rules
