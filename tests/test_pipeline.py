@@ -106,7 +106,7 @@ def check_inference(model: OSDP, reference: nn.Module, where: int, dp: int, limi
 def stages_alone() -> None:
     for schedule in ALONE:
         check_steps({"pp": 2, "schedule": schedule})
-    check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.05)
+    check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.15)
     check_steps({})
 
 

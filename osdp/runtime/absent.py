@@ -5,7 +5,6 @@ without storage, and whatever is computed of one is absent too; what only asks f
 positions) goes on as ever.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,14 +52,12 @@ class AbsentError(RuntimeError):
     """The code around a stage's modules needs what another stage holds: it cannot be cut there."""
 
 
-def absent(like: torch.Tensor, device: torch.device | None = None) -> Absent:
-    """An absent tensor of the shape and dtype of ``like``."""
-    return Absent(like.shape, like.dtype, device or like.device)
-
-
-def stand_ins(tree: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``tree`` with its tensors replaced by ``make`` of them."""
-    return tree_map(lambda leaf: make(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def absent(
+    like: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Absent:
+    """An absent tensor like ``like``; of ``dtype`` if that is given and ``like`` is of floating point."""
+    floating = dtype is not None and like.is_floating_point()
+    return Absent(like.shape, dtype if floating and dtype else like.dtype, device or like.device)
 
 
 def _on_meta(leaf: Any) -> Any:

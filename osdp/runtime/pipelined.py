@@ -175,37 +175,50 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     _check(model, plan, mesh)
     placement = plan.make_schedule().placement
     mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
-    twins = twins_of(model, plan.modules)
-    stages: dict[int, RunningStage] = {}
-    homes: dict[str, Stage] = {}
-    for index in mine:
-        part = plan.stages[index]
-        stage = build_stage(
+    named = plan.training.param_dtype
+    computed: torch.dtype | None = None if named is None else getattr(torch, named)
+    twins = twins_of(model, plan.modules, computed)
+    # All are built of the plain model before any of them is changed.
+    built = [
+        build_stage(
             model,
             index,
-            part.modules,
-            part.loose,
+            plan.stages[index].modules,
+            plan.stages[index].loose,
             twins,
             plan.transfers,
             is_last=index == len(placement) - 1,
             device=device_of(mesh),
+            dtype=computed,
         )
-        if plan.tensor is not None:
-            gone = set(plan.modules) - set(part.modules)
-            names = {
-                name
-                for name, _ in stage.model.named_modules()
-                if not any(is_inside(name, module) for module in gone)
-            }
-            parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
-        alone = plan.tp == 1 and stands_alone(part.plan)
-        applied = (apply_alone if alone else apply)(stage.model, part.plan, mesh["dp"])
-        stage.watch(part.modules)
-        stages[index] = RunningStage(stage, applied)
-        homes |= dict.fromkeys(part.modules, stage)
+        for index in mine
+    ]
+    stages: dict[int, RunningStage] = {}
+    homes: dict[str, Stage] = {}
+    for stage in built:
+        modules = plan.stages[stage.index].modules
+        stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
+        stage.watch(modules)
+        homes |= dict.fromkeys(modules, stage)
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
+
+
+def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
+    """Shard a stage: its layers over the tensor-parallel ranks, then as its plan says."""
+    part = plan.stages[stage.index]
+    if plan.tensor is not None:
+        gone = set(plan.modules) - set(part.modules)
+        names = {
+            name
+            for name, _ in stage.model.named_modules()
+            if not any(is_inside(name, module) for module in gone)
+        }
+        parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
+    if plan.tp == 1 and stands_alone(part.plan):
+        return apply_alone(stage.model, part.plan, mesh["dp"])
+    return apply(stage.model, part.plan, mesh["dp"])
 
 
 def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from osdp.runtime.absent import absent
 
@@ -39,13 +39,14 @@ class _Handed:
 class Twin:
     """Stands in for modules that are alike; made by :func:`twins_of`."""
 
-    def __init__(self, module: nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(self, module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self._mode = mode
         self._templates: dict[object, _Template] = {}
         with mode:
             memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
             for parameter in module.parameters():
-                like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+                computed = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=computed)
                 memo[id(parameter)] = nn.Parameter(like, requires_grad=False)
             self._module = copy.deepcopy(module, memo)
 
@@ -95,8 +96,14 @@ def _kind(leaf: Any) -> object:
     return leaf if isinstance(leaf, (str, int, float, bool, type(None))) else type(leaf)
 
 
-def twins_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, Twin]:
-    """A twin for each of ``modules``, shared by those of one class, list and set of parameters."""
+def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None) -> dict[str, Twin]:
+    """A twin for each of ``modules``, shared by those of one class, list and set of parameters.
+
+    Args:
+        model: The model.
+        modules: FQNs.
+        dtype: What parameters are computed in; their own if ``None``.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[object, Twin] = {}
     found = {}
@@ -105,11 +112,6 @@ def twins_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, Twin]:
         specs = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
         kind = (name.rpartition(".")[0], type(module), specs)
         if kind not in made:
-            made[kind] = Twin(module, mode)
+            made[kind] = Twin(module, mode, dtype)
         found[name] = made[kind]
     return found
-
-
-def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of ``tree``."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -10,7 +10,7 @@ Containers are copied, so that a rank can have several stages; the modules of a 
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,9 @@ from osdp.flow import Place, Transfer
 from osdp.runtime.absent import Absent, absent
 from osdp.runtime.shapes import Twin
 from osdp.runtime.torch_private import in_backward
+
+#: Makes what stands for a parameter of another stage.
+StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def build_stage(
     *,
     is_last: bool,
     device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> Stage:
     """Stage ``index`` of ``model``, which keeps its own containers and stays as it is.
 
@@ -186,9 +190,11 @@ def build_stage(
         transfers: All transfers of the pipeline.
         is_last: Whether it is the last stage.
         device: Where it will run; the model may be on ``meta``.
+        dtype: What parameters are computed in; their own if ``None``.
     """
     movable = {*kept, *twins}
-    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), device)
+    gone = partial(absent, device=device, dtype=dtype)
+    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), gone)
     stage = Stage(index, tree, transfers, is_last=is_last)
     for name, twin in twins.items():
         if name not in kept:
@@ -227,7 +233,7 @@ def _merge(
         if path in homes:
             module._modules[key] = homes[path].model.get_submodule(path)
         elif path in movable:
-            module._modules[key] = _emptied(child, torch.device("cpu"))
+            module._modules[key] = _emptied(child, absent)
         else:
             _merge(child, [tree.get_submodule(key) for tree in trees], path, homes, movable)
 
@@ -238,22 +244,22 @@ def _copy_containers(
     movable: Collection[str],
     kept: Collection[str],
     loose: Collection[str],
-    device: torch.device,
+    gone: StandIn,
 ) -> nn.Module:
     """A copy of a container with its own registries; of its descendants those in ``kept`` are the same."""
     if name in kept:
         return module
     if name in movable:
-        return _emptied(module, device)
+        return _emptied(module, gone)
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         path = f"{name}.{key}".lstrip(".")
         if parameter is not None and path not in loose:
-            _remove(twin, key, parameter, device)
+            _remove(twin, key, gone(parameter))
     for key, child in module._modules.items():
         if child is not None:
             path = f"{name}.{key}".lstrip(".")
-            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, device)
+            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, gone)
     return twin
 
 
@@ -265,18 +271,18 @@ def _shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _emptied(module: nn.Module, device: torch.device) -> nn.Module:
+def _emptied(module: nn.Module, gone: StandIn) -> nn.Module:
     """A copy of ``module`` that registers no parameters and saves no buffers."""
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            _remove(twin, key, parameter, device)
+            _remove(twin, key, gone(parameter))
     for key in twin._buffers:
         if key not in twin._non_persistent_buffers_set:
             twin._buffers[key] = None
     for key, child in twin._modules.items():
         if child is not None:
-            twin._modules[key] = _emptied(child, device)
+            twin._modules[key] = _emptied(child, gone)
     return twin
 
 
@@ -285,7 +291,7 @@ def _here(leaf: Any) -> Any:
     return None if isinstance(leaf, Absent) else leaf
 
 
-def _remove(module: nn.Module, key: str, parameter: torch.Tensor, device: torch.device) -> None:
-    """Let ``module`` register no ``parameter``; code around it may still ask for its dtype."""
+def _remove(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:
+    """Let ``module`` register no parameter ``key``; code around it may still ask for its dtype."""
     module._parameters[key] = None
-    module.__dict__[key] = absent(parameter, device)
+    module.__dict__[key] = stand_in
