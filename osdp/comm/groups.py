@@ -7,6 +7,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.torch_private import number_of_groups
+
+
+def level_groups(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let all ranks of ``mesh`` have been members of equally many groups; all of them call it.
+
+    Where some ranks have made groups that others have not (stages that are sharded in other ways), the next
+    group with local synchronization would wait for a name that its other members do not use.
+    """
+    most = torch.tensor([number_of_groups()], device=device)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    backend = dist.get_backend(mesh.get_group(0))
+    for _ in range(int(most.item()) - number_of_groups()):
+        dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.groups import level_groups
 from osdp.errors import PlanMismatchError
 from osdp.layout import is_inside
 from osdp.pipeline_plan import PipelinePlan
@@ -80,10 +81,13 @@ class AppliedPipeline:
                     return applied.stored(parameter)
 
                 named[name] = stored
-        copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group)
+        copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group, self._level)
         for copy in copies:
             copy.start_equal()
         return copies
+
+    def _level(self) -> None:
+        level_groups(self.mesh, device_of(self.mesh))
 
     def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
         schedule = self.plan.make_schedule(num_microbatches, name)
@@ -195,9 +199,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     ]
     stages: dict[int, RunningStage] = {}
     homes: dict[str, Stage] = {}
+    level_groups(mesh, device_of(mesh))
     for stage in built:
         modules = plan.stages[stage.index].modules
         stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
+        level_groups(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
     merge(model, homes, plan.modules)

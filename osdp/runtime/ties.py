@@ -65,6 +65,7 @@ def tied_copies(
     placement: Sequence[int],
     parameters: Mapping[str, Callable[[], nn.Parameter]],
     group: dist.ProcessGroup,
+    level: Callable[[], None],
 ) -> tuple[TiedCopy, ...]:
     """This rank's copies; every rank of the pipeline calls it.
 
@@ -73,19 +74,20 @@ def tied_copies(
         placement: The rank of each stage in its pipeline.
         parameters: How to get each parameter of this rank, by first FQN.
         group: The ranks of this pipeline.
+        level: Called after each tie's group: by all ranks, members or not (:func:`level_groups`).
     """
     here = group.rank()
     found = []
     for tie in plan.ties:
         ranks = tuple(dict.fromkeys(placement[stage] for stage in tie.stages))
-        if here not in ranks or len(ranks) == 1:
-            continue
-        mine = tie.stages[[placement[stage] for stage in tie.stages].index(here)]
-        name = tie.names[tie.stages.index(mine)]
-        members = [dist.get_global_rank(group, rank) for rank in ranks]
-        own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
-        owned = here == ranks[0]
-        found.append(TiedCopy(name, tie.names[0], owned, _alike(plan, tie), own, parameters[name]))
+        if here in ranks and len(ranks) > 1:
+            at = [placement[stage] for stage in tie.stages].index(here)
+            members = [dist.get_global_rank(group, rank) for rank in ranks]
+            own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+            name = tie.names[at]
+            owned = here == ranks[0]
+            found.append(TiedCopy(name, tie.names[0], owned, _alike(plan, tie), own, parameters[name]))
+        level()
     return tuple(found)
 
 
