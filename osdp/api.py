@@ -34,6 +34,7 @@ from osdp.runtime.split_modules import kind_of
 from osdp.search.pipeline import best_pipeline
 from osdp.search.planning import batches, best_plan
 from osdp.search.rules import SLICES
+from osdp.tensor_inputs import one_rank, with_tensor_links
 from osdp.tensor_plan import TensorParallelPlan
 from osdp.training import Training
 
@@ -175,18 +176,24 @@ def make_pipeline_plan(
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
-    device = with_stage_link(detected(device_info, data, group_sizes), mesh)
+    device = with_tensor_links(with_stage_link(detected(device_info, data, group_sizes), mesh), mesh)
     allowed = allowed_modes(strategy, two_step)
     rules = rules_of(allowed, slices, recompute, False, two_step, False, device)
-    measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
+    batch = sample or SampleBatch.from_desc(description)
+    if layout.tp > 1:
+        part = one_rank(model, batch, description, layout.tp, loss_fn=loss_fn, policy=auto_wrap_policy)
+        own, desc = part.model, part.desc.desc
+        measure = profiler_of(own, desc, batch, device, profile, data, loss_fn, cache_dir)
+        measure, tensor = part.profiler(description, device, measure), part.desc
+    else:
+        measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
+        tensor = None
     candidates = batches(training, local_batches, microbatches, measure)
     names = usable_schedules(schedule, layout, training)
 
     def search() -> PipelinePlan:
-        batch = sample or SampleBatch.from_desc(description)
         with allowed_to_run(model):
             flow = trace_flow(model, batch)
-        tensor = derive(model, batch, layout.tp, kind_of=kind_of) if layout.tp > 1 else None
         return best_pipeline(description, flow, candidates, device, rules, layout, names, tensor)
 
     return from_first_rank(search)
