@@ -77,12 +77,12 @@ def rank_desc(
             things get signatures of their own.
 
     Raises:
-        ValueError: The two have other operators or segments.
+        ValueError: The two have other operators.
     """
-    if [key(s) for s in whole.segments] != [key(s) for s in part.segments] or _names(whole) != _names(part):
+    if _names(whole) != _names(part):
         raise ValueError(
-            f"the parts of {whole.name} do not run the segments of the whole, so what is known of it says "
-            "nothing about them; use data parallelism or pipeline stages for it"
+            f"the parts of {whole.name} have other operators than the whole, so plans of it do not fit them; "
+            "use data parallelism or pipeline stages for it"
         )
     segments = tuple(_marked(segment, exchanges.get(key(segment), ())) for segment in part.segments)
     found = {
@@ -105,4 +105,4 @@ def _marked(segment: Segment, exchanges: tuple[Exchange, ...]) -> Segment:
 
 
 def _names(desc: ModelDesc) -> list[tuple[str, tuple[str, ...]]]:
-    return [(op.name, tuple(p.name for p in op.parameters)) for op in desc.operators]
+    return sorted((op.name, tuple(p.name for p in op.parameters)) for op in desc.operators)

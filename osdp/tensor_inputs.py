@@ -68,6 +68,7 @@ def one_rank(
     batch: SampleBatch,
     whole: ModelDesc,
     degree: int,
+    sequence_parallel: bool = False,
     *,
     loss_fn: Callable[..., Any] | None,
     policy: Callable[..., Any] | None,
@@ -79,13 +80,15 @@ def one_rank(
         batch: The batch that it was described with.
         whole: That description.
         degree: Number of ranks that compute one layer together.
+        sequence_parallel: Whether they share the sequence, too.
         loss_fn: How the loss is made of the model's output.
         policy: What it would wrap is decided as one.
 
     Raises:
         ValueError: The layers cannot be shared by so many ranks; says why.
     """
-    plan = from_first_rank(lambda: derive(model, batch, degree, kind_of=kind_of))
+    options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
+    plan = from_first_rank(lambda: derive(model, batch, degree, **options))
     atoms: Sequence[str] = policy_atoms(model, policy) if policy is not None else marked_modules(model)
     with allowed_to_run(model):
         part, log = imagine(skeleton(model, on_meta), plan)

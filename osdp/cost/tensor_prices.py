@@ -9,9 +9,12 @@ import math
 from dataclasses import replace
 
 from osdp.device_info import DeviceInfo
-from osdp.model_desc import ModelDesc, Segment, Work
+from osdp.model_desc import Affine, ModelDesc, Segment, Work
 from osdp.profile import PassProfile, Profile, SegmentProfile
-from osdp.tensor_desc import Exchange, RankDesc
+from osdp.tensor_desc import Exchange, RankDesc, key
+
+_NOTHING = Work(*[Affine(0.0, 0.0)] * 4)
+_UNKNOWN = SegmentProfile("", PassProfile(0.0, 0, 0), PassProfile(0.0, 0, 0), 0)
 
 
 def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
@@ -32,9 +35,18 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
         )
     batch = profile.local_batch
     found: dict[str, SegmentProfile] = {}
-    for one, part in zip(whole.segments, rank.desc.segments, strict=True):
+    by_key = {key(segment): segment for segment in whole.segments}
+    for part in rank.desc.segments:
         if part.signature not in found:
-            found[part.signature] = _part_segment(one, part, profile.by_signature[one.signature], batch)
+            # Where only parts run anything they copy what they exchange.
+            one = by_key.get(
+                key(part),
+                replace(
+                    part, signature="", saved_bytes=Affine(0.0, 0.0), forward=_NOTHING, backward=_NOTHING
+                ),
+            )
+            of_one = profile.by_signature.get(one.signature, _UNKNOWN)
+            found[part.signature] = _part_segment(one, part, of_one, batch)
     return replace(profile, segments=tuple(found.values()), model=rank.desc.fingerprint)
 
 

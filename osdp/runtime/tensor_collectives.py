@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.torch_private import all_gather
+from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.tensor_desc import Exchange
 
 
@@ -57,6 +57,15 @@ class Ranks:
         else:
             gathered.view(self.size, -1).copy_(tensor.view(1, -1))
         return gathered.view(self.size, *tensor.shape)
+
+    def sum_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This one's part, along the last dimension but one, of the sum of ``tensor`` over all of them."""
+        parts = tensor.chunk(self.size, -2)
+        if self.group is None:
+            return parts[self.rank].clone(memory_format=torch.contiguous_format)
+        found = tensor.new_empty(parts[0].shape)
+        reduce_scatter(found.view(-1), torch.stack(parts).view(-1), group=self.group)
+        return found
 
     def note(self, collective: str, nbytes: int, *, backward: bool = False, per_sample: bool = True) -> None:
         """Note an exchange, if they are imagined; the arguments are those of :class:`Exchange`."""

@@ -15,6 +15,7 @@ from osdp.errors import PlanMismatchError
 from osdp.runtime.mesh import device_of
 from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.parts import part_of
+from osdp.runtime.sequence import share_sequence
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks
 from osdp.runtime.tensor_modules import Entrance, Part, run_in_part, sum_gradients
@@ -96,6 +97,8 @@ def _become_part(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) -> No
     _exchange_modules(model, plan, ranks)
     for divided in plan.divided:
         setattr(model.get_submodule(divided.module), divided.name, divided.value // plan.degree)
+    if plan.sequence is not None:
+        share_sequence(model, plan.sequence, ranks)
 
 
 def _without_emptied(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
@@ -192,8 +195,11 @@ def _exchange_modules(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) 
     for entry in plan.modules:
         module = model.get_submodule(entry.module)
         entrance = entrances.setdefault(entry.region or entry.module, Entrance(ranks))
-        made[module] = run_in_part(module, Part(entry, ranks, entrance, kind_of(module) == "conv1d"))
-    for name in plan.summed:
+        transposed = kind_of(module) == "conv1d"
+        in_sequence = plan.sequence is not None and plan.sequence.holds(entry.module)
+        made[module] = run_in_part(module, Part(entry, ranks, entrance, transposed, in_sequence))
+    sequence_summed = plan.sequence.summed if plan.sequence is not None else ()
+    for name in (*plan.summed, *sequence_summed):
         module = model.get_submodule(name)
         made[module] = sum_gradients(module, ranks)
     for parent in list(model.modules()):

@@ -119,8 +119,7 @@ class _Search:
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
         self._rules = _in_flight_rules(rules, self._schedule)
-        first = [*step_segments(self._desc, flow), len(self._desc.segments)]
-        self._segments = (0, *first[1:])
+        self._segments = _bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
         found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
         scale = device.ranks_per_core if candidate.profile.measured else 1
@@ -204,7 +203,8 @@ class _Search:
 
     def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
         modules = stage_modules(desc, self._flow, start, stop)
-        segments = (self._segments[start], self._segments[stop])
+        first = _bounds(desc, self._flow)
+        segments = (first[start], first[stop])
         return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
 
     def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
@@ -287,6 +287,11 @@ class _Search:
             optimal=optimal,
             notes=notes,
         )
+
+
+def _bounds(desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
+    """First segment of each step, the first one's being the first of all, and the number of segments."""
+    return (0, *step_segments(desc, flow)[1:], len(desc.segments))
 
 
 def _how(proven: bool) -> str:
