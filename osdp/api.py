@@ -176,9 +176,7 @@ def make_pipeline_plan(
     """
     layout, mesh = laid_out(model, mesh, pp, dp, tp)
     if sequence_parallel and layout.tp == 1:
-        raise ValueError(
-            "sequence_parallel shares a sequence among tensor-parallel ranks, and tp=1: pass tp="
-        )
+        raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
@@ -227,8 +225,8 @@ def make_tensor_plan(
         mesh: A mesh with one axis; all ranks if ``None``.
 
     Raises:
-        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can be sharded;
-            says why.
+        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can
+            be sharded or shared; says why.
     """
     group = mesh.get_group() if mesh is not None else None
     options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}

@@ -95,10 +95,10 @@ class SequenceGather:
 class SequenceParallel:
     """Blocks between whose regions each rank computes a part of the sequence.
 
-    What a run of blocks is given is cut along its last dimension but one, what it returns is gathered. Inside,
-    regions gather what they read and reduce-scatter what they return (Korthikanti et al., "Reducing Activation
-    Recomputation in Large Transformer Models", arXiv:2205.05198), and norms, dropout and residuals between
-    them see a part of the sequence.
+    What a run of blocks is given is cut along its last dimension but one, what it returns is gathered. So
+    what stages of a pipeline send is whole. Inside, regions gather what they read and reduce-scatter what
+    they return (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    arXiv:2205.05198), and norms, dropout and residuals between them see a part of the sequence.
 
     Attributes:
         runs: FQNs of blocks, in order, by run.

@@ -39,7 +39,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_gradients(name: str, model: nn.Module, reference: nn.Module) -> None:
-    wanted = dict(reference.named_parameters())
+    wanted = dict(reference.named_parameters(remove_duplicate=False))
     for fqn, parameter in model.named_parameters():
         want = wanted[fqn].grad
         assert parameter.grad is not None and want is not None, (name, fqn)

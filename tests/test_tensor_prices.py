@@ -40,13 +40,20 @@ def device(latency: float = 1e-6, bandwidth: float = 1e10, dp: int = 1) -> Devic
     )
 
 
-def planned(name: str, info: DeviceInfo, layout: Degrees, whole: bool = True) -> PipelinePlan:
-    model, batch = build(name, VOCABULARY), batch_of(name, VOCABULARY)
+def even_batch_of(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor[:, :8].contiguous() for key, tensor in batch_of(name, VOCABULARY).items()}
+
+
+def planned(
+    name: str, info: DeviceInfo, layout: Degrees, whole: bool = True, sequence_parallel: bool = False
+) -> PipelinePlan:
+    model, batch = build(name, VOCABULARY), even_batch_of(name)
     desc = ModelDesc.from_module(model, batch)
     profile: Profile | None = estimate(desc, info, TRAINING) if whole else None
     return make_pipeline_plan(
-        model, batch, info, pp=layout.pp, dp=layout.dp, tp=layout.tp, training=TRAINING, profile=profile
-    )
+        model, batch, info, pp=layout.pp, dp=layout.dp, tp=layout.tp, training=TRAINING, profile=profile,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +63,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def states_on_two_ranks(name: str, plan: PipelinePlan) -> None:
     model = OSDP(build(name, VOCABULARY), plan=plan)
     optimizer = torch.optim.AdamW(model.parameters())
-    model.train_step(batch_of(name, VOCABULARY))
+    model.train_step(even_batch_of(name))
     optimizer.step()
     held = [state for states in optimizer.state.values() for state in states.values()]
     stored = sum(local(tensor).nbytes for tensor in [*model.parameters(), *held])
@@ -78,17 +85,27 @@ def test_states_are_those_of_the_local_parts() -> None:
     run(2, states, plans, timeout=120)
 
 
-@pytest.mark.parametrize(("name", "dp", "whole"), [("gpt2", 1, True), ("llama", 2, False)])
-def test_no_more_memory_is_taken_than_predicted(name: str, dp: int, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "dp", "whole", "sequence_parallel"),
+    [
+        ("gpt2", 1, True, False),
+        ("llama", 2, False, False),
+        ("llama", 1, False, True),
+        ("bert", 1, True, True),
+    ],
+)
+def test_no_more_memory_is_taken_than_predicted(
+    name: str, dp: int, whole: bool, sequence_parallel: bool
+) -> None:
     torch.set_num_threads(1)
     layout = Degrees(1, dp, 2)
     with fake_group(2 * dp):
-        plan = planned(name, device(dp=dp), layout, whole)
+        plan = planned(name, device(dp=dp), layout, whole, sequence_parallel)
 
         def build_step() -> Step:
             net = build(name, VOCABULARY)
             model = OSDP(net, plan=plan, mesh=parallel_mesh(net, layout))
-            optimizer, batch = torch.optim.AdamW(model.parameters()), batch_of(name, VOCABULARY)
+            optimizer, batch = torch.optim.AdamW(model.parameters()), even_batch_of(name)
 
             def step() -> None:
                 optimizer.zero_grad(set_to_none=True)
@@ -98,7 +115,7 @@ def test_no_more_memory_is_taken_than_predicted(name: str, dp: int, whole: bool)
             return step
 
         peak = measure_peak(build_step).peak
-    assert peak <= plan.predicted.peak_bytes <= 1.1 * peak
+    assert peak <= plan.predicted.peak_bytes <= 1.1 * peak, (peak, plan.predicted.peak_bytes)
 
 
 def seconds(info: DeviceInfo, tp: int) -> float:

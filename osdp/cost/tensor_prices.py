@@ -13,7 +13,7 @@ from osdp.model_desc import Affine, ModelDesc, Segment, Work
 from osdp.profile import PassProfile, Profile, SegmentProfile
 from osdp.tensor_desc import Exchange, RankDesc, key
 
-_NOTHING = Work(*[Affine(0.0, 0.0)] * 4)
+#: What is known of a segment in which nothing happens.
 _UNKNOWN = SegmentProfile("", PassProfile(0.0, 0, 0), PassProfile(0.0, 0, 0), 0)
 
 
@@ -39,15 +39,17 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
     for part in rank.desc.segments:
         if part.signature not in found:
             # Where only parts run anything they copy what they exchange.
-            one = by_key.get(
-                key(part),
-                replace(
-                    part, signature="", saved_bytes=Affine(0.0, 0.0), forward=_NOTHING, backward=_NOTHING
-                ),
-            )
+            one = by_key.get(key(part), _idle(part))
             of_one = profile.by_signature.get(one.signature, _UNKNOWN)
             found[part.signature] = _part_segment(one, part, of_one, batch)
     return replace(profile, segments=tuple(found.values()), model=rank.desc.fingerprint)
+
+
+def _idle(segment: Segment) -> Segment:
+    """A segment in which nothing happens."""
+    zero = Affine(0.0, 0.0)
+    nothing = Work(zero, zero, zero, zero)
+    return replace(segment, signature="", forward=nothing, backward=nothing, saved_bytes=zero)
 
 
 def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Profile:

@@ -229,7 +229,8 @@ class _Watcher(TorchDispatchMode):
         self._running.append(name)
         if name not in self.flow.calls and any(True for _ in module.children()):
             computed = tuple(bool(self._labels_of([tensor])) for tensor in tensors_in((args, kwargs)))
-            self.flow.calls[name] = Call(*self._snapshot((args, kwargs)), computed=computed)
+            self.flow.calls[name] = Call(*self._snapshot((args, kwargs)))
+            self.flow.calls[name].computed = computed
 
     def _after_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()

@@ -103,8 +103,8 @@ class Sharded:
         whole: The whole module.
         slices: How the modules inside it are sharded, by FQN.
         degree: Number of ranks.
-        gathers: For modules that gather parts of the sequence, by FQN, the places of these among the leaves of
-            the arguments; none where the sequence is whole.
+        gathers: For modules that gather parts of the sequence, by FQN, the places of these among the leaves
+            of the arguments; none where the sequence is whole.
     """
 
     whole: Whole

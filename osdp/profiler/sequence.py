@@ -1,13 +1,13 @@
 """Where ranks that compute a layer together can share the sequence, too: derived from a trace, proven.
 
 Between its regions a block works on each position by itself, if it does so at all: then each rank can do it
-for a part of the sequence. The sequence is the last dimension but one of what a block is given first and hands
-on first. A region begins at the innermost module that holds all its column modules, or at each of these if
-that is the block itself, and gathers there what was computed and is as large as what the block was given. All
-ranks of a block are then run at once on parts of a random sequence, and compared with the whole.
+for a part of the sequence. The sequence is the last dimension but one of what a block is given first and
+hands on first. A region begins at the innermost module that holds all its column modules, or at each of these
+if that is the block itself, and gathers there what was computed and is as large as what the block was given.
+All ranks of a block are then run at once on parts of a random sequence, and compared with the whole.
 
-Gradients need no proof: each exchange has its adjoint in backward, so what differs between ranks are gradients
-of parameters that all of them hold whole, and their sum is the gradient.
+Gradients need no proof: each exchange has its adjoint in backward, so what differs between ranks are
+gradients of parameters that all of them hold whole, and their sum is the gradient.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +53,9 @@ def _runs(model: nn.Module, plan: TensorParallelPlan) -> list[tuple[str, ...]]:
     """The elements of each outermost list that has sharded regions."""
     runs: list[tuple[str, ...]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(is_inside(name, run[0]) for run in runs):
+        if isinstance(module, nn.ModuleList) and not any(
+            is_inside(name, block) for run in runs for block in run
+        ):
             blocks = tuple(f"{name}.{key}".lstrip(".") for key, _ in module.named_children())
             rows = [entry.module for entry in plan.modules if entry.style is Style.ROW]
             if any(is_inside(row, block) for row in rows for block in blocks):

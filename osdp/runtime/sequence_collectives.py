@@ -1,7 +1,7 @@
 """What ranks that share a sequence exchange where they meet, each with its counterpart in backward.
 
-The sequence is the last dimension but one. Into a run of blocks goes a part of what is whole on all ranks, and
-what comes out is whole again; a region gathers what it reads and sums what it returns, part by part.
+The sequence is the last dimension but one. Into a run of blocks goes a part of what is whole on all ranks,
+and what comes out is whole again; a region gathers what it reads and sums what it returns, part by part.
 """
 
 from typing import Any, cast
