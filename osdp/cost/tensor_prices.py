@@ -53,7 +53,7 @@ def _idle(segment: Segment) -> Segment:
 
 
 def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Profile:
-    """The profile of one rank's segments, with the time of what they exchange.
+    """The profile of one rank's segments, with the time of what they exchange and the bytes of DTensors.
 
     Args:
         profile: Its profile, as measured without other ranks or from :func:`part_profile`.
@@ -65,6 +65,7 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
     """
     scale = profile.local_batch / rank.desc.local_batch
     exchanges = {entry.signature: entry.exchanges for entry in rank.exchanges}
+    sums = _summed_apart(rank)
 
     def seconds(found: tuple[Exchange, ...], backward: bool) -> float:
         return sum(
@@ -76,14 +77,34 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
         )
 
     def priced(segment: SegmentProfile) -> SegmentProfile:
-        found = exchanges.get(segment.signature, ())
+        found, backward = exchanges.get(segment.signature, ()), segment.backward
+        peak = max(backward.peak_bytes, 0) + sums[segment.signature] if segment.signature in sums else None
         return replace(
             segment,
             forward=replace(segment.forward, exchange_seconds=seconds(found, False)),
-            backward=replace(segment.backward, exchange_seconds=seconds(found, True)),
+            backward=replace(
+                backward,
+                peak_bytes=backward.peak_bytes if peak is None else peak,
+                exchange_seconds=seconds(found, True),
+            ),
         )
 
     return replace(profile, segments=tuple(map(priced, profile.segments)))
+
+
+def _summed_apart(rank: RankDesc) -> dict[str, int]:
+    """Bytes of sums of gradients from several sources, by the signature of the segment whose backward adds.
+
+    Autograd adds plain tensors in place, but no tensors of subclasses (torch 2.13, ``InputBuffer``).
+    """
+    sharded = {f"{entry.module}.weight" for entry in rank.plan.modules}
+    found: dict[str, int] = {}
+    for operator in rank.desc.operators:
+        tied = [p for p in operator.parameters if p.trainable and sharded.intersection(p.aliases)]
+        if tied and operator.executed:
+            signature = rank.desc.segments[operator.first].signature
+            found[signature] = max(p.nbytes for p in tied)
+    return found
 
 
 def _part_segment(whole: Segment, part: Segment, profile: SegmentProfile, batch: int) -> SegmentProfile:
