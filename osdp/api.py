@@ -34,6 +34,7 @@ from osdp.runtime.split_modules import kind_of
 from osdp.search.pipeline import best_pipeline
 from osdp.search.planning import batches, best_plan
 from osdp.search.rules import SLICES
+from osdp.tensor_inputs import one_rank, with_tensor_links
 from osdp.tensor_plan import TensorParallelPlan
 from osdp.training import Training
 
@@ -120,6 +121,7 @@ def make_pipeline_plan(
     pp: int | None = None,
     dp: int | None = None,
     tp: int | None = None,
+    sequence_parallel: bool = False,
     schedule: str | None = None,
     training: Training | None = None,
     profile: Profile | Sequence[Profile] | None = None,
@@ -150,6 +152,7 @@ def make_pipeline_plan(
         pp: Ranks of a pipeline.
         dp: Data-parallel ranks of each stage; of ``pp`` and ``dp`` one follows from the other.
         tp: Ranks that compute one layer together.
+        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
         schedule: Name of a schedule (:data:`osdp.schedule.SCHEDULES`); the fastest that can run if ``None``.
         training: As for :func:`make_plan`; with one microbatch, and no ``microbatches``, four per rank of a
             pipeline are planned.
@@ -173,28 +176,43 @@ def make_pipeline_plan(
         ValueError: The degrees do not fit the ranks, or the model cannot be cut.
     """
     layout, mesh = laid_out(model, mesh, pp, dp, tp)
+    if sequence_parallel and layout.tp == 1:
+        raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
-    device = stage_devices(device_info, layout, mesh, group_sizes)
+    device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes), mesh)
     allowed = allowed_modes(strategy, two_step)
     rules = rules_of(allowed, slices, recompute, False, two_step, False, device)
-    measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
+    batch = sample or SampleBatch.from_desc(description)
+    if layout.tp > 1:
+        part = one_rank(
+            model, batch, description, layout.tp, sequence_parallel, loss_fn=loss_fn, policy=auto_wrap_policy
+        )
+        own, desc = part.model, part.desc.desc
+        measure = profiler_of(own, desc, batch, device, profile, data, loss_fn, cache_dir)
+        measure, tensor = part.profiler(description, device, measure), part.desc
+    else:
+        measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
+        tensor = None
     candidates = batches(training, local_batches, microbatches, measure)
     names = usable_schedules(schedule, layout, training)
 
     def search() -> PipelinePlan:
-        batch = sample or SampleBatch.from_desc(description)
         with allowed_to_run(model):
             flow = trace_flow(model, batch)
-        tensor = derive(model, batch, layout.tp, kind_of=kind_of) if layout.tp > 1 else None
         return best_pipeline(description, flow, candidates, device, rules, layout, names, tensor)
 
     return from_first_rank(search)
 
 
 def make_tensor_plan(
-    model: nn.Module, sample_inputs: Any, degree: int, *, mesh: "DeviceMesh | None" = None
+    model: nn.Module,
+    sample_inputs: Any,
+    degree: int,
+    *,
+    sequence_parallel: bool = False,
+    mesh: "DeviceMesh | None" = None,
 ) -> TensorParallelPlan:
     """How ``degree`` ranks can compute the layers of ``model`` together, for ``parallelize``.
 
@@ -204,11 +222,13 @@ def make_tensor_plan(
         model: The plain model, on any device; it is neither run nor changed.
         sample_inputs: One batch, as for :meth:`osdp.ModelDesc.from_module`; only its shapes are read.
         degree: Number of ranks that compute one layer together.
+        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
         mesh: A mesh with one axis; all ranks if ``None``.
 
     Raises:
-        ValueError: The degree does not divide a number of heads, or there is nothing that can be sharded;
-            says why.
+        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can
+            be sharded or shared; says why.
     """
     group = mesh.get_group() if mesh is not None else None
-    return from_first_rank(lambda: derive(model, sample_inputs, degree, kind_of=kind_of), group)
+    options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
+    return from_first_rank(lambda: derive(model, sample_inputs, degree, **options), group)

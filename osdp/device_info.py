@@ -116,6 +116,8 @@ class DeviceInfo:
         ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
             measured profiles count in seconds of one thread, takes so many times as long.
         stage_link: The way from one stage of a pipeline to the next; ``None`` if it is unknown.
+        tensor_links: The collectives, each alone, of the ranks that compute one layer together, which are
+            others than those of ``links``. Empty if they are unknown.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -134,6 +136,7 @@ class DeviceInfo:
     host: HostLink | None = None
     ranks_per_core: int = 1
     stage_link: StageLink | None = None
+    tensor_links: tuple[Link, ...] = ()
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -150,12 +153,12 @@ class DeviceInfo:
         faults += [
             f"link {link.collective} in {link.group}: latency {link.latency} must not be negative and "
             f"bandwidth {link.bandwidth} must be positive"
-            for link in self.links
+            for link in (*self.links, *self.tensor_links)
             if link.latency < 0 or link.bandwidth <= 0
         ]
         faults += [
             f"unknown collective {link.collective!r}; there are {', '.join(COLLECTIVES)}"
-            for link in self.links
+            for link in (*self.links, *self.tensor_links)
             if link.collective not in COLLECTIVES
         ]
         faults += [
@@ -208,6 +211,20 @@ class DeviceInfo:
         raise ValueError(
             f"DeviceInfo knows no {collective} in {group} for its {self.world_size} devices; measure it with "
             f"DeviceInfo.detect() under torchrun, or give links="
+        )
+
+    def tensor_link(self, collective: str) -> Link:
+        """The link of ``collective`` among the ranks that compute one layer together.
+
+        Raises:
+            ValueError: It is unknown.
+        """
+        for link in self.tensor_links:
+            if link.collective == collective:
+                return link
+        raise ValueError(
+            f"DeviceInfo knows no {collective} among ranks that compute a layer together: plan where they "
+            "run, so that it is measured, or give tensor_links="
         )
 
     @property

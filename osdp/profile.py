@@ -20,11 +20,13 @@ class PassProfile:
         live_bytes: Net change of the live activation bytes over the pass; parameters and their gradients
             are not activations.
         peak_bytes: Most live activation bytes during the pass, above its start; workspace included.
+        exchange_seconds: Collectives among the ranks that compute a layer together, which wait for it.
     """
 
     seconds: float
     live_bytes: int
     peak_bytes: int
+    exchange_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,58 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceGather:
+    """A module before whose forward shards of the sequence are gathered.
+
+    Attributes:
+        module: Its FQN.
+        leaves: Places of the tensors among the leaves of its arguments.
+    """
+
+    module: str
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallel:
+    """Blocks between whose regions each rank computes a part of the sequence.
+
+    What a run of blocks is given is cut along its last dimension but one, what it returns is gathered. So
+    what stages of a pipeline send is whole. Inside, regions gather what they read and reduce-scatter what
+    they return (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    arXiv:2205.05198), and norms, dropout and residuals between them see a part of the sequence.
+
+    Attributes:
+        runs: FQNs of blocks, in order, by run.
+        gathers: Where regions begin.
+        summed: Modules whose parameters are whole but see a part of the sequence: gradients are summed.
+    """
+
+    runs: tuple[tuple[str, ...], ...]
+    gathers: tuple[SequenceGather, ...]
+    summed: tuple[str, ...]
+
+    def holds(self, module: str) -> bool:
+        """Whether ``module`` is one of the blocks or lies inside one."""
+        return any(module == block or module.startswith(f"{block}.") for run in self.runs for block in run)
+
+    def restricted(self, modules: Collection[str]) -> "SequenceParallel | None":
+        """The part for a stage that has only ``modules``; ``None`` if nothing is left."""
+        kept = [tuple(block for block in run if block in modules) for run in self.runs]
+        runs = tuple(run for run in kept if run)
+        return (
+            replace(
+                self,
+                runs=runs,
+                gathers=tuple(gather for gather in self.gathers if gather.module in modules),
+                summed=tuple(module for module in self.summed if module in modules),
+            )
+            if runs
+            else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     """How a model is sharded over ``degree`` ranks; what is not named stays whole on each.
 
@@ -90,6 +142,7 @@ class TensorParallelPlan:
         summed: Modules whose parameters are whole but work on each rank's heads, such as a norm of each head:
             their gradients are summed.
         kept: Linear modules that stay whole, and why.
+        sequence: Where ranks share the sequence as well; ``None``: nowhere.
         version: Format version.
     """
 
@@ -99,6 +152,7 @@ class TensorParallelPlan:
     divided: tuple[DividedAttribute, ...] = ()
     summed: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
+    sequence: SequenceParallel | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -130,4 +184,5 @@ class TensorParallelPlan:
             divided=tuple(entry for entry in self.divided if entry.module in present),
             summed=tuple(module for module in self.summed if module in present),
             kept=tuple(entry for entry in self.kept if entry.module in present),
+            sequence=self.sequence.restricted(present) if self.sequence is not None else None,
         )

@@ -54,6 +54,7 @@ class OSDP(nn.Module):
         pp: Ranks of a pipeline: the model is cut into stages, of which each rank keeps its own.
         dp: Data-parallel ranks; of ``pp`` and ``dp`` one follows from the other.
         tp: Ranks that compute one layer together.
+        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
         schedule: Order of forwards and backwards in a pipeline (:data:`osdp.schedule.SCHEDULES`); the fastest
             if ``None``.
         mode: Another name of ``schedule``.
@@ -109,6 +110,7 @@ class OSDP(nn.Module):
         pp: int | None = None,
         dp: int | None = None,
         tp: int | None = None,
+        sequence_parallel: bool = False,
         schedule: str | None = None,
         mode: str | None = None,
         strategy: str | None = None,
@@ -140,6 +142,7 @@ class OSDP(nn.Module):
             "pp": pp,
             "dp": dp,
             "tp": tp,
+            "sequence_parallel": sequence_parallel,
             "schedule": schedule,
             "mode": mode,
             "strategy": strategy,

@@ -27,6 +27,7 @@ _STAGE_OPTIONS = tuple(inspect.signature(make_pipeline_plan).parameters)[3:]
 #: Options that say how to plan: with a finished plan they would be ignored.
 _PLANNING = (
     "strategy",
+    "sequence_parallel",
     "schedule",
     "mode",
     "auto_wrap_policy",
@@ -123,6 +124,8 @@ def _whole(model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str
     assert not isinstance(plan, PipelinePlan)
     if _schedule_of(options) is not None:
         raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
+    if options.pop("sequence_parallel"):
+        raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
     for name in ("pp", "dp", "tp", "schedule", "mode"):
         options.pop(name)
     options["mesh"] = data_parallel_mesh(model, options["mesh"])

@@ -27,7 +27,7 @@ class Configured(Net):
 
     config: ClassVar = {"width": 5}
 
-    def predict(self, batch: torch.Tensor) -> torch.Tensor:
+    def most_likely(self, batch: torch.Tensor) -> torch.Tensor:
         return self(batch).argmax(-1)
 
 
@@ -55,7 +55,7 @@ def looks_like_the_model() -> None:
         with pytest.raises(AttributeError, match="nothing_like_it"):
             model.nothing_like_it  # noqa: B018
         with torch.no_grad():
-            assert torch.equal(model.predict(tokens(0, 2, 6)), plain.predict(tokens(0, 2, 6)))
+            assert torch.equal(model.most_likely(tokens(0, 2, 6)), plain.most_likely(tokens(0, 2, 6)))
         assert not model.eval().training and not model.module.blocks[1].training
         assert model.train().module.training
         assert "blocks.0.up" in repr(model)

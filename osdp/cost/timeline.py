@@ -93,6 +93,7 @@ class Timeline:
         recompute: What recomputing blocks changes.
         kept: Activation bytes that a microbatch keeps from its forward to its backward.
         others: Other microbatches whose activations are kept all the while: those in flight in a pipeline.
+        exchange_seconds: What of the seconds are collectives of ranks that compute a layer together.
     """
 
     chain: tuple[Operator, ...]
@@ -109,11 +110,12 @@ class Timeline:
     recompute: Recompute
     kept: float = 0.0
     others: int = 0
+    exchange_seconds: float = 0.0
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of one microbatch."""
-        return float(self.forward_seconds.sum() + self.backward_seconds.sum())
+        """Forward and backward of one microbatch, without what is exchanged."""
+        return float(self.forward_seconds.sum() + self.backward_seconds.sum()) - self.exchange_seconds
 
     def backward_with(self, gradients: Iterable[tuple[int, float]]) -> Backward:
         """Backward of the activations and of some gradients.
@@ -170,8 +172,8 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
     firsts = np.array([op.first for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     high = downs[1:] + np.array(down_peaks)
-    forward_seconds = ranks_per_core * np.array([p.seconds for p in forward])
-    backward_seconds = ranks_per_core * np.array([p.seconds for p in backward])
+    forward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in forward])
+    backward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in backward])
     return Timeline(
         chain=chain,
         root=root,
@@ -191,6 +193,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
             local_batch=profile.local_batch,
         ),
         kept=float(max(ups[-1], 0.0)),
+        exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
     )
 
 

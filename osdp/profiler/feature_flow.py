@@ -39,12 +39,14 @@ class Call:
         kwargs: Keyword arguments.
         output: What it returned.
         end: Number of operations that had run when it returned.
+        computed: For each tensor among the arguments, whether it was computed from parameters.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
     end: int = -1
+    computed: tuple[bool, ...] = ()
 
 
 @dataclass
@@ -226,7 +228,9 @@ class _Watcher(TorchDispatchMode):
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
         if name not in self.flow.calls and any(True for _ in module.children()):
+            computed = tuple(bool(self._labels_of([tensor])) for tensor in tensors_in((args, kwargs)))
             self.flow.calls[name] = Call(*self._snapshot((args, kwargs)))
+            self.flow.calls[name].computed = computed
 
     def _after_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()

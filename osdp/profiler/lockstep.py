@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from osdp.profiler.feature_flow import Call, FeatureFlow, copy_object
 from osdp.profiler.tensors import map_leaves, tensors_in
@@ -102,11 +103,14 @@ class Sharded:
         whole: The whole module.
         slices: How the modules inside it are sharded, by FQN.
         degree: Number of ranks.
+        gathers: For modules that gather parts of the sequence, by FQN, the places of these among the leaves
+            of the arguments; none where the sequence is whole.
     """
 
     whole: Whole
     slices: Mapping[str, Slice]
     degree: int
+    gathers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     _ranks: list[nn.Module] = field(init=False)
     _meeting: "_Meeting" = field(init=False)
 
@@ -161,7 +165,35 @@ class Sharded:
             self._shard(module, entry, rank)
             if entry.closes:
                 module.register_forward_hook(partial(self._close, rank))
+        for fqn, leaves in self.gathers.items():
+            hook = partial(self._gather, rank, leaves)
+            inside = local.get_submodule(_relative(fqn, self.whole.name))
+            inside.register_forward_pre_hook(hook, with_kwargs=True)
+        if self.gathers:
+            local.register_forward_pre_hook(partial(self._cut, rank), with_kwargs=True)
+            local.register_forward_hook(partial(self._join, rank))
         return local
+
+    def _own(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(self.degree, -2)[rank]
+
+    def _cut(self, rank: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        at = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        leaves[at] = self._own(rank, leaves[at])
+        return tree_unflatten(leaves, spec)
+
+    def _gather(self, rank: int, places: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        for at in places:
+            leaves[at] = torch.cat(self._meeting.meet(rank, leaves[at]), -2)
+        return tree_unflatten(leaves, spec)
+
+    def _join(self, rank: int, module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        at = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        leaves[at] = torch.cat(self._meeting.meet(rank, leaves[at]), -2)
+        return tree_unflatten(leaves, spec)
 
     def _shard(self, module: nn.Module, entry: Slice, rank: int) -> None:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -177,11 +209,12 @@ class Sharded:
             module.__dict__["nf"] = part_of_weight.shape[1]
 
     def _close(self, rank: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return self._meeting.sum(rank, output)
+        total = torch.stack(self._meeting.meet(rank, output)).sum(0)
+        return self._own(rank, total) if self.gathers else total
 
 
 class _Meeting:
-    """Where threads sum tensors."""
+    """Where threads show each other tensors."""
 
     def __init__(self, size: int) -> None:
         self._parts: list[torch.Tensor | None] = [None] * size
@@ -193,12 +226,13 @@ class _Meeting:
     def leave(self) -> None:
         self._barrier.abort()
 
-    def sum(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks."""
         self._parts[rank] = tensor
         self._barrier.wait(_PATIENCE)
-        total = torch.stack([part for part in self._parts if part is not None]).sum(0)
+        found = [part for part in self._parts if part is not None]
         self._barrier.wait(_PATIENCE)
-        return total
+        return found
 
 
 def _relative(fqn: str, ancestor: str) -> str:

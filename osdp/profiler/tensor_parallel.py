@@ -8,7 +8,7 @@ whole module, with as few integer attributes divided as make it right.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -16,10 +16,18 @@ from torch import nn
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.feature_flow import FeatureFlow, KindOf, trace_features
 from osdp.profiler.regions import Region, Solver, join, joint
+from osdp.profiler.sequence import share_sequence
 from osdp.tensor_plan import DividedAttribute, Kept, ShardedModule, Style, TensorParallelPlan
 
 
-def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf) -> TensorParallelPlan:
+def derive(
+    model: nn.Module,
+    sample_inputs: Any,
+    degree: int,
+    *,
+    kind_of: KindOf,
+    sequence_parallel: bool = False,
+) -> TensorParallelPlan:
     """A plan that shards ``model`` over ``degree`` ranks; the model is neither run nor changed.
 
     Args:
@@ -27,10 +35,11 @@ def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf
         sample_inputs: One batch, as for :func:`osdp.profiler.trace.describe`; only its shapes are read.
         degree: Number of ranks that compute one layer together.
         kind_of: Tells which modules are linear, and of which kind.
+        sequence_parallel: Whether the ranks share the sequence between regions, too.
 
     Raises:
-        ValueError: The degree does not divide a number of heads, or there is nothing that can be sharded;
-            says why.
+        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can
+            be sharded or shared; says why.
     """
     flow = trace_features(model, SampleBatch.of(sample_inputs), kind_of)
     search = _Search(model, flow, Solver(model, flow, degree))
@@ -42,7 +51,8 @@ def derive(model: nn.Module, sample_inputs: Any, degree: int, *, kind_of: KindOf
             f"nothing of {type(model).__name__} can be sharded over {degree} ranks "
             f"({reasons or 'it has no linear modules'}); use data parallelism or pipeline stages for it"
         )
-    return search.plan()
+    plan = search.plan()
+    return replace(plan, sequence=share_sequence(model, flow, plan)) if sequence_parallel else plan
 
 
 @dataclass

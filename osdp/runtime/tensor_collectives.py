@@ -5,7 +5,7 @@ region, gradients are summed; where a region ends, outputs are summed and gradie
 already.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.torch_private import all_gather
+from osdp.comm.torch_private import all_gather, reduce_scatter
+from osdp.tensor_desc import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,17 @@ class Ranks:
     """The ranks that compute one layer together.
 
     Attributes:
-        group: Their process group.
+        group: Their process group; ``None`` if only this one is there and the others are imagined, as where
+            it is described what one of them computes.
         rank: This one's position in it.
         size: Their number.
+        log: What imagined ranks would exchange, noted in forward.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     size: int
+    log: list[Exchange] = field(default_factory=list, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Ranks":
@@ -39,6 +43,38 @@ class Ranks:
         """Where this rank's part of a dimension of ``size`` begins and ends; the last parts are shorter."""
         part = -(-size // self.size)
         return min(self.rank * part, size), min((self.rank + 1) * part, size)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over all of them, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all of them, stacked."""
+        gathered = tensor.new_empty(self.size * tensor.numel())
+        if self.group is not None:
+            all_gather(gathered, tensor.view(-1), group=self.group)
+        else:
+            gathered.view(self.size, -1).copy_(tensor.view(1, -1))
+        return gathered.view(self.size, *tensor.shape)
+
+    def sum_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This one's part, along the last dimension but one, of the sum of ``tensor`` over all of them."""
+        parts = tensor.chunk(self.size, -2)
+        if self.group is None:
+            return parts[self.rank].clone(memory_format=torch.contiguous_format)
+        found = tensor.new_empty(parts[0].shape)
+        reduce_scatter(found.view(-1), torch.stack(parts).view(-1), group=self.group)
+        return found
+
+    def note(self, collective: str, nbytes: int, *, backward: bool = False, per_sample: bool = True) -> None:
+        """Note an exchange, if they are imagined; the arguments are those of :class:`Exchange`."""
+        if self.group is None:
+            self.log.append(Exchange(collective, nbytes, backward, per_sample))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        """Copies of a module compute with the same ranks."""
+        return self
 
 
 def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -65,12 +101,14 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
+        per_sample = not isinstance(tensor, torch.nn.Parameter)
+        ranks.note("all_reduce", tensor.nbytes, backward=True, per_sample=per_sample)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.ranks.group)
+        ctx.ranks.sum(total)
         return total, None
 
 
@@ -78,7 +116,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.mark_dirty(tensor)
-        dist.all_reduce(tensor, group=ranks.group)
+        ranks.sum(tensor)
+        ranks.note("all_reduce", tensor.nbytes)
         return tensor
 
     @staticmethod
@@ -92,10 +131,9 @@ class _GatherLast(torch.autograd.Function):
         ctx.bounds = ranks.bounds(size)
         longest = -(-size // ranks.size)
         padded = F.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
-        gathered = padded.new_empty(ranks.size * padded.numel())
-        all_gather(gathered, padded.view(-1), group=ranks.group)
+        ranks.note("all_gather", ranks.size * padded.nbytes)
         # Only the last ranks are padded, so what is beyond ``size`` is padding.
-        return torch.cat(gathered.view(ranks.size, *padded.shape).unbind(), -1)[..., :size]
+        return torch.cat(ranks.gather(padded).unbind(), -1)[..., :size]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -107,6 +145,7 @@ class _BlocksOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, blocks: int) -> torch.Tensor:
         ctx.ranks, ctx.blocks = ranks, blocks
+        ranks.note("all_reduce", tensor.nbytes, backward=True, per_sample=False)
         return tensor.view(blocks, ranks.size, -1)[:, ranks.rank].reshape(-1)
 
     @staticmethod
@@ -115,5 +154,5 @@ class _BlocksOf(torch.autograd.Function):
         part = gradient.view(blocks, 1, -1)
         whole = part.new_zeros(blocks, ranks.size, part.shape[-1])
         whole[:, ranks.rank : ranks.rank + 1] = part
-        dist.all_reduce(whole, group=ranks.group)
+        ranks.sum(whole)
         return whole.view(-1), None, None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.runtime.sequence_collectives import leave_region
 from osdp.runtime.tensor_collectives import Ranks, blocks_of, enter, gather_last, leave
 from osdp.tensor_plan import ShardedModule, Style
 
@@ -54,12 +55,14 @@ class Part:
         ranks: Over whom.
         entrance: Of its region.
         transposed: Whether the weight has shape (inputs, outputs).
+        in_sequence: Whether what is outside its region is a part of the sequence.
     """
 
     entry: ShardedModule
     ranks: Ranks
     entrance: Entrance
     transposed: bool
+    in_sequence: bool = False
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -112,12 +115,17 @@ def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
     if bias is not None:
         fused = part.entry.blocks > 1
         bias = blocks_of(bias, part.ranks, part.entry.blocks) if fused else local(bias)
-    return _product(part, part.entrance(x), local(module.weight), bias)
+    # A part of the sequence was gathered where the region begins.
+    x = x if part.in_sequence else part.entrance(x)
+    return _product(part, x, local(module.weight), bias)
 
 
 def _row(module: Any, x: torch.Tensor) -> torch.Tensor:
     part: Part = module.part
     part.entrance.close()
+    if part.in_sequence:
+        own = leave_region(_product(part, x, local(module.weight), None), part.ranks)
+        return own if module.bias is None else own + enter(module.bias, part.ranks)
     total = leave(_product(part, x, local(module.weight), None), part.ranks)
     return total if module.bias is None else total + module.bias
 

@@ -1,7 +1,8 @@
 """``parallelize``: a model whose layers several ranks compute together, under a TensorParallelPlan."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from osdp.errors import PlanMismatchError
 from osdp.runtime.mesh import device_of
 from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.parts import part_of
+from osdp.runtime.sequence import share_sequence
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks
 from osdp.runtime.tensor_modules import Entrance, Part, run_in_part, sum_gradients
 from osdp.runtime.torch_private import blocked_shard, same_random_numbers
 from osdp.runtime.validate import check_unwrapped
+from osdp.tensor_desc import Exchange
 from osdp.tensor_plan import Style, TensorParallelPlan
 
 #: What a module of a kind can be sharded by.
@@ -63,11 +66,39 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
         raise PlanMismatchError(differences)
     owned = owned_parameters(model)
     _start_alike(model, mesh)
-    _shard_parameters(owned, plan, mesh)
-    _exchange_modules(model, plan, Ranks.of(mesh))
+    _shard_parameters(owned, plan, partial(_shard, mesh=mesh))
+    _become_part(model, plan, Ranks.of(mesh))
+    return model
+
+
+def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list[Exchange]]:
+    """Change ``model`` in place into what the first rank would compute, without any other.
+
+    Args:
+        model: A copy of the plain model, on ``meta``.
+        plan: A plan that was derived for it.
+
+    Returns:
+        ``model``, and a list to which each forward appends what it and its backward would exchange.
+    """
+    ranks = Ranks(None, 0, plan.degree)
+
+    def first_part(parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
+        part = part_of(parameter.detach(), dim, 0, plan.degree, blocks)
+        part = part.clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    _shard_parameters(owned_parameters(model), plan, first_part)
+    _become_part(model, plan, ranks)
+    return model, ranks.log
+
+
+def _become_part(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) -> None:
+    _exchange_modules(model, plan, ranks)
     for divided in plan.divided:
         setattr(model.get_submodule(divided.module), divided.name, divided.value // plan.degree)
-    return model
+    if plan.sequence is not None:
+        share_sequence(model, plan.sequence, ranks)
 
 
 def _without_emptied(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
@@ -117,7 +148,11 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     same_random_numbers(group, device)
 
 
-def _shard_parameters(owned: dict[str, Owned], plan: TensorParallelPlan, mesh: DeviceMesh) -> None:
+def _shard_parameters(
+    owned: dict[str, Owned],
+    plan: TensorParallelPlan,
+    shard: Callable[[nn.Parameter, int, int], nn.Parameter],
+) -> None:
     """Register shards in all places of each parameter, tied ones included."""
     placements = dict(_placements(plan))
     for entry in owned.values():
@@ -126,7 +161,7 @@ def _shard_parameters(owned: dict[str, Owned], plan: TensorParallelPlan, mesh: D
             raise PlanMismatchError([f"tied parameter {entry.name!r} is to be sharded in {len(found)} ways"])
         if found:
             dim, blocks = found.pop()
-            entry.register(_shard(entry.parameter, dim, blocks, mesh))
+            entry.register(shard(entry.parameter, dim, blocks))
 
 
 def _placements(plan: TensorParallelPlan) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -160,8 +195,11 @@ def _exchange_modules(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) 
     for entry in plan.modules:
         module = model.get_submodule(entry.module)
         entrance = entrances.setdefault(entry.region or entry.module, Entrance(ranks))
-        made[module] = run_in_part(module, Part(entry, ranks, entrance, kind_of(module) == "conv1d"))
-    for name in plan.summed:
+        transposed = kind_of(module) == "conv1d"
+        in_sequence = plan.sequence is not None and plan.sequence.holds(entry.module)
+        made[module] = run_in_part(module, Part(entry, ranks, entrance, transposed, in_sequence))
+    sequence_summed = plan.sequence.summed if plan.sequence is not None else ()
+    for name in (*plan.summed, *sequence_summed):
         module = model.get_submodule(name)
         made[module] = sum_gradients(module, ranks)
     for parent in list(model.modules()):

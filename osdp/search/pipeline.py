@@ -32,7 +32,7 @@ from osdp.search.rules import Rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
 from osdp.search.stage_desc import stage_desc, stage_modules, step_segments, ties_of
 from osdp.search.stages import partition
-from osdp.tensor_plan import TensorParallelPlan
+from osdp.tensor_desc import RankDesc
 
 #: Exact prices of stages after which the best cut known is taken.
 _MAX_EVALUATIONS = 64
@@ -59,19 +59,20 @@ def best_pipeline(
     rules: Rules,
     layout: Degrees,
     schedules: Sequence[str],
-    tensor: TensorParallelPlan | None = None,
+    tensor: RankDesc | None = None,
 ) -> PipelinePlan:
     """The plan with the highest throughput among all candidates and schedules.
 
     Args:
         model_desc: The model.
         flow: Its flow.
-        candidates: Microbatches to choose from: samples of each, and how many.
+        candidates: Microbatches to choose from: samples of each, and how many. Their profiles are of what
+            one rank computes.
         device: The data-parallel devices of one stage, and their memory limit.
         rules: What may be used inside a stage.
         layout: Degrees of parallelism.
         schedules: Names of schedules to choose from.
-        tensor: How tensor-parallel ranks compute layers together, if there are several.
+        tensor: What one of the ranks that compute a layer together computes, if there are several.
 
     Raises:
         InfeasibleError: No plan fits the limit.
@@ -81,7 +82,7 @@ def best_pipeline(
     least = math.inf
     for candidate in candidates:
         for name in schedules:
-            search = _Search(model_desc, flow, candidate, device, rules, layout, name)
+            search = _Search(model_desc, flow, candidate, device, rules, layout, name, tensor)
             plan = search.plan()
             if plan is None:
                 least = min(least, search.least_peak())
@@ -89,13 +90,7 @@ def best_pipeline(
                 best = plan
     if best is None:
         raise _infeasible(model_desc, device, rules, layout, least)
-    if tensor is None:
-        return best
-    priced = (
-        f"layers are priced whole: each of the {layout.tp} ranks that share them holds and computes less, "
-        "and communicates more"
-    )
-    return replace(best, tensor=tensor, notes=(*best.notes, priced))
+    return best if tensor is None else replace(best, tensor=tensor.plan)
 
 
 class _Search:
@@ -110,8 +105,11 @@ class _Search:
         rules: Rules,
         layout: Degrees,
         name: str,
+        tensor: RankDesc | None,
     ) -> None:
-        self._desc = model_desc
+        self._whole = model_desc
+        #: What is priced: the model, or the part of it that one rank computes.
+        self._desc = model_desc if tensor is None else tensor.desc
         self._flow = flow
         self._profile = candidate.profile
         self._training = candidate.training
@@ -121,12 +119,12 @@ class _Search:
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
         self._rules = _stage_rules(rules, self._schedule, layout)
-        first = [*step_segments(model_desc, flow), len(model_desc.segments)]
-        self._segments = (0, *first[1:])
+        self._segments = _bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
-        found = [candidate.profile.by_signature[s.signature] for s in model_desc.segments]
+        found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
         scale = device.ranks_per_core if candidate.profile.measured else 1
-        seconds = [scale * (s.forward.seconds + s.backward.seconds) for s in found]
+        seconds = [scale * p.seconds + p.exchange_seconds for s in found for p in (s.forward, s.backward)]
+        seconds = [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
         self._prefix = np.concatenate([[0.0], np.cumsum(seconds)])
         self._planned: dict[tuple[int, int, int], _Stage | None] = {}
 
@@ -198,12 +196,19 @@ class _Search:
         situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
         others = self._schedule.in_flight(stage) - 1
         situation = replace(situation, timeline=replace(situation.timeline, others=others))
+        if self._layout.tp > 1:
+            # All parameters are DTensors then, whatever is sharded.
+            situation = replace(situation, plain_saving=0.0)
         return replace(situation, root_wire=root_wire(situation, self._rules))
 
+    def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
+        modules = stage_modules(desc, self._flow, start, stop)
+        first = _bounds(desc, self._flow)
+        segments = (first[start], first[stop])
+        return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
+
     def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
-        modules = stage_modules(self._desc, self._flow, start, stop)
-        segments = (self._segments[start], self._segments[stop])
-        desc = stage_desc(self._desc, segments, modules, self._loose(start, stop), self._movable)
+        desc = self._stage_desc(self._desc, start, stop)
         in_flight = self._schedule.in_flight(stage)
         received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
         profile = replace(
@@ -249,7 +254,8 @@ class _Search:
     ) -> PipelinePlan:
         parts = []
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
-            desc, _ = self._described(index, start, stop)
+            # Plans tell whole sizes, whoever holds how much of them.
+            desc = self._stage_desc(self._whole, start, stop)
             plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
             parts.append(
                 StagePlan(
@@ -265,7 +271,7 @@ class _Search:
         optimal = proven and all(part.plan.optimal for part in parts)
         notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {_how(proven)}",)
         return PipelinePlan(
-            model=self._desc.fingerprint,
+            model=self._whole.fingerprint,
             device=self._device.fingerprint,
             training=replace(self._training, local_batch=self._profile.local_batch),
             pp=self._layout.pp,
@@ -281,6 +287,11 @@ class _Search:
             optimal=optimal,
             notes=notes,
         )
+
+
+def _bounds(desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
+    """First segment of each step, the first one's being the first of all, and the number of segments."""
+    return (0, *step_segments(desc, flow)[1:], len(desc.segments))
 
 
 def _how(proven: bool) -> str:

@@ -1,0 +1,134 @@
+"""What one of the ranks that compute a layer together takes: its segments, and what they exchange.
+
+Its memory is what the whole model's segments took, less what the trace of its part takes less than the trace
+of the whole: workspaces, which a trace does not see, count in full. Its compute takes the share of the time
+that its part has of the operations, or of the bytes where nothing is computed. Collectives are not hidden.
+"""
+
+import math
+from dataclasses import replace
+
+from osdp.device_info import DeviceInfo
+from osdp.model_desc import Affine, ModelDesc, Segment, Work
+from osdp.profile import PassProfile, Profile, SegmentProfile
+from osdp.tensor_desc import Exchange, RankDesc, key
+
+#: What is known of a segment in which nothing happens.
+_UNKNOWN = SegmentProfile("", PassProfile(0.0, 0, 0), PassProfile(0.0, 0, 0), 0)
+
+
+def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
+    """What a profile of the whole model says about the segments of one rank.
+
+    Args:
+        whole: The description of the whole model.
+        profile: Its profile.
+        rank: What one rank computes.
+
+    Raises:
+        ValueError: They are of different models.
+    """
+    if rank.model != whole.fingerprint or {s.signature for s in whole.segments} - set(profile.by_signature):
+        raise ValueError(
+            f"the profile, the description of {whole.name} and that of its parts are of different models or "
+            "batches; describe and profile again"
+        )
+    batch = profile.local_batch
+    found: dict[str, SegmentProfile] = {}
+    by_key = {key(segment): segment for segment in whole.segments}
+    for part in rank.desc.segments:
+        if part.signature not in found:
+            # Where only parts run anything they copy what they exchange.
+            one = by_key.get(key(part), _idle(part))
+            of_one = profile.by_signature.get(one.signature, _UNKNOWN)
+            found[part.signature] = _part_segment(one, part, of_one, batch)
+    return replace(profile, segments=tuple(found.values()), model=rank.desc.fingerprint)
+
+
+def _idle(segment: Segment) -> Segment:
+    """A segment in which nothing happens."""
+    zero = Affine(0.0, 0.0)
+    nothing = Work(zero, zero, zero, zero)
+    return replace(segment, signature="", forward=nothing, backward=nothing, saved_bytes=zero)
+
+
+def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Profile:
+    """The profile of one rank's segments, with the time of what they exchange and the bytes of DTensors.
+
+    Args:
+        profile: Its profile, as measured without other ranks or from :func:`part_profile`.
+        rank: What it computes and exchanges.
+        device: Has the links of the ranks that compute a layer together.
+
+    Raises:
+        ValueError: One of those links is unknown.
+    """
+    scale = profile.local_batch / rank.desc.local_batch
+    exchanges = {entry.signature: entry.exchanges for entry in rank.exchanges}
+    sums = _summed_apart(rank)
+
+    def seconds(found: tuple[Exchange, ...], backward: bool) -> float:
+        return sum(
+            device.tensor_link(exchange.collective).seconds(
+                exchange.nbytes * (scale if exchange.per_sample else 1.0)
+            )
+            for exchange in found
+            if exchange.backward is backward
+        )
+
+    def priced(segment: SegmentProfile) -> SegmentProfile:
+        found, backward = exchanges.get(segment.signature, ()), segment.backward
+        peak = max(backward.peak_bytes, 0) + sums[segment.signature] if segment.signature in sums else None
+        return replace(
+            segment,
+            forward=replace(segment.forward, exchange_seconds=seconds(found, False)),
+            backward=replace(
+                backward,
+                peak_bytes=backward.peak_bytes if peak is None else peak,
+                exchange_seconds=seconds(found, True),
+            ),
+        )
+
+    return replace(profile, segments=tuple(map(priced, profile.segments)))
+
+
+def _summed_apart(rank: RankDesc) -> dict[str, int]:
+    """Bytes of sums of gradients from several sources, by the signature of the segment whose backward adds.
+
+    Autograd adds plain tensors in place, but no tensors of subclasses (torch 2.13, ``InputBuffer``).
+    """
+    sharded = {f"{entry.module}.weight" for entry in rank.plan.modules}
+    found: dict[str, int] = {}
+    for operator in rank.desc.operators:
+        tied = [p for p in operator.parameters if p.trainable and sharded.intersection(p.aliases)]
+        if tied and operator.executed:
+            signature = rank.desc.segments[operator.first].signature
+            found[signature] = max(p.nbytes for p in tied)
+    return found
+
+
+def _part_segment(whole: Segment, part: Segment, profile: SegmentProfile, batch: int) -> SegmentProfile:
+    saved = profile.saved_bytes + part.saved_bytes(batch) - whole.saved_bytes(batch)
+    return SegmentProfile(
+        signature=part.signature,
+        forward=_part_pass(whole.forward, part.forward, profile.forward, batch),
+        backward=_part_pass(whole.backward, part.backward, profile.backward, batch),
+        saved_bytes=math.ceil(max(saved, 0.0)),
+    )
+
+
+def _part_pass(whole: Work, part: Work, profile: PassProfile, batch: int) -> PassProfile:
+    live = profile.live_bytes + part.live_bytes(batch) - whole.live_bytes(batch)
+    peak = profile.peak_bytes + part.peak_bytes(batch) - whole.peak_bytes(batch)
+    return PassProfile(
+        seconds=profile.seconds * _share(whole, part, batch),
+        live_bytes=math.ceil(live),
+        peak_bytes=math.ceil(max(peak, live, 0.0)),
+    )
+
+
+def _share(whole: Work, part: Work, batch: int) -> float:
+    """What part of the work is left."""
+    if whole.flops(batch) > 0:
+        return part.flops(batch) / whole.flops(batch)
+    return part.moved_bytes(batch) / whole.moved_bytes(batch) if whole.moved_bytes(batch) > 0 else 1.0

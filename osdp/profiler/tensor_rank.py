@@ -1,0 +1,87 @@
+"""What one of the ranks that compute a layer together computes: a part of the model, described like one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from osdp.model_desc import ModelDesc
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.loss import LossFn
+from osdp.profiler.skeleton import on_fake_cpu, skeleton
+from osdp.profiler.trace import describe
+from osdp.profiler.walker import Key, Stretch, walk
+from osdp.tensor_desc import Exchange, RankDesc, key, rank_desc
+from osdp.tensor_plan import TensorParallelPlan
+
+
+def describe_rank(
+    part: nn.Module,
+    log: list[Exchange],
+    sample_inputs: Any,
+    whole: ModelDesc,
+    plan: TensorParallelPlan,
+    *,
+    loss_fn: LossFn | None = None,
+    atoms: Sequence[str] = (),
+    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
+) -> RankDesc:
+    """Describe what the first rank computes and exchanges.
+
+    Args:
+        part: Its part of the model, where other ranks are imagined; on any device, ``meta`` included.
+        log: The list to which forwards of ``part`` and of its copies append what would be exchanged.
+        sample_inputs: The batch that the whole model was described with.
+        whole: The description of the whole model.
+        plan: How the ranks share it.
+        loss_fn: As for :func:`osdp.profiler.trace.describe`, as all that follow.
+        atoms: FQNs of modules each of which is to be exactly one operator.
+        cut_of: How a module can run in slices.
+    """
+    batch = SampleBatch.of(sample_inputs)
+    desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+    watcher = _Watcher(log)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        twin = skeleton(part, on_fake_cpu)
+        fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        log.clear()
+        stretches = walk(twin, fake, watcher, loss_fn=loss_fn)
+    log.clear()
+    return rank_desc(whole, desc, plan, watcher.by_segment(stretches, {key(s) for s in desc.segments}))
+
+
+class _Watcher:
+    """Divides a log among the stretches in which its entries were made."""
+
+    def __init__(self, log: list[Exchange]) -> None:
+        self._log = log
+        self._begins: list[int] = []
+        self._all: list[Exchange] = []
+
+    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+        """A stretch begins; see :class:`osdp.profiler.walker.Observer`."""
+        self._begins.append(len(self._log))
+
+    def leave_forward(self, loss: torch.Tensor) -> None:
+        """Forward is over."""
+        self._all = list(self._log)
+
+    def start_backward(self) -> None:
+        """Backward notes nothing."""
+
+    def enter_backward(self, index: int) -> None:
+        """Backward notes nothing."""
+
+    def by_segment(self, stretches: Sequence[Stretch], segments: set[Key]) -> dict[Key, tuple[Exchange, ...]]:
+        """What each segment exchanges; stretches in which nothing ran belong to the segment before."""
+        found: dict[Key, tuple[Exchange, ...]] = {}
+        now = next(stretch.key for stretch in stretches if stretch.key in segments)
+        for index, stretch in enumerate(stretches):
+            now = stretch.key if stretch.key in segments else now
+            stop = self._begins[index + 1] if index + 1 < len(stretches) else len(self._all)
+            entries = tuple(self._all[self._begins[index] : stop])
+            if entries:
+                found[now] = found.get(now, ()) + entries
+        return found
