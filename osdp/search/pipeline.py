@@ -15,36 +15,37 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.cost.pipeline import PipelineOutcome, StageCost, simulate
+from osdp.cost.pipeline_memory import StageMemory, rank_peak
 from osdp.cost.situation import Situation, build_situation
 from osdp.cost.time import passes
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
-from osdp.flow import Flow, transfers
+from osdp.flow import Flow, Transfer, transfers
 from osdp.layout import Degrees
-from osdp.model_desc import ModelDesc
-from osdp.pipeline_plan import PipelinePlan, StagePlan
+from osdp.model_desc import DTYPE_BYTES, ModelDesc
+from osdp.pipeline_plan import PipelinePlan, StagePlan, Tie
 from osdp.plan import Mode, Prediction
 from osdp.profile import Profile
-from osdp.schedule import Schedule, make_schedule
+from osdp.schedule import AHEAD, Schedule, make_schedule
 from osdp.search.planning import Candidate, stage_plan, with_shared_buckets
 from osdp.search.root import root_wire
 from osdp.search.rules import Rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
 from osdp.search.stage_desc import stage_desc, stage_modules, step_segments, ties_of
+from osdp.search.stage_memory import captured_bytes, made_again, messages_of, stage_memory, without_shared
 from osdp.search.stages import partition
 from osdp.tensor_plan import TensorParallelPlan
 
 #: Exact prices of stages after which the best cut known is taken.
 _MAX_EVALUATIONS = 64
 
-#: Buffers beside those of the microbatches in flight: what is posted for ahead, and what is on its way.
-_AHEAD = 2
-
 
 @dataclass(frozen=True)
 class _Stage:
     """A stage that was planned."""
 
+    desc: ModelDesc
+    profile: Profile
     situation: Situation
     found: Assignment
     gap: float
@@ -112,6 +113,8 @@ class _Search:
         self._device = device
         self._layout = layout
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
+        # Stages without data parallelism have no buckets: gradients stay where autograd leaves them.
+        self._alone = device.world_size == 1 and len(rules.allowed) > 1
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
         self._rules = _in_flight_rules(rules, self._schedule)
@@ -157,7 +160,7 @@ class _Search:
         assert found is not None
         per_rank = self._schedule.num_stages // self._layout.pp
         return per_rank * max(
-            least_peak(self._situation(index, a, b), rules=self._rules)
+            least_peak(self._situation(index, *self._described(index, a, b)), rules=self._rules)
             for index, (a, b) in enumerate(pairwise(found.bounds))
         )
 
@@ -177,37 +180,54 @@ class _Search:
     def _stage(self, stage: int, start: int, stop: int) -> _Stage | None:
         key = (start, stop, self._schedule.in_flight(stage))
         if key not in self._planned:
-            situation = self._situation(stage, start, stop)
-            found, bound = solve_bounded(situation, self._limit, rules=self._rules)
-            if found is not None:
-                found = with_shared_buckets(situation, found)
-                gap = max(0.0, 1 - bound / found.outcome.seconds)
-                self._planned[key] = _Stage(situation, found, gap, self._cost(situation, found, start, stop))
-            else:
-                self._planned[key] = None
+            self._planned[key] = self._solved(stage, start, stop)
         return self._planned[key]
 
-    def _situation(self, stage: int, start: int, stop: int) -> Situation:
+    def _solved(self, stage: int, start: int, stop: int) -> _Stage | None:
         desc, profile = self._described(stage, start, stop)
+        situation = self._situation(stage, desc, profile)
+        # One rank has nothing to shard over: whole parameters are the fastest if they fit.
+        whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
+        for rules in (whole, self._rules) if self._alone else (self._rules,):
+            found, bound = solve_bounded(situation, self._limit, rules=rules)
+            if found is not None:
+                break
+        else:
+            return None
+        if not self._alone:
+            found = with_shared_buckets(situation, found)
+        gap = max(0.0, 1 - bound / found.outcome.seconds)
+        return _Stage(desc, profile, situation, found, gap, self._cost(situation, found, start, stop))
+
+    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> Situation:
         situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
-        others = self._schedule.in_flight(stage) - 1
+        others = self._schedule.in_flight(stage, until_weights=True) - 1
         situation = replace(situation, timeline=replace(situation.timeline, others=others))
         return replace(situation, root_wire=root_wire(situation, self._rules))
 
     def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
+        """The stage as a model of its own, with all that may be there beside its own activations."""
         modules = stage_modules(self._desc, self._flow, start, stop)
         segments = (self._segments[start], self._segments[stop])
         desc = stage_desc(self._desc, segments, modules, self._loose(start, stop), self._movable)
-        in_flight = self._schedule.in_flight(stage)
+        in_flight = self._schedule.in_flight(stage, until_weights=True)
         received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
-        profile = replace(
-            self._profile,
-            model=desc.fingerprint,
-            resident_bytes=self._profile.resident_bytes * self._training.microbatches
-            + received * (in_flight + _AHEAD)
-            + sent * _AHEAD,
-        )
+        beside = received * (2 * in_flight + AHEAD) + sent * (1 + AHEAD)
+        beside += math.ceil(in_flight * self._made_again(desc, start))
+        if self._schedule.splits_backward:
+            beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
+        profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
         return desc, profile
+
+    def _made_again(self, desc: ModelDesc, start: int) -> float:
+        return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
+
+    @property
+    def _resident(self) -> int:
+        """Bytes of buffers and of the batches of all microbatches."""
+        samples = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self._desc.sample)
+        batch = math.ceil(samples * self._profile.local_batch / self._desc.local_batch)
+        return self._profile.resident_bytes + (self._training.microbatches - 1) * batch
 
     def _loose(self, start: int, stop: int) -> tuple[str, ...]:
         return tuple(name for name, step in self._flow.loose if start <= max(step, 0) < stop)
@@ -238,16 +258,46 @@ class _Search:
 
     # All stages
 
+    def _memories(
+        self, stages: Sequence[_Stage], sent: Sequence[Transfer], ties: Sequence[Tie]
+    ) -> list[StageMemory]:
+        placement, batch = self._schedule.placement, self._profile.local_batch
+        memories = []
+        for index, stage in enumerate(stages):
+            messages = messages_of(index, sent, placement, self._flow, batch)
+            messages = replace(messages, again=self._made_again(stage.desc, index))
+            memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
+        if not self._alone:
+            return memories
+        sizes = {p.name: p.nbytes for op in self._desc.operators for p in op.parameters}
+        shared = [
+            (stage, nbytes)
+            for tie in ties
+            for nbytes in [max(sizes.get(name, 0) for name in tie.names)]
+            for at, stage in enumerate(tie.stages)
+            if placement[stage] in [placement[other] for other in tie.stages[:at]]
+        ]
+        return without_shared(memories, shared, self._training.num_states)
+
+    def _rank_peak(self, rank: int, memories: Sequence[StageMemory], only: int | None = None) -> int:
+        return math.ceil(rank_peak(self._schedule, rank, memories, self._resident, only).nbytes)
+
     def _assembled(
         self, bounds: tuple[int, ...], stages: Sequence[_Stage], outcome: PipelineOutcome, *, proven: bool
     ) -> PipelinePlan:
-        parts = []
+        parts: list[StagePlan] = []
+        sent = transfers(self._flow, bounds)
+        homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
+        ties = ties_of(self._desc, homes)
+        memories = self._memories(stages, sent, ties)
+        peaks = [self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks)]
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
-            desc, _ = self._described(index, start, stop)
-            plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            plan = stage_plan(stage.desc, stage.situation, stage.found, self._rules, stage.gap)
+            own = self._rank_peak(self._schedule.placement[index], memories, index)
+            plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=own))
             parts.append(
                 StagePlan(
-                    modules=stage_modules(self._desc, self._flow, start, stop),
+                    modules=homes[index],
                     loose=self._loose(start, stop),
                     plan=plan,
                     forward_seconds=stage.cost.forward_seconds,
@@ -267,10 +317,11 @@ class _Search:
             tp=self._layout.tp,
             schedule=self._schedule.name,
             stages=tuple(parts),
-            transfers=transfers(self._flow, bounds),
-            ties=ties_of(self._desc, [part.modules for part in parts]),
+            transfers=sent,
+            ties=ties,
             memory_limit=self._device.memory_limit,
-            predicted=_prediction(self._schedule, parts, outcome),
+            predicted=_prediction(self._schedule, parts, outcome, peaks),
+            peaks=tuple(peaks),
             bubble=outcome.bubble,
             optimal=optimal,
             notes=notes,
@@ -292,12 +343,13 @@ def _in_flight_rules(rules: Rules, schedule: Schedule) -> Rules:
     return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))
 
 
-def _prediction(schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome) -> Prediction:
+def _prediction(
+    schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome, peaks: Sequence[int]
+) -> Prediction:
     """A step on the rank that is worst in each respect."""
     by_rank = [
         [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
     ]
-    peaks = [sum(p.peak_bytes for p in here) for here in by_rank]
     worst = peaks.index(max(peaks))
     return Prediction(
         step_seconds=outcome.seconds,
