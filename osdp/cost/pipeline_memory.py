@@ -149,7 +149,9 @@ class _Walk:
         memory = self._stages[stage]
         if not memory.splits:
             return self._needed(stage) - memory.kept
-        return memory.largest_gradient if stage in self._begun else memory.gradients
+        # What was captured goes as the gradients come, module by module.
+        left = 0.0 if stage in self._begun else max(memory.gradients - memory.captured, 0.0)
+        return left + memory.largest_gradient
 
     def _leave_gradients(self, stage: int) -> None:
         if stage not in self._begun:

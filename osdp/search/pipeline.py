@@ -93,6 +93,39 @@ def best_pipeline(
     return replace(best, tensor=tensor)
 
 
+def plan_at(
+    bounds: Sequence[int],
+    model_desc: ModelDesc,
+    flow: Flow,
+    candidate: Candidate,
+    device: DeviceInfo,
+    rules: Rules,
+    layout: Degrees,
+    schedule: str,
+) -> PipelinePlan:
+    """The plan with given cuts, priced as :func:`best_pipeline` prices its own.
+
+    Args:
+        bounds: First step of each stage, and the number of steps.
+        model_desc: The model.
+        flow: Its flow.
+        candidate: The microbatches.
+        device: As for :func:`best_pipeline`.
+        rules: As for :func:`best_pipeline`.
+        layout: As for :func:`best_pipeline`.
+        schedule: Name of the schedule.
+
+    Raises:
+        InfeasibleError: A stage does not fit the limit.
+        ValueError: The steps cannot be cut there, or there are not as many stages as the schedule has.
+    """
+    search = _Search(model_desc, flow, candidate, device, rules, layout, schedule)
+    plan = search.plan_at(tuple(bounds))
+    if plan is None:
+        raise _infeasible(model_desc, device, rules, layout, search.least_peak())
+    return plan
+
+
 class _Search:
     """One way to form a step, before it is cut."""
 
@@ -139,13 +172,22 @@ class _Search:
             cuts={cut: self._cut_seconds(cut) for cut in self._flow.cuts},
             max_evaluations=_MAX_EVALUATIONS,
         )
-        if found is None:
-            return None
-        stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(found.bounds))]
-        assert all(stage is not None for stage in stages)
+        return None if found is None else self.plan_at(found.bounds, proven=found.optimal)
+
+    def plan_at(self, bounds: tuple[int, ...], *, proven: bool = False) -> PipelinePlan | None:
+        """The plan with these cuts; ``None`` if a stage does not fit."""
+        if len(bounds) != self._schedule.num_stages + 1:
+            raise ValueError(
+                f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
+                f"{self._schedule.num_stages} on {self._layout.pp} ranks"
+            )
+        self._flow.check(bounds)
+        stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(bounds))]
         planned = [stage for stage in stages if stage is not None]
+        if len(planned) < len(stages):
+            return None
         outcome = simulate(self._schedule, [stage.cost for stage in planned])
-        return self._assembled(found.bounds, planned, outcome, proven=found.optimal)
+        return self._assembled(bounds, planned, outcome, proven=proven)
 
     def least_peak(self) -> float:
         """The lowest peak of the worst stage, where compute is cut most evenly."""
@@ -249,7 +291,8 @@ class _Search:
         return StageCost(
             forward_seconds=seconds.forward,
             backward_seconds=seconds.silent,
-            input_seconds=seconds.silent / 2,
+            # Where no gradient goes back, the second part of a backward does all.
+            input_seconds=seconds.silent / 2 if start else 0.0,
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
             activation_bytes=int(situation.timeline.kept + self._crossing_bytes(start)),

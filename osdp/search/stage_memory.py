@@ -10,6 +10,7 @@ from osdp.cost.judge import judge
 from osdp.cost.memory import always, root_always
 from osdp.cost.pipeline_memory import StageMemory
 from osdp.cost.situation import Situation, build_situation
+from osdp.cost.ways import NO_SHARD, plain
 from osdp.flow import Flow, Transfer
 from osdp.layout import is_inside
 from osdp.model_desc import DTYPE_BYTES, ModelDesc
@@ -111,6 +112,8 @@ def stage_memory(
         messages: What it exchanges.
     """
     bare = replace(profile, resident_bytes=0)
+    if situation.device.world_size == 1:
+        found = _one_by_one(found)
     training = situation.training
     once, again = (
         replace(
@@ -142,6 +145,16 @@ def stage_memory(
         largest_gradient=max((operator.nbytes for operator in desc.operators), default=0),
         splits=messages.splits,
     )
+
+
+def _one_by_one(found: Assignment) -> Assignment:
+    """Units of single operators: gradients that nothing reduces come one by one."""
+    units = [
+        (k, k + 1, way) if plain(way) == NO_SHARD else (start, stop, way)
+        for start, stop, way in found.units
+        for k in (range(start, stop) if plain(way) == NO_SHARD else (start,))
+    ]
+    return replace(found, units=tuple(units))
 
 
 def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
