@@ -143,7 +143,7 @@ def time_rows(ranks: int, microbatches: list[int], rounds: int) -> list[Row]:
         rows = launch("benchmarks.pipeline_schedules:time_schedules", ranks, arguments, timeout=900)[0]
     except WorkerError as error:
         return [{"name": f"times on {ranks} ranks", "error": str(error)}]
-    awake = sleepers("awake", [Naps(0.0, 0.0, 0.0)] * NUM_LAYERS)
+    awake = sleepers("awake", [NAPS] * NUM_LAYERS, awake=True)
     for row in rows:
         training = replace(TRAINING, local_batch=LOCAL_BATCH * row["microbatches"])
         expected = reference_losses(awake, training, 1, row["steps"])[-1]

@@ -102,26 +102,26 @@ def _sleep(tensor: torch.Tensor, seconds: float) -> None:
 
 
 class Sleeper(nn.Module):
-    """An emulated layer."""
+    """An emulated layer; of another shape where it sleeps longer, since a profile takes equals for equals."""
 
-    def __init__(self, naps: Naps) -> None:
+    def __init__(self, naps: Naps, *, awake: bool = False) -> None:
         super().__init__()
-        self.naps = naps
-        self.weight = nn.Parameter(torch.randn(WIDTH) / 8 + 1)
+        self.naps = naps.times(0.0) if awake else naps
+        self.weight = nn.Parameter(torch.randn(1 + round(1000 * naps.total), WIDTH) / 8 + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The tanh of the weighted input."""
         x = _Layer.apply(x, self.naps, id(self))
-        return torch.tanh(x * _Weight.apply(self.weight, self.naps.weights))
+        return torch.tanh(x * _Weight.apply(self.weight, self.naps.weights).mean(0))
 
 
 class Sleepers(nn.Module):
     """A linear layer, emulated layers, and a linear layer with its loss."""
 
-    def __init__(self, naps: Sequence[Naps]) -> None:
+    def __init__(self, naps: Sequence[Naps], *, awake: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Sleeper(each) for each in naps)
+        self.layers = nn.ModuleList(Sleeper(each, awake=awake) for each in naps)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -132,13 +132,13 @@ class Sleepers(nn.Module):
         return nn.functional.mse_loss(self.last(x), target)
 
 
-def sleepers(name: str, naps: Sequence[Naps]) -> Case:
-    """A model of emulated layers."""
+def sleepers(name: str, naps: Sequence[Naps], *, awake: bool = False) -> Case:
+    """A model of emulated layers; ``awake`` it computes the same without sleep."""
 
     def batch(size: int, generator: torch.Generator) -> Batch:
         return {key: torch.randn(size, 16, WIDTH, generator=generator) for key in ("x", "target")}
 
-    return Case(name, lambda: Sleepers(naps), batch, ("layers",))
+    return Case(name, lambda: Sleepers(naps, awake=awake), batch, ("layers",))
 
 
 @dataclass(frozen=True)
