@@ -19,14 +19,14 @@ from osdp.cost.pipeline_memory import StageMemory, rank_peak
 from osdp.cost.situation import Situation, build_situation
 from osdp.cost.time import passes
 from osdp.device_info import DeviceInfo
-from osdp.errors import InfeasibleError, LargeOperator
 from osdp.flow import Flow, Transfer, transfers
 from osdp.layout import Degrees
 from osdp.model_desc import DTYPE_BYTES, ModelDesc
 from osdp.pipeline_plan import PipelinePlan, StagePlan, Tie
-from osdp.plan import Mode, Prediction
+from osdp.plan import Mode
 from osdp.profile import Profile
 from osdp.schedule import AHEAD, Schedule, make_schedule
+from osdp.search.pipeline_outcome import no_pipeline, pipeline_prediction
 from osdp.search.planning import Candidate, stage_plan, with_shared_buckets
 from osdp.search.root import root_wire
 from osdp.search.rules import Rules
@@ -89,7 +89,7 @@ def best_pipeline(
             elif best is None or plan.samples_per_second > best.samples_per_second:
                 best = plan
     if best is None:
-        raise _infeasible(model_desc, device, rules, layout, least)
+        raise no_pipeline(model_desc, device, rules, layout, least)
     return replace(best, tensor=tensor)
 
 
@@ -122,7 +122,7 @@ def plan_at(
     search = _Search(model_desc, flow, candidate, device, rules, layout, schedule)
     plan = search.plan_at(tuple(bounds))
     if plan is None:
-        raise _infeasible(model_desc, device, rules, layout, search.least_peak())
+        raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
     return plan
 
 
@@ -186,8 +186,12 @@ class _Search:
         planned = [stage for stage in stages if stage is not None]
         if len(planned) < len(stages):
             return None
-        outcome = simulate(self._schedule, [stage.cost for stage in planned])
-        return self._assembled(bounds, planned, outcome, proven=proven)
+        exchanged = self._tie_seconds(bounds)
+        costs = [
+            replace(stage.cost, end_seconds=stage.cost.end_seconds + more)
+            for stage, more in zip(planned, exchanged, strict=True)
+        ]
+        return self._assembled(bounds, planned, simulate(self._schedule, costs), proven=proven)
 
     def least_peak(self) -> float:
         """The lowest peak of the worst stage, where compute is cut most evenly."""
@@ -296,13 +300,42 @@ class _Search:
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
             activation_bytes=int(situation.timeline.kept + self._crossing_bytes(start)),
-            end_seconds=max(seconds.reducing - seconds.silent, 0.0) + found.outcome.optimizer_seconds,
+            end_seconds=max(seconds.reducing - seconds.silent, 0.0)
+            + self._scaling_seconds(situation)
+            + found.outcome.optimizer_seconds,
         )
+
+    def _scaling_seconds(self, situation: Situation) -> float:
+        """A step ends by dividing the gradients by the number of samples: they are read and written once."""
+        operators = (*situation.timeline.chain, *situation.timeline.root)
+        trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
+        return trained / self._device.world_size / self._device.copy_bandwidth
 
     # All stages
 
+    def _tied(self, bounds: tuple[int, ...]) -> list[tuple[Tie, int]]:
+        """Parameters that several stages hold, with their bytes."""
+        homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
+        sizes = {
+            name: parameter.nbytes
+            for operator in self._desc.operators
+            for parameter in operator.parameters
+            for name in (parameter.name, *parameter.aliases)
+        }
+        return [(tie, sizes[tie.names[0]]) for tie in ties_of(self._desc, homes)]
+
+    def _tie_seconds(self, bounds: tuple[int, ...]) -> list[float]:
+        """For each stage, to add up the gradients of what other ranks hold too: there and back."""
+        found = [0.0] * self._schedule.num_stages
+        placement, link = self._schedule.placement, self._device.stage_link
+        for tie, nbytes in self._tied(bounds):
+            if link is not None and len({placement[stage] for stage in tie.stages}) > 1:
+                for stage in tie.stages:
+                    found[stage] += 2 * link.seconds(nbytes / self._device.world_size)
+        return found
+
     def _memories(
-        self, stages: Sequence[_Stage], sent: Sequence[Transfer], ties: Sequence[Tie]
+        self, stages: Sequence[_Stage], sent: Sequence[Transfer], tied: Sequence[tuple[Tie, int]]
     ) -> list[StageMemory]:
         placement, batch = self._schedule.placement, self._profile.local_batch
         memories = []
@@ -312,11 +345,9 @@ class _Search:
             memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
         if not self._alone:
             return memories
-        sizes = {p.name: p.nbytes for op in self._desc.operators for p in op.parameters}
         shared = [
             (stage, nbytes)
-            for tie in ties
-            for nbytes in [max(sizes.get(name, 0) for name in tie.names)]
+            for tie, nbytes in tied
             for at, stage in enumerate(tie.stages)
             if placement[stage] in [placement[other] for other in tie.stages[:at]]
         ]
@@ -330,9 +361,8 @@ class _Search:
     ) -> PipelinePlan:
         parts: list[StagePlan] = []
         sent = transfers(self._flow, bounds)
-        homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
-        ties = ties_of(self._desc, homes)
-        memories = self._memories(stages, sent, ties)
+        tied = self._tied(bounds)
+        memories = self._memories(stages, sent, tied)
         peaks = [self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks)]
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
             plan = stage_plan(stage.desc, stage.situation, stage.found, self._rules, stage.gap)
@@ -340,7 +370,7 @@ class _Search:
             plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=own))
             parts.append(
                 StagePlan(
-                    modules=homes[index],
+                    modules=stage_modules(self._desc, self._flow, start, stop),
                     loose=self._loose(start, stop),
                     plan=plan,
                     forward_seconds=stage.cost.forward_seconds,
@@ -361,9 +391,9 @@ class _Search:
             schedule=self._schedule.name,
             stages=tuple(parts),
             transfers=sent,
-            ties=ties,
+            ties=tuple(tie for tie, _ in tied),
             memory_limit=self._device.memory_limit,
-            predicted=_prediction(self._schedule, parts, outcome, peaks),
+            predicted=pipeline_prediction(self._schedule, parts, outcome, peaks),
             peaks=tuple(peaks),
             bubble=outcome.bubble,
             optimal=optimal,
@@ -384,40 +414,3 @@ def _in_flight_rules(rules: Rules, schedule: Schedule) -> Rules:
     if not several or len(rules.allowed) == 1:
         return rules
     return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))
-
-
-def _prediction(
-    schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome, peaks: Sequence[int]
-) -> Prediction:
-    """A step on the rank that is worst in each respect."""
-    by_rank = [
-        [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
-    ]
-    worst = peaks.index(max(peaks))
-    return Prediction(
-        step_seconds=outcome.seconds,
-        compute_seconds=max(sum(p.compute_seconds for p in here) for here in by_rank),
-        communication_seconds=max(sum(p.communication_seconds for p in here) for here in by_rank),
-        optimizer_seconds=max(sum(p.optimizer_seconds for p in here) for here in by_rank),
-        peak_bytes=max(peaks),
-        peak_moment=f"rank {worst} of its pipeline, {by_rank[worst][0].peak_moment}",
-        state_bytes=max(sum(p.state_bytes for p in here) for here in by_rank),
-    )
-
-
-def _infeasible(
-    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
-) -> InfeasibleError:
-    largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
-    suggestions = [
-        "a smaller local batch with more microbatches",
-        f"more stages than pp={layout.pp}, or more data-parallel ranks than {layout.dp}",
-    ]
-    if not rules.recompute:
-        suggestions.append("recompute=True, which computes blocks again")
-    return InfeasibleError(
-        limit=device.memory_limit,
-        best_peak=int(np.ceil(least)),
-        largest=[LargeOperator(op.name, op.nbytes) for op in largest],
-        suggestions=suggestions,
-    )
