@@ -79,6 +79,9 @@ class Bar:
     reason: str
 
 
+_NONE = Affine(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Flow:
     """The steps of a forward and the values between them.
@@ -89,6 +92,7 @@ class Flow:
         bars: Cuts that are not possible.
         idle: FQNs of modules that are kept or removed as a whole and were not called.
         loose: Parameters that the code around the steps uses, each with the step it follows (-1: none).
+        remade: Bytes of what every stage makes for its steps itself, such as masks, by local batch.
     """
 
     steps: tuple[Step, ...]
@@ -96,6 +100,7 @@ class Flow:
     bars: tuple[Bar, ...] = ()
     idle: tuple[str, ...] = ()
     loose: tuple[tuple[str, int], ...] = ()
+    remade: Affine = _NONE
 
     @property
     def cuts(self) -> tuple[int, ...]:

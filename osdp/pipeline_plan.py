@@ -74,6 +74,7 @@ class PipelinePlan:
         optimal: Whether it is proven best in the decision space.
         tensor: How the ``tp`` ranks compute layers together; ``None`` for one.
         notes: Facts about the plan as a whole.
+        peaks: Predicted peak bytes of each rank of a pipeline.
         version: Of this format.
     """
 
@@ -93,6 +94,7 @@ class PipelinePlan:
     optimal: bool
     tensor: TensorParallelPlan | None = None
     notes: tuple[str, ...] = ()
+    peaks: tuple[int, ...] = ()
     version: int = PIPELINE_PLAN_VERSION
 
     def __post_init__(self) -> None:

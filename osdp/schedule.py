@@ -15,10 +15,13 @@ from functools import cached_property
 
 from osdp.orders import RECIPES, Action, Kind
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "default_stages_per_rank", "make_schedule"]
+__all__ = ["AHEAD", "SCHEDULES", "Action", "Kind", "Schedule", "default_stages_per_rank", "make_schedule"]
 
 #: The names that :func:`make_schedule` knows.
 SCHEDULES: tuple[str, ...] = tuple(RECIPES)
+
+#: Actions after the current one whose messages a rank has posted for already.
+AHEAD = 2
 
 #: What other actions wait for: an output (True) or an input gradient (False), of a stage, of a microbatch.
 _Result = tuple[bool, int, int]

@@ -4,7 +4,8 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy)
+CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
+    pipeline_schedules pipeline_balance)
 DEVICE="${DEVICE:-cpu}"
 
 hardware() {

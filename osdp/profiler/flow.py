@@ -1,7 +1,7 @@
 """From a module to its Flow: which values go from which step of a forward to which, on fake tensors."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from osdp.flow import Arrival, Bar, Flow, Step, Value
 from osdp.model_desc import Affine
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
-from osdp.profiler.tensors import dtype_name, tensors_in
+from osdp.profiler.tensors import dtype_name, storage_key, tensors_in
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -77,17 +77,21 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
     alike = [v.step for v in two.values] == [v.step for v in one.values] and two.steps == one.steps
     others = two.values if alike else one.values
     values = tuple(_with_batch(a, b, batch.local_batch) for a, b in zip(one.values, others, strict=True))
-    return replace(one, values=values)
+    return replace(one, values=values, remade=_by_batch(one.remade, two.remade, batch.local_batch))
 
 
 def _with_batch(one: Value, two: Value, local_batch: int) -> Value:
-    rise = two.numel.constant - one.numel.constant
-    return replace(one, numel=Affine(one.numel.constant - rise, rise / local_batch))
+    return replace(one, numel=_by_batch(one.numel, two.numel, local_batch))
+
+
+def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
+    rise = two.constant - one.constant
+    return Affine(one.constant - rise, rise / local_batch)
 
 
 def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Flow:
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
-    recorder = _FlowRecorder(_owners(twin, modules))
+    recorder = _FlowRecorder(_owners(twin, modules), fake.tensors)
     handles = [
         handle
         for name in modules
@@ -129,7 +133,7 @@ def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
 class _FlowRecorder(TorchDispatchMode):
     """Follows what steps make, and what is made of that, from operation to operation and to later steps."""
 
-    def __init__(self, parameters: Mapping[int, _Parameter]) -> None:
+    def __init__(self, parameters: Mapping[int, _Parameter], given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._calls: Counter[str] = Counter()
@@ -142,21 +146,34 @@ class _FlowRecorder(TorchDispatchMode):
         self._bars: dict[tuple[int, int], Bar] = {}
         self._loose: dict[tuple[str, int], None] = {}
         self._first_use: dict[str, int] = {}
+        #: Bytes by memory: what the model was given, and what stages make again.
+        self._given = {storage_key(tensor) for tensor in given}
+        self._remade: dict[int, int] = {}
 
     def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """A step begins."""
         index = len(self._steps)
+        leaves = tree_leaves((args, kwargs))
         arrivals = [
             Arrival(self._numbers[id(leaf)], place)
-            for place, leaf in enumerate(tree_leaves((args, kwargs)))
+            for place, leaf in enumerate(leaves)
             if id(leaf) in self._numbers
         ]
+        self._note_remade(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if self._calls[name]:
             first = next(i for i, step in enumerate(self._steps) if step.module == name)
             self._bar(first, index, f"{name!r} is called again and must be in one stage")
         self._steps.append(Step(name, self._calls[name], tuple(arrivals)))
         self._calls[name] += 1
         self._inside = True
+
+    def _note_remade(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) not in self._numbers and id(tensor) not in self._parameters:
+                key = storage_key(tensor)
+                if key not in self._given:
+                    self._kept.append(tensor)
+                    self._remade[key] = tensor.untyped_storage().nbytes()
 
     def leave(self, *_: Any) -> None:
         """A step ends."""
@@ -235,4 +252,5 @@ class _FlowRecorder(TorchDispatchMode):
             bars=tuple(self._bars.values()),
             idle=tuple(module for module in modules if module not in called),
             loose=tuple(self._loose),
+            remade=Affine(float(sum(self._remade.values())), 0.0),
         )

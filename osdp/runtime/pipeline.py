@@ -22,10 +22,7 @@ from osdp.runtime.mail import Address, Mail, Messages
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.split_backward import WeightPass, backward_inputs
 from osdp.runtime.stage import Stage, WholeModel
-from osdp.schedule import Action, Kind, Schedule
-
-#: Actions ahead of the current one whose messages are posted for.
-_AHEAD = 2
+from osdp.schedule import AHEAD, Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Pipeline:
             perform[Kind.FORWARD] = self._predict
         try:
             for at, action in enumerate(order):
-                for later in order[at : at + 1 + _AHEAD]:
+                for later in order[at : at + 1 + AHEAD]:
                     self._expect(step, later)
                 perform[action.kind](step, action)
             self._mail.finish()

@@ -15,36 +15,37 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.cost.pipeline import PipelineOutcome, StageCost, simulate
+from osdp.cost.pipeline_memory import StageMemory, rank_peak
 from osdp.cost.situation import Situation, build_situation
 from osdp.cost.time import passes
 from osdp.device_info import DeviceInfo
-from osdp.errors import InfeasibleError, LargeOperator
-from osdp.flow import Flow, transfers
+from osdp.flow import Flow, Transfer, transfers
 from osdp.layout import Degrees
-from osdp.model_desc import ModelDesc
-from osdp.pipeline_plan import PipelinePlan, StagePlan
-from osdp.plan import Mode, Prediction
+from osdp.model_desc import DTYPE_BYTES, ModelDesc
+from osdp.pipeline_plan import PipelinePlan, StagePlan, Tie
+from osdp.plan import Mode
 from osdp.profile import Profile
-from osdp.schedule import Schedule, make_schedule
+from osdp.schedule import AHEAD, Schedule, make_schedule
+from osdp.search.pipeline_outcome import no_pipeline, pipeline_prediction
 from osdp.search.planning import Candidate, stage_plan, with_shared_buckets
 from osdp.search.root import root_wire
 from osdp.search.rules import Rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
 from osdp.search.stage_desc import stage_desc, stage_modules, step_segments, ties_of
+from osdp.search.stage_memory import captured_bytes, made_again, messages_of, stage_memory, without_shared
 from osdp.search.stages import partition
 from osdp.tensor_desc import RankDesc
 
 #: Exact prices of stages after which the best cut known is taken.
 _MAX_EVALUATIONS = 64
 
-#: Buffers beside those of the microbatches in flight: what is posted for ahead, and what is on its way.
-_AHEAD = 2
-
 
 @dataclass(frozen=True)
 class _Stage:
     """A stage that was planned."""
 
+    desc: ModelDesc
+    profile: Profile
     situation: Situation
     found: Assignment
     gap: float
@@ -89,8 +90,41 @@ def best_pipeline(
             elif best is None or plan.samples_per_second > best.samples_per_second:
                 best = plan
     if best is None:
-        raise _infeasible(model_desc, device, rules, layout, least)
+        raise no_pipeline(model_desc, device, rules, layout, least)
     return best if tensor is None else replace(best, tensor=tensor.plan)
+
+
+def plan_at(
+    bounds: Sequence[int],
+    model_desc: ModelDesc,
+    flow: Flow,
+    candidate: Candidate,
+    device: DeviceInfo,
+    rules: Rules,
+    layout: Degrees,
+    schedule: str,
+) -> PipelinePlan:
+    """The plan with given cuts, priced as :func:`best_pipeline` prices its own.
+
+    Args:
+        bounds: First step of each stage, and the number of steps.
+        model_desc: The model.
+        flow: Its flow.
+        candidate: The microbatches.
+        device: As for :func:`best_pipeline`.
+        rules: As for :func:`best_pipeline`.
+        layout: As for :func:`best_pipeline`.
+        schedule: Name of the schedule.
+
+    Raises:
+        InfeasibleError: A stage does not fit the limit.
+        ValueError: The steps cannot be cut there, or there are not as many stages as the schedule has.
+    """
+    search = _Search(model_desc, flow, candidate, device, rules, layout, schedule, None)
+    plan = search.plan_at(tuple(bounds))
+    if plan is None:
+        raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
+    return plan
 
 
 class _Search:
@@ -116,6 +150,8 @@ class _Search:
         self._device = device
         self._layout = layout
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
+        # Stages without data parallelism have no buckets: gradients stay where autograd leaves them.
+        self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
         self._rules = _stage_rules(rules, self._schedule, layout)
@@ -140,13 +176,26 @@ class _Search:
             cuts={cut: self._cut_seconds(cut) for cut in self._flow.cuts},
             max_evaluations=_MAX_EVALUATIONS,
         )
-        if found is None:
-            return None
-        stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(found.bounds))]
-        assert all(stage is not None for stage in stages)
+        return None if found is None else self.plan_at(found.bounds, proven=found.optimal)
+
+    def plan_at(self, bounds: tuple[int, ...], *, proven: bool = False) -> PipelinePlan | None:
+        """The plan with these cuts; ``None`` if a stage does not fit."""
+        if len(bounds) != self._schedule.num_stages + 1:
+            raise ValueError(
+                f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
+                f"{self._schedule.num_stages} on {self._layout.pp} ranks"
+            )
+        self._flow.check(bounds)
+        stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(bounds))]
         planned = [stage for stage in stages if stage is not None]
-        outcome = simulate(self._schedule, [stage.cost for stage in planned])
-        return self._assembled(found.bounds, planned, outcome, proven=found.optimal)
+        if len(planned) < len(stages):
+            return None
+        exchanged = self._tie_seconds(bounds)
+        costs = [
+            replace(stage.cost, end_seconds=stage.cost.end_seconds + more)
+            for stage, more in zip(planned, exchanged, strict=True)
+        ]
+        return self._assembled(bounds, planned, simulate(self._schedule, costs), proven=proven)
 
     def least_peak(self) -> float:
         """The lowest peak of the worst stage, where compute is cut most evenly."""
@@ -161,7 +210,7 @@ class _Search:
         assert found is not None
         per_rank = self._schedule.num_stages // self._layout.pp
         return per_rank * max(
-            least_peak(self._situation(index, a, b), rules=self._rules)
+            least_peak(self._situation(index, *self._described(index, a, b)), rules=self._rules)
             for index, (a, b) in enumerate(pairwise(found.bounds))
         )
 
@@ -181,20 +230,28 @@ class _Search:
     def _stage(self, stage: int, start: int, stop: int) -> _Stage | None:
         key = (start, stop, self._schedule.in_flight(stage))
         if key not in self._planned:
-            situation = self._situation(stage, start, stop)
-            found, bound = solve_bounded(situation, self._limit, rules=self._rules)
-            if found is not None:
-                found = with_shared_buckets(situation, found)
-                gap = max(0.0, 1 - bound / found.outcome.seconds)
-                self._planned[key] = _Stage(situation, found, gap, self._cost(situation, found, start, stop))
-            else:
-                self._planned[key] = None
+            self._planned[key] = self._solved(stage, start, stop)
         return self._planned[key]
 
-    def _situation(self, stage: int, start: int, stop: int) -> Situation:
+    def _solved(self, stage: int, start: int, stop: int) -> _Stage | None:
         desc, profile = self._described(stage, start, stop)
+        situation = self._situation(stage, desc, profile)
+        # One rank has nothing to shard over: whole parameters are the fastest if they fit.
+        whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
+        for rules in (whole, self._rules) if self._alone else (self._rules,):
+            found, bound = solve_bounded(situation, self._limit, rules=rules)
+            if found is not None:
+                break
+        else:
+            return None
+        if not self._alone:
+            found = with_shared_buckets(situation, found)
+        gap = max(0.0, 1 - bound / found.outcome.seconds)
+        return _Stage(desc, profile, situation, found, gap, self._cost(situation, found, start, stop))
+
+    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> Situation:
         situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
-        others = self._schedule.in_flight(stage) - 1
+        others = self._schedule.in_flight(stage, until_weights=True) - 1
         situation = replace(situation, timeline=replace(situation.timeline, others=others))
         if self._layout.tp > 1:
             # All parameters are DTensors then, whatever is sharded.
@@ -208,17 +265,26 @@ class _Search:
         return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
 
     def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
+        """The stage as a model of its own, with all that may be there beside its own activations."""
         desc = self._stage_desc(self._desc, start, stop)
-        in_flight = self._schedule.in_flight(stage)
+        in_flight = self._schedule.in_flight(stage, until_weights=True)
         received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
-        profile = replace(
-            self._profile,
-            model=desc.fingerprint,
-            resident_bytes=self._profile.resident_bytes * self._training.microbatches
-            + received * (in_flight + _AHEAD)
-            + sent * _AHEAD,
-        )
+        beside = received * (2 * in_flight + AHEAD) + sent * (1 + AHEAD)
+        beside += math.ceil(in_flight * self._made_again(desc, start))
+        if self._schedule.splits_backward:
+            beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
+        profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
         return desc, profile
+
+    def _made_again(self, desc: ModelDesc, start: int) -> float:
+        return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
+
+    @property
+    def _resident(self) -> int:
+        """Bytes of buffers and of the batches of all microbatches."""
+        samples = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self._desc.sample)
+        batch = math.ceil(samples * self._profile.local_batch / self._desc.local_batch)
+        return self._profile.resident_bytes + (self._training.microbatches - 1) * batch
 
     def _loose(self, start: int, stop: int) -> tuple[str, ...]:
         return tuple(name for name, step in self._flow.loose if start <= max(step, 0) < stop)
@@ -240,23 +306,81 @@ class _Search:
         return StageCost(
             forward_seconds=seconds.forward,
             backward_seconds=seconds.silent,
-            input_seconds=seconds.silent / 2,
+            # Where no gradient goes back, the second part of a backward does all.
+            input_seconds=seconds.silent / 2 if start else 0.0,
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
             activation_bytes=int(situation.timeline.kept + self._crossing_bytes(start)),
-            end_seconds=max(seconds.reducing - seconds.silent, 0.0) + found.outcome.optimizer_seconds,
+            end_seconds=max(seconds.reducing - seconds.silent, 0.0)
+            + self._scaling_seconds(situation)
+            + found.outcome.optimizer_seconds,
         )
 
+    def _scaling_seconds(self, situation: Situation) -> float:
+        """A step ends by dividing the gradients by the number of samples: they are read and written once."""
+        operators = (*situation.timeline.chain, *situation.timeline.root)
+        trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
+        return trained / self._device.world_size / self._device.copy_bandwidth
+
     # All stages
+
+    def _tied(self, bounds: tuple[int, ...]) -> list[tuple[Tie, int]]:
+        """Parameters that several stages hold, with their bytes."""
+        homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
+        sizes = {
+            name: parameter.nbytes
+            for operator in self._desc.operators
+            for parameter in operator.parameters
+            for name in (parameter.name, *parameter.aliases)
+        }
+        return [(tie, sizes[tie.names[0]]) for tie in ties_of(self._desc, homes)]
+
+    def _tie_seconds(self, bounds: tuple[int, ...]) -> list[float]:
+        """For each stage, to add up the gradients of what other ranks hold too: there and back."""
+        found = [0.0] * self._schedule.num_stages
+        placement, link = self._schedule.placement, self._device.stage_link
+        for tie, nbytes in self._tied(bounds):
+            if link is not None and len({placement[stage] for stage in tie.stages}) > 1:
+                for stage in tie.stages:
+                    found[stage] += 2 * link.seconds(nbytes / self._device.world_size)
+        return found
+
+    def _memories(
+        self, stages: Sequence[_Stage], sent: Sequence[Transfer], tied: Sequence[tuple[Tie, int]]
+    ) -> list[StageMemory]:
+        placement, batch = self._schedule.placement, self._profile.local_batch
+        memories = []
+        for index, stage in enumerate(stages):
+            messages = messages_of(index, sent, placement, self._flow, batch)
+            messages = replace(messages, again=self._made_again(stage.desc, index))
+            memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
+        if not self._alone:
+            return memories
+        shared = [
+            (stage, nbytes)
+            for tie, nbytes in tied
+            for at, stage in enumerate(tie.stages)
+            if placement[stage] in [placement[other] for other in tie.stages[:at]]
+        ]
+        return without_shared(memories, shared, self._training.num_states)
+
+    def _rank_peak(self, rank: int, memories: Sequence[StageMemory], only: int | None = None) -> int:
+        return math.ceil(rank_peak(self._schedule, rank, memories, self._resident, only).nbytes)
 
     def _assembled(
         self, bounds: tuple[int, ...], stages: Sequence[_Stage], outcome: PipelineOutcome, *, proven: bool
     ) -> PipelinePlan:
-        parts = []
+        parts: list[StagePlan] = []
+        sent = transfers(self._flow, bounds)
+        tied = self._tied(bounds)
+        memories = self._memories(stages, sent, tied)
+        peaks = [self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks)]
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
             # Plans tell whole sizes, whoever holds how much of them.
             desc = self._stage_desc(self._whole, start, stop)
             plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            own = self._rank_peak(self._schedule.placement[index], memories, index)
+            plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=own))
             parts.append(
                 StagePlan(
                     modules=stage_modules(self._desc, self._flow, start, stop),
@@ -279,10 +403,11 @@ class _Search:
             tp=self._layout.tp,
             schedule=self._schedule.name,
             stages=tuple(parts),
-            transfers=transfers(self._flow, bounds),
-            ties=ties_of(self._desc, [part.modules for part in parts]),
+            transfers=sent,
+            ties=tuple(tie for tie, _ in tied),
             memory_limit=self._device.memory_limit,
-            predicted=_prediction(self._schedule, parts, outcome),
+            predicted=pipeline_prediction(self._schedule, parts, outcome, peaks),
+            peaks=tuple(peaks),
             bubble=outcome.bubble,
             optimal=optimal,
             notes=notes,
@@ -310,39 +435,3 @@ def _stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
     if not several or len(rules.allowed) == 1:
         return rules
     return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))
-
-
-def _prediction(schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome) -> Prediction:
-    """A step on the rank that is worst in each respect."""
-    by_rank = [
-        [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
-    ]
-    peaks = [sum(p.peak_bytes for p in here) for here in by_rank]
-    worst = peaks.index(max(peaks))
-    return Prediction(
-        step_seconds=outcome.seconds,
-        compute_seconds=max(sum(p.compute_seconds for p in here) for here in by_rank),
-        communication_seconds=max(sum(p.communication_seconds for p in here) for here in by_rank),
-        optimizer_seconds=max(sum(p.optimizer_seconds for p in here) for here in by_rank),
-        peak_bytes=max(peaks),
-        peak_moment=f"rank {worst} of its pipeline, {by_rank[worst][0].peak_moment}",
-        state_bytes=max(sum(p.state_bytes for p in here) for here in by_rank),
-    )
-
-
-def _infeasible(
-    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
-) -> InfeasibleError:
-    largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
-    suggestions = [
-        "a smaller local batch with more microbatches",
-        f"more stages than pp={layout.pp}, or more data-parallel ranks than {layout.dp}",
-    ]
-    if not rules.recompute:
-        suggestions.append("recompute=True, which computes blocks again")
-    return InfeasibleError(
-        limit=device.memory_limit,
-        best_peak=int(np.ceil(least)),
-        largest=[LargeOperator(op.name, op.nbytes) for op in largest],
-        suggestions=suggestions,
-    )

@@ -1,0 +1,172 @@
+"""Peak memory of a rank of a pipeline: its actions in order, what each finds and what it leaves.
+
+======================  ==================================================================================
+throughout              buffers, the batches of all microbatches, states of all stages of the rank
+from the first backward the gradients of a stage, added up in place
+a microbatch            what came in and the activations, from its forward to the end of its backward
+a backward in parts     the activations and, of every module with parameters, the gradient of its output, from
+                        the first part to the end of the second
+messages                buffers of what the next actions will get, the gradient that a backward starts from,
+                        gradients that may not have left
+======================  ==================================================================================
+
+It depends on the order alone, not on how long anything takes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from osdp.orders import Action, Kind
+from osdp.schedule import AHEAD, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage, on the rank that holds it; of one microbatch where nothing else is said.
+
+    Attributes:
+        base: Parameters, optimizer states and copies of parameters.
+        gradients: What the backwards of earlier microbatches leave.
+        kept: Activations from a forward to its backward.
+        forward: The most a forward needs beyond ``base``, its activations included.
+        first_backward: The most the first backward needs beyond ``base``, its gradients included.
+        backward: The most a later one needs beyond ``base`` and ``gradients``.
+        step: The most the optimizer step needs, ``base`` and gradients included.
+        received: What comes from other ranks.
+        sent: Gradients that come back from other stages.
+        returned: Gradients that go back to other ranks.
+        captured: Gradients that wait for the second part of a backward.
+        transient: The most one segment's backward needs beyond what is there when it ends.
+        largest_gradient: That of the largest operator.
+        splits: Whether its backward can be in two parts: gradients go to another stage.
+    """
+
+    base: float
+    gradients: float
+    kept: float
+    forward: float
+    first_backward: float
+    backward: float
+    step: float
+    received: float = 0.0
+    sent: float = 0.0
+    returned: float = 0.0
+    captured: float = 0.0
+    transient: float = 0.0
+    largest_gradient: float = 0.0
+    splits: bool = True
+
+    @property
+    def waiting(self) -> float:
+        """What the first part of a backward leaves for the second, beside the activations."""
+        return self.captured if self.splits else self.sent
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """The most bytes of a rank, and the action in which it has them; ``None`` is the optimizer step."""
+
+    nbytes: float
+    action: Action | None
+
+
+def rank_peak(
+    schedule: Schedule, rank: int, stages: Sequence[StageMemory], resident: float, only: int | None = None
+) -> RankPeak:
+    """The peak of one rank.
+
+    Args:
+        schedule: The schedule.
+        rank: Which rank.
+        stages: What each stage of the model needs.
+        resident: Bytes that are there whatever is run.
+        only: The one stage to count; all of the rank if ``None``.
+    """
+    mine = schedule.stages_of(rank) if only is None else (only,)
+    step = resident + sum(stages[s].base + stages[s].gradients for s in mine)
+    step += max(stages[s].step - stages[s].base - stages[s].gradients for s in mine)
+    walk = _Walk(schedule, stages, resident + sum(stages[s].base for s in mine))
+    order = [action for action in schedule.orders[rank] if action.stage in mine]
+    peaks = [RankPeak(step, None)]
+    for at, action in enumerate(order):
+        posted = walk.posted(order[at + 1 : at + 1 + AHEAD])
+        peaks.append(RankPeak(posted + walk.run(action), action))
+    return max(peaks, key=lambda peak: peak.nbytes)
+
+
+class _Walk:
+    """What a rank holds, action by action."""
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], held: float) -> None:
+        self._schedule = schedule
+        self._stages = stages
+        self._held = held
+        self._forwards: Counter[int] = Counter()
+        self._returned: Counter[int] = Counter()
+        #: Stages whose gradients are there.
+        self._begun: set[int] = set()
+
+    def posted(self, actions: Iterable[Action]) -> float:
+        """Buffers of messages for actions to come."""
+        return sum(
+            self._stages[a.stage].received if a.kind is Kind.FORWARD else self._stages[a.stage].sent
+            for a in actions
+            if a.kind is not Kind.BACKWARD_WEIGHT
+        )
+
+    def run(self, action: Action) -> float:
+        """The most bytes while ``action`` runs, without buffers of later ones."""
+        stage = self._stages[action.stage]
+        waiting = self._waiting()
+        match action.kind:
+            case Kind.FORWARD:
+                peak = self._held + stage.received + stage.forward
+                self._held += stage.received + stage.kept
+                self._forwards[action.stage] += 1
+            case Kind.BACKWARD:
+                peak = self._held + stage.sent + self._needed(action.stage) - stage.kept
+                self._held -= stage.received + stage.kept
+                self._leave_gradients(action.stage)
+                self._returned[action.stage] += 1
+            case Kind.BACKWARD_INPUT:
+                # Where nothing goes back the second part does all, from the gradients that came.
+                peak = self._held + stage.sent + (stage.captured + stage.transient if stage.splits else 0.0)
+                self._held += stage.waiting
+                self._returned[action.stage] += 1
+            case Kind.BACKWARD_WEIGHT:
+                peak = self._held + self._needed_for_weights(action.stage)
+                self._held -= stage.received + stage.kept + stage.waiting
+                self._leave_gradients(action.stage)
+        return peak + waiting
+
+    def _needed(self, stage: int) -> float:
+        """What a backward needs beyond what is held, its own activations included."""
+        memory = self._stages[stage]
+        return memory.backward if stage in self._begun else memory.first_backward
+
+    def _needed_for_weights(self, stage: int) -> float:
+        memory = self._stages[stage]
+        if not memory.splits:
+            return self._needed(stage) - memory.kept
+        # What was captured goes as the gradients come, module by module.
+        left = 0.0 if stage in self._begun else max(memory.gradients - memory.captured, 0.0)
+        return left + memory.largest_gradient
+
+    def _leave_gradients(self, stage: int) -> None:
+        if stage not in self._begun:
+            self._begun.add(stage)
+            self._held += self._stages[stage].gradients
+
+    def _waiting(self) -> float:
+        """Gradients on their way: the last one, and all that the stage before may not have asked for.
+
+        That has begun as many forwards at least as this one, and no more of them wait for a gradient than are
+        in flight there; of those to come it has asked for one.
+        """
+        total = 0.0
+        for stage, count in self._returned.items():
+            if self._stages[stage].returned:
+                asked = self._forwards[stage] - self._schedule.in_flight(stage - 1) + 1
+                total += self._stages[stage].returned * max(count - max(asked, 1), 1)
+        return total

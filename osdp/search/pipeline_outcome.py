@@ -1,0 +1,53 @@
+"""What a search for stages comes to: the prediction of its plan, or why there is none."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from osdp.cost.pipeline import PipelineOutcome
+from osdp.device_info import DeviceInfo
+from osdp.errors import InfeasibleError, LargeOperator
+from osdp.layout import Degrees
+from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import StagePlan
+from osdp.plan import Prediction
+from osdp.schedule import Schedule
+from osdp.search.rules import Rules
+
+
+def pipeline_prediction(
+    schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome, peaks: Sequence[int]
+) -> Prediction:
+    """A step on the rank that is worst in each respect."""
+    by_rank = [
+        [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
+    ]
+    worst = peaks.index(max(peaks))
+    return Prediction(
+        step_seconds=outcome.seconds,
+        compute_seconds=max(sum(p.compute_seconds for p in here) for here in by_rank),
+        communication_seconds=max(sum(p.communication_seconds for p in here) for here in by_rank),
+        optimizer_seconds=max(sum(p.optimizer_seconds for p in here) for here in by_rank),
+        peak_bytes=max(peaks),
+        peak_moment=f"rank {worst} of its pipeline, {by_rank[worst][0].peak_moment}",
+        state_bytes=max(sum(p.state_bytes for p in here) for here in by_rank),
+    )
+
+
+def no_pipeline(
+    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
+) -> InfeasibleError:
+    """Why nothing fits, ``least`` bytes being the lowest peak that was found."""
+    largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
+    suggestions = [
+        "a smaller local batch with more microbatches",
+        f"more stages than pp={layout.pp}, or more data-parallel ranks than {layout.dp}",
+    ]
+    if not rules.recompute:
+        suggestions.append("recompute=True, which computes blocks again")
+    return InfeasibleError(
+        limit=device.memory_limit,
+        best_peak=int(np.ceil(least)),
+        largest=[LargeOperator(op.name, op.nbytes) for op in largest],
+        suggestions=suggestions,
+    )

@@ -1,0 +1,168 @@
+"""What a stage needs in memory, of the judge's word on its step alone."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from osdp.cost.judge import judge
+from osdp.cost.memory import always, root_always
+from osdp.cost.pipeline_memory import StageMemory
+from osdp.cost.situation import Situation, build_situation
+from osdp.cost.ways import NO_SHARD, plain
+from osdp.flow import Flow, Transfer
+from osdp.layout import is_inside
+from osdp.model_desc import DTYPE_BYTES, ModelDesc
+from osdp.profile import Profile
+from osdp.search.sharding import Assignment, priced
+
+_FORWARD = ("forward", "unshard")
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Bytes of one microbatch that a stage exchanges with others.
+
+    Attributes:
+        received: What comes from stages of other ranks.
+        sent: Gradients that come back for what it sent.
+        returned: Gradients that go back to other ranks.
+        splits: Whether gradients go back to any stage.
+        again: What the code around its modules makes once more for it.
+    """
+
+    received: int = 0
+    sent: int = 0
+    returned: int = 0
+    splits: bool = False
+    again: float = 0.0
+
+
+def messages_of(
+    stage: int, transfers: Sequence[Transfer], placement: Sequence[int], flow: Flow, local_batch: int
+) -> Messages:
+    """What stage ``stage`` exchanges; between stages of one rank nothing is copied."""
+
+    def nbytes(found: Sequence[Transfer]) -> int:
+        return sum(flow.values[transfer.value].nbytes(local_batch) for transfer in found)
+
+    coming = [t for t in transfers if t.target == stage]
+    from_others = [t for t in coming if placement[t.source] != placement[stage]]
+    return Messages(
+        received=nbytes(from_others),
+        sent=nbytes([t for t in transfers if t.source == stage and t.differentiable]),
+        returned=nbytes([t for t in from_others if t.differentiable]),
+        splits=any(t.differentiable for t in coming),
+    )
+
+
+def made_again(desc: ModelDesc, profile: Profile, flow: Flow, movable: Collection[str]) -> float:
+    """Activations of the code around the modules that are not in the segments of a later stage.
+
+    Every stage makes masks and the like for itself. And what that code frees at its end the profile counts in
+    the last stage, though it was made in the first.
+    """
+    around = [s for s in desc.segments if not any(is_inside(s.module, module) for module in movable)]
+    freed = sum(max(-profile.by_signature[s.signature].forward.live_bytes, 0) for s in around)
+    return flow.remade(profile.local_batch) + freed
+
+
+def without_shared(
+    memories: Sequence[StageMemory], shared: Sequence[tuple[int, int]], states: int
+) -> list[StageMemory]:
+    """The stages with each parameter that a rank holds for several of them counted once.
+
+    Args:
+        memories: The stages.
+        shared: Each such parameter, as a stage that has it of another one, and its bytes.
+        states: Optimizer states of a parameter's size.
+    """
+    found = list(memories)
+    for stage, nbytes in shared:
+        memory = found[stage]
+        found[stage] = replace(
+            memory, base=memory.base - (1 + states) * nbytes, gradients=memory.gradients - nbytes,
+            step=memory.step - (2 + states) * nbytes,
+        )  # fmt: skip
+    return found
+
+
+def captured_bytes(desc: ModelDesc, local_batch: int) -> int:
+    """Gradients that a split backward keeps: of the outputs of all segments with parameters."""
+    at_batch = sum(
+        math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        for segment in desc.segments
+        if segment.operators
+        for spec in segment.outputs
+    )
+    return math.ceil(at_batch * local_batch / desc.local_batch)
+
+
+def stage_memory(
+    desc: ModelDesc, profile: Profile, situation: Situation, found: Assignment, messages: Messages
+) -> StageMemory:
+    """What one stage needs.
+
+    Args:
+        desc: The stage.
+        profile: Its profile.
+        situation: What it was planned in.
+        found: Its plan.
+        messages: What it exchanges.
+    """
+    bare = replace(profile, resident_bytes=0)
+    if situation.device.world_size == 1:
+        found = _one_by_one(found)
+    training = situation.training
+    once, again = (
+        replace(
+            build_situation(desc, bare, situation.device, counted, reduce_each=False),
+            root_wire=situation.root_wire,
+        )
+        for counted in (replace(training, microbatches=1), replace(training, microbatches=2))
+    )
+    first, later = (_highest(each, found) for each in (once, again))
+    gradients = later["always"] - first["always"]
+    timeline, (units, _) = once.timeline, priced(once, found)
+    dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
+    # The first part of a backward frees nothing.
+    lives = [profile.by_signature[segment.signature].forward.live_bytes for segment in desc.segments]
+    rises = timeline.backward_high - np.cumsum(lives)
+    return StageMemory(
+        base=first["always"],
+        gradients=gradients,
+        kept=timeline.kept - float(dropped) + messages.again,
+        forward=first["forward"] - first["always"] + messages.again,
+        first_backward=first["backward"] - first["always"] + messages.again,
+        backward=later["backward"] - later["always"] + messages.again,
+        step=first["step"],
+        received=messages.received,
+        sent=messages.sent,
+        returned=messages.returned,
+        captured=captured_bytes(desc, profile.local_batch),
+        transient=float(np.max(rises, initial=0.0)),
+        largest_gradient=max((operator.nbytes for operator in desc.operators), default=0),
+        splits=messages.splits,
+    )
+
+
+def _one_by_one(found: Assignment) -> Assignment:
+    """Units of single operators: gradients that nothing reduces come one by one."""
+    units = [
+        (k, k + 1, way) if plain(way) == NO_SHARD else (start, stop, way)
+        for start, stop, way in found.units
+        for k in (range(start, stop) if plain(way) == NO_SHARD else (start,))
+    ]
+    return replace(found, units=tuple(units))
+
+
+def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
+    """The highest moments of a step by pass, and what is there in every moment of forward and backward."""
+    units, root = priced(situation, found)
+    highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    for nbytes, moment in judge(situation, units, root).moments:
+        kind = "forward" if moment.kind in _FORWARD else moment.kind
+        kind = kind if kind in highest else "backward"
+        highest[kind] = max(highest[kind], nbytes)
+    return highest | {"always": root_always(situation, root) + float(always(units, situation).sum())}
