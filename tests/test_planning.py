@@ -174,7 +174,7 @@ def test_the_least_peak_is_feasible_and_one_byte_less_is_not() -> None:
 
 def test_infeasible_batches_suggest_a_smaller_one() -> None:
     model_desc, profile = random_model(2, 3, 2)
-    candidates = batches(Training(), (4, 8), (1,), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (4, 8), (1,), lambda step: scaled(profile, step.local_batch))
     with pytest.raises(InfeasibleError) as caught:
         best_plan(model_desc, candidates, random_device(2, memory_limit=2**16))
     assert "a local batch below 4" in "\n".join(caught.value.suggestions)
@@ -183,7 +183,7 @@ def test_infeasible_batches_suggest_a_smaller_one() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
-    candidates = batches(Training(), (1, 2, 4, 8), (1,), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (1, 2, 4, 8), (1,), lambda step: scaled(profile, step.local_batch))
     assert [c.training.local_batch for c in candidates] == [8, 4, 2, 1]
     least, _ = peak_range(seed)
     # Room for the small batches in several modes, and for the largest in few or none.
@@ -203,7 +203,7 @@ def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_and_accumulation_are_chosen_together(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
-    candidates = batches(Training(), (1, 2), (1, 4), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (1, 2), (1, 4), lambda step: scaled(profile, step.local_batch))
     sizes = [(c.training.local_batch, c.training.microbatches) for c in candidates]
     assert sizes == [(2, 4), (2, 1), (1, 4), (1, 1)]
     least, _ = peak_range(seed)
@@ -242,7 +242,7 @@ def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.Mo
     """The larger batch loses, but its search left open whether it could have won."""
     model_desc, profile = random_model(1, 2, 2)
     device = random_device(1, memory_limit=peak_range(1)[1] * 4)
-    candidates = batches(Training(), (1, 2), (1,), lambda batch: scaled(profile, batch))
+    candidates = batches(Training(), (1, 2), (1,), lambda step: scaled(profile, step.local_batch))
     assert best_plan(model_desc, candidates, device).optimal
 
     def with_open_bound(situation, limit, **options):
