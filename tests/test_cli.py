@@ -63,10 +63,9 @@ def test_a_plan_of_stages_is_made_and_shown(
     described: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    run("plan", str(described), "--pp", "2", "--tp", "2", "--schedule", "1f1b", "--out", str(path))
+    run("plan", str(described), "--pp", "2", "--schedule", "1f1b", "--out", str(path))
     printed = capsys.readouterr().out
-    assert "pp=2 x dp=1 x tp=2 = 4 ranks, schedule 1f1b, 8 microbatches of 2" in printed
-    assert "note: layers are priced whole" not in printed
+    assert "pp=2 x dp=1 x tp=1 = 2 ranks, schedule 1f1b, 8 microbatches of 2" in printed
     plan = PipelinePlan.load(path)
     # On one data-parallel rank there is nothing to shard: other modes were taken where they cost nothing.
     assert {decision.mode for stage in plan.stages for decision in stage.plan.decisions} == {Mode.NO_SHARD}

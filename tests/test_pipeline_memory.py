@@ -9,7 +9,7 @@ from osdp.schedule import SCHEDULES, make_schedule
 #: States 100, gradients 10 of which the largest is 4, activations 20, and 5 on top in either pass.
 STAGE = StageMemory(
     base=100, gradients=10, kept=20, forward=25, first_backward=27, backward=29, step=118,
-    received=1, sent=2, returned=1, captured=6, transient=5, largest_gradient=4,
+    received=1, sent=2, returned=1, captured=6, input_pass=11, largest_gradient=4,
 )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ class StageMemory:
         received: What comes from other ranks.
         sent: Gradients that come back from other stages.
         returned: Gradients that go back to other ranks.
-        captured: Gradients that wait for the second part of a backward.
-        transient: The most one segment's backward needs beyond what is there when it ends.
+        captured: Gradients that wait for the second part of a backward, less activations that do not.
+        input_pass: The most the first part of a backward needs beyond the activations; it frees none of them.
         largest_gradient: That of the largest operator.
         splits: Whether its backward can be in two parts: gradients go to another stage.
     """
@@ -53,7 +53,7 @@ class StageMemory:
     sent: float = 0.0
     returned: float = 0.0
     captured: float = 0.0
-    transient: float = 0.0
+    input_pass: float = 0.0
     largest_gradient: float = 0.0
     splits: bool = True
 
@@ -131,7 +131,7 @@ class _Walk:
                 self._returned[action.stage] += 1
             case Kind.BACKWARD_INPUT:
                 # Where nothing goes back the second part does all, from the gradients that came.
-                peak = self._held + stage.sent + (stage.captured + stage.transient if stage.splits else 0.0)
+                peak = self._held + stage.sent + (stage.input_pass if stage.splits else 0.0)
                 self._held += stage.waiting
                 self._returned[action.stage] += 1
             case Kind.BACKWARD_WEIGHT:

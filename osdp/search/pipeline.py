@@ -104,21 +104,21 @@ def plan_at(
     layout: Degrees,
     schedule: str,
 ) -> PipelinePlan:
-    """The plan with given cuts, priced as :func:`best_pipeline` prices its own.
+    """The plan with given cuts, priced as those of :func:`best_pipeline` are.
 
     Args:
         bounds: First step of each stage, and the number of steps.
         model_desc: The model.
         flow: Its flow.
         candidate: The microbatches.
-        device: As for :func:`best_pipeline`.
-        rules: As for :func:`best_pipeline`.
-        layout: As for :func:`best_pipeline`.
+        device: As for :func:`best_pipeline`, as ``rules`` and ``layout``.
+        rules: What may be used.
+        layout: Degrees.
         schedule: Name of the schedule.
 
     Raises:
-        InfeasibleError: A stage does not fit the limit.
-        ValueError: The steps cannot be cut there, or there are not as many stages as the schedule has.
+        InfeasibleError: A stage does not fit.
+        ValueError: The steps cannot be cut there, or the schedule has other stages.
     """
     search = _Search(model_desc, flow, candidate, device, rules, layout, schedule, None)
     plan = search.plan_at(tuple(bounds))
@@ -150,7 +150,7 @@ class _Search:
         self._device = device
         self._layout = layout
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
-        # Stages without data parallelism have no buckets: gradients stay where autograd leaves them.
+        # Without data parallelism gradients stay where autograd leaves them.
         self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
@@ -348,10 +348,9 @@ class _Search:
     def _memories(
         self, stages: Sequence[_Stage], sent: Sequence[Transfer], tied: Sequence[tuple[Tie, int]]
     ) -> list[StageMemory]:
-        placement, batch = self._schedule.placement, self._profile.local_batch
-        memories = []
+        placement, memories = self._schedule.placement, []
         for index, stage in enumerate(stages):
-            messages = messages_of(index, sent, placement, self._flow, batch)
+            messages = messages_of(index, sent, placement, self._flow, self._profile.local_batch)
             messages = replace(messages, again=self._made_again(stage.desc, index))
             memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
         if not self._alone:
@@ -364,33 +363,38 @@ class _Search:
         ]
         return without_shared(memories, shared, self._training.num_states)
 
+    def _parts(
+        self, bounds: tuple[int, ...], stages: Sequence[_Stage], memories: Sequence[StageMemory]
+    ) -> list[StagePlan]:
+        parts = []
+        for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
+            # Plans tell whole sizes, whoever holds how much of them.
+            desc = self._stage_desc(self._whole, start, stop)
+            plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            own = self._rank_peak(self._schedule.placement[index], memories, index)
+            parts.append(
+                StagePlan(
+                    modules=stage_modules(self._desc, self._flow, start, stop),
+                    loose=self._loose(start, stop),
+                    plan=replace(plan, predicted=replace(plan.predicted, peak_bytes=own)),
+                    forward_seconds=stage.cost.forward_seconds,
+                    backward_seconds=stage.cost.backward_seconds,
+                    in_flight=self._schedule.in_flight(index),
+                )
+            )
+        return parts
+
     def _rank_peak(self, rank: int, memories: Sequence[StageMemory], only: int | None = None) -> int:
         return math.ceil(rank_peak(self._schedule, rank, memories, self._resident, only).nbytes)
 
     def _assembled(
         self, bounds: tuple[int, ...], stages: Sequence[_Stage], outcome: PipelineOutcome, *, proven: bool
     ) -> PipelinePlan:
-        parts: list[StagePlan] = []
         sent = transfers(self._flow, bounds)
         tied = self._tied(bounds)
         memories = self._memories(stages, sent, tied)
-        peaks = [self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks)]
-        for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
-            # Plans tell whole sizes, whoever holds how much of them.
-            desc = self._stage_desc(self._whole, start, stop)
-            plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
-            own = self._rank_peak(self._schedule.placement[index], memories, index)
-            plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=own))
-            parts.append(
-                StagePlan(
-                    modules=stage_modules(self._desc, self._flow, start, stop),
-                    loose=self._loose(start, stop),
-                    plan=plan,
-                    forward_seconds=stage.cost.forward_seconds,
-                    backward_seconds=stage.cost.backward_seconds,
-                    in_flight=self._schedule.in_flight(index),
-                )
-            )
+        peaks = tuple(self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks))
+        parts = self._parts(bounds, stages, memories)
         gap = max(stage.gap for stage in stages)
         optimal = proven and all(part.plan.optimal for part in parts)
         notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {_how(proven)}",)
@@ -407,7 +411,7 @@ class _Search:
             ties=tuple(tie for tie, _ in tied),
             memory_limit=self._device.memory_limit,
             predicted=pipeline_prediction(self._schedule, parts, outcome, peaks),
-            peaks=tuple(peaks),
+            peaks=peaks,
             bubble=outcome.bubble,
             optimal=optimal,
             notes=notes,

@@ -10,6 +10,7 @@ from osdp.cost.judge import judge
 from osdp.cost.memory import always, root_always
 from osdp.cost.pipeline_memory import StageMemory
 from osdp.cost.situation import Situation, build_situation
+from osdp.cost.timeline import Floats, Timeline
 from osdp.cost.ways import NO_SHARD, plain
 from osdp.flow import Flow, Transfer
 from osdp.layout import is_inside
@@ -90,27 +91,41 @@ def without_shared(
 
 def captured_bytes(desc: ModelDesc, local_batch: int) -> int:
     """Gradients that a split backward keeps: of the outputs of all segments with parameters."""
-    at_batch = sum(
-        math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-        for segment in desc.segments
+    return math.ceil(float(_captured(desc, local_batch).sum()))
+
+
+def _captured(desc: ModelDesc, local_batch: int) -> Floats:
+    """The same by segment."""
+    found = [
+        sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in segment.outputs)
         if segment.operators
-        for spec in segment.outputs
-    )
-    return math.ceil(at_batch * local_batch / desc.local_batch)
+        else 0
+        for segment in desc.segments
+    ]
+    return np.array(found) * (local_batch / desc.local_batch)
+
+
+def _freed_first(desc: ModelDesc, profile: Profile) -> float:
+    """Activations of the loss, which end with the first part: what it was handed, and what it made."""
+    last = max((index for index, segment in enumerate(desc.segments) if segment.operators), default=0)
+    handed, *after = (profile.by_signature[s.signature].forward.live_bytes for s in desc.segments[last:])
+    scale = profile.local_batch / desc.local_batch
+    output = scale * sum(math.prod(o.shape) * DTYPE_BYTES[o.dtype] for o in desc.segments[last].outputs)
+    return max(min(handed, output), 0.0) + sum(max(nbytes, 0) for nbytes in after)
+
+
+def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
+    """The most that the first part of a backward needs beyond the activations, none of which it frees."""
+    lives = np.array([profile.by_signature[s.signature].forward.live_bytes for s in desc.segments])
+    before = np.cumsum(lives) - np.maximum(lives, 0)
+    captured = np.cumsum(_captured(desc, profile.local_batch)[::-1])[::-1]
+    return float(np.max(timeline.backward_high - before + captured, initial=0.0))
 
 
 def stage_memory(
     desc: ModelDesc, profile: Profile, situation: Situation, found: Assignment, messages: Messages
 ) -> StageMemory:
-    """What one stage needs.
-
-    Args:
-        desc: The stage.
-        profile: Its profile.
-        situation: What it was planned in.
-        found: Its plan.
-        messages: What it exchanges.
-    """
+    """What a stage needs that was planned as ``found`` in ``situation`` and exchanges ``messages``."""
     bare = replace(profile, resident_bytes=0)
     if situation.device.world_size == 1:
         found = _one_by_one(found)
@@ -126,9 +141,7 @@ def stage_memory(
     gradients = later["always"] - first["always"]
     timeline, (units, _) = once.timeline, priced(once, found)
     dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
-    # The first part of a backward frees nothing.
-    lives = [profile.by_signature[segment.signature].forward.live_bytes for segment in desc.segments]
-    rises = timeline.backward_high - np.cumsum(lives)
+    captured = captured_bytes(desc, profile.local_batch)
     return StageMemory(
         base=first["always"],
         gradients=gradients,
@@ -140,8 +153,8 @@ def stage_memory(
         received=messages.received,
         sent=messages.sent,
         returned=messages.returned,
-        captured=captured_bytes(desc, profile.local_batch),
-        transient=float(np.max(rises, initial=0.0)),
+        captured=captured - (0 if messages.sent else _freed_first(desc, profile)),
+        input_pass=_input_pass(desc, profile, timeline),
         largest_gradient=max((operator.nbytes for operator in desc.operators), default=0),
         splits=messages.splits,
     )
