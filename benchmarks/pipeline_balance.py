@@ -40,7 +40,7 @@ OURS, LAYERS, MODULES = "ours", "even layers", "even modules"
 #: The same program as ours once more: what the machine alone makes of a ratio.
 AGAIN = "ours again"
 
-NAPS = Naps(0.006, 0.006, 0.006)
+NAPS = Naps(0.010, 0.010, 0.010)
 
 
 @dataclass(frozen=True, slots=True)
