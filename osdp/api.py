@@ -141,14 +141,12 @@ def make_pipeline_plan(
 ) -> PipelinePlan:
     """The fastest plan of stages that fits: where to cut, the schedule, and the sharding of each stage.
 
-    Every rank of the process group calls it alike, as it calls :func:`make_plan`, which says what the other
-    arguments are. The batch is one microbatch on one data-parallel rank.
+    Every rank of the process group calls it alike; the batch is one microbatch on one data-parallel rank.
 
     Args:
         model: The plain model; may be on ``meta``.
         model_desc: Its ModelDesc, or a sample batch to describe it with, which must be of plain tensors.
-        device_info: The DeviceInfo of the data-parallel ranks of one stage; or one of all ranks, or a memory
-            limit, to measure it with.
+        device_info: The DeviceInfo of one stage's data-parallel ranks; or one of all, or a limit, to measure.
         pp: Ranks of a pipeline.
         dp: Data-parallel ranks of each stage; of ``pp`` and ``dp`` one follows from the other.
         tp: Ranks that compute one layer together.
@@ -156,9 +154,9 @@ def make_pipeline_plan(
         schedule: Name of a schedule (:data:`osdp.schedule.SCHEDULES`); the fastest that can run if ``None``.
         training: As for :func:`make_plan`; with one microbatch, and no ``microbatches``, four per rank of a
             pipeline are planned.
-        profile: As for :func:`make_plan`.
+        profile: As for :func:`make_plan`, as ``strategy`` and all that follow it.
         mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; one over all ranks if ``None``.
-        strategy: As for :func:`make_plan`, as all that follow.
+        strategy: A mode to force.
         local_batches: Samples of a microbatch to choose from.
         microbatches: Numbers of microbatches to choose from.
         slices: Numbers of slices.
@@ -176,32 +174,23 @@ def make_pipeline_plan(
         ValueError: The degrees do not fit the ranks, or the model cannot be cut.
     """
     layout, mesh = laid_out(model, mesh, pp, dp, tp)
-    if sequence_parallel and layout.tp == 1:
-        raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
     device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes), mesh)
-    allowed = allowed_modes(strategy, two_step)
-    rules = rules_of(allowed, slices, recompute, False, two_step, False, device)
+    rules = rules_of(allowed_modes(strategy, two_step), slices, recompute, False, two_step, False, device)
     batch = sample or SampleBatch.from_desc(description)
-    if layout.tp > 1:
-        part = one_rank(
-            model, batch, description, layout.tp, sequence_parallel, loss_fn=loss_fn, policy=auto_wrap_policy
-        )
-        own, desc = part.model, part.desc.desc
-        measure = profiler_of(own, desc, batch, device, profile, data, loss_fn, cache_dir)
-        measure, tensor = part.profiler(description, device, measure), part.desc
-    else:
-        measure = profiler_of(model, description, sample, device, profile, data, loss_fn, cache_dir)
-        tensor = None
+    options: dict[str, Any] = {"loss_fn": loss_fn, "policy": auto_wrap_policy}
+    part = one_rank(model, batch, description, layout.tp, sequence_parallel, **options)
+    measure = profiler_of(part.model, part.desc, batch, device, profile, data, loss_fn, cache_dir)
+    measure = part.profiler(description, device, measure)
     candidates = batches(training, local_batches, microbatches, measure)
     names = usable_schedules(schedule, layout, training)
 
     def search() -> PipelinePlan:
         with allowed_to_run(model):
             flow = trace_flow(model, batch)
-        return best_pipeline(description, flow, candidates, device, rules, layout, names, tensor)
+        return best_pipeline(description, flow, candidates, device, rules, layout, names, part.shared)
 
     return from_first_rank(search)
 

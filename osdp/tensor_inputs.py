@@ -30,15 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OneRank:
-    """What is planned for where several ranks compute layers together.
+    """What is planned for: a model, or the part of it that one of several ranks computes.
 
     Attributes:
-        model: The part of the model that one of them computes, without weights.
+        model: The model; if it is a part, without weights.
         desc: Its description.
+        shared: What of it is shared with other ranks; ``None`` if it is the whole model.
     """
 
     model: nn.Module
-    desc: RankDesc
+    desc: ModelDesc
+    shared: RankDesc | None = None
 
     def profiler(
         self,
@@ -56,9 +58,11 @@ class OneRank:
 
         def profiled(training: Training) -> Profile:
             profile = measure(training)
+            if self.shared is None:
+                return profile
             if profile.model == whole.fingerprint:
-                profile = part_profile(whole, profile, self.desc)
-            return with_exchanges(profile, self.desc, device)
+                profile = part_profile(whole, profile, self.shared)
+            return with_exchanges(profile, self.shared, device)
 
         return profiled
 
@@ -87,13 +91,17 @@ def one_rank(
     Raises:
         ValueError: The layers cannot be shared by so many ranks; says why.
     """
+    if degree == 1:
+        if sequence_parallel:
+            raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
+        return OneRank(model, whole)
     options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
     plan = from_first_rank(lambda: derive(model, batch, degree, **options))
     atoms: Sequence[str] = policy_atoms(model, policy) if policy is not None else marked_modules(model)
     with allowed_to_run(model):
         part, log = imagine(skeleton(model, on_meta), plan)
         desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
-    return OneRank(part, desc)
+    return OneRank(part, desc.desc, desc)
 
 
 def with_tensor_links(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:

@@ -10,7 +10,7 @@ from osdp.device_info import StageLink
 from osdp.profiler.probe import synchronize
 
 _SIZES = (2**12, 2**18, 2**21)
-_REPEATS = 5
+_REPEATS = 11
 #: Seconds that a size may take before larger ones are left out.
 _LONG = 0.2
 

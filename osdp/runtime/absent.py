@@ -8,7 +8,7 @@ positions) goes on as ever.
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 #: What these return has values of its own, whatever it was made like.
 _FACTORIES = frozenset(
@@ -35,7 +35,7 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Shapes by torch's own rules, on ``meta``."""
-        device = next(t.device for t in _tensors((args, kwargs)) if isinstance(t, Absent))
+        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Absent))
         if func in _FACTORIES:
             like, *rest = args
             stand_in = torch.empty((), dtype=like.dtype, device=device).expand(like.shape)
@@ -43,6 +43,8 @@ class Absent(torch.Tensor):
         args, kwargs = tree_map(_on_meta, (args, _without_device(kwargs or {})))
         try:
             result = func(*args, **kwargs)
+        # Both are what torch raises for want of values on ``meta``: item() the second, operators without a
+        # rule for shapes the first. The cause is chained, should it be another.
         except (NotImplementedError, RuntimeError) as error:
             raise AbsentError(f"{func} needs the values of a tensor that another stage holds") from error
         return tree_map(lambda leaf: absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
@@ -68,9 +70,3 @@ def _on_meta(leaf: Any) -> Any:
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
-    return found

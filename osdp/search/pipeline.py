@@ -25,13 +25,13 @@ from osdp.model_desc import DTYPE_BYTES, ModelDesc
 from osdp.pipeline_plan import PipelinePlan, StagePlan, Tie
 from osdp.plan import Mode
 from osdp.profile import Profile
-from osdp.schedule import AHEAD, Schedule, make_schedule
+from osdp.schedule import AHEAD, make_schedule
 from osdp.search.pipeline_outcome import no_pipeline, pipeline_prediction
 from osdp.search.planning import Candidate, stage_plan, with_shared_buckets
 from osdp.search.root import root_wire
-from osdp.search.rules import Rules
+from osdp.search.rules import Rules, stage_rules
 from osdp.search.sharding import Assignment, least_peak, priced, solve_bounded
-from osdp.search.stage_desc import stage_desc, stage_modules, step_segments, ties_of
+from osdp.search.stage_desc import segment_bounds, stage_desc, stage_modules, ties_of
 from osdp.search.stage_memory import captured_bytes, made_again, messages_of, stage_memory, without_shared
 from osdp.search.stages import partition
 from osdp.tensor_desc import RankDesc
@@ -154,8 +154,8 @@ class _Search:
         self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
         per_rank = self._schedule.num_stages // layout.pp
         self._limit = device.memory_limit // per_rank
-        self._rules = _stage_rules(rules, self._schedule, layout)
-        self._segments = _bounds(self._desc, flow)
+        self._rules = stage_rules(rules, self._schedule, layout)
+        self._segments = segment_bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
         found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
         scale = device.ranks_per_core if candidate.profile.measured else 1
@@ -260,7 +260,7 @@ class _Search:
 
     def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
         modules = stage_modules(desc, self._flow, start, stop)
-        first = _bounds(desc, self._flow)
+        first = segment_bounds(desc, self._flow)
         segments = (first[start], first[stop])
         return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
 
@@ -397,7 +397,8 @@ class _Search:
         parts = self._parts(bounds, stages, memories)
         gap = max(stage.gap for stage in stages)
         optimal = proven and all(part.plan.optimal for part in parts)
-        notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {_how(proven)}",)
+        cut = "is proven best" if proven else "is the best of those that were priced"
+        notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {cut}",)
         return PipelinePlan(
             model=self._whole.fingerprint,
             device=self._device.fingerprint,
@@ -416,26 +417,3 @@ class _Search:
             optimal=optimal,
             notes=notes,
         )
-
-
-def _bounds(desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
-    """First segment of each step, the first one's being the first of all, and the number of segments."""
-    return (0, *step_segments(desc, flow)[1:], len(desc.segments))
-
-
-def _how(proven: bool) -> str:
-    return "is proven best" if proven else "is the best of those that were priced"
-
-
-def _stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
-    """What may be used in a stage.
-
-    On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
-    parameters from the first forward to the last backward, as NO_SHARD does.
-    """
-    if layout.dp == 1 and len(rules.allowed) > 1:
-        return replace(rules, allowed=(Mode.NO_SHARD,))
-    several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
-    if not several or len(rules.allowed) == 1:
-        return rules
-    return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))

@@ -35,6 +35,11 @@ def step_segments(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
     return tuple(found)
 
 
+def segment_bounds(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
+    """First segment of each step, the first one's being the first of all, and the number of segments."""
+    return (0, *step_segments(model_desc, flow)[1:], len(model_desc.segments))
+
+
 def _length(segments: Sequence[Segment], start: int, step: Step) -> int:
     stop = start
     while stop < len(segments) and is_inside(segments[stop].module, step.module):
