@@ -9,19 +9,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
-from osdp.api import make_pipeline_plan
 from osdp.device_info import StageLink
 from osdp.errors import PlanMismatchError
 from osdp.inputs import usable_schedules
 from osdp.layout import Degrees, degrees
 from osdp.pipeline_plan import PipelinePlan
+from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
+from osdp.profiler.flow import trace_flow
 from osdp.runtime import checkpoint
+from osdp.search.pipeline import plan_at
+from osdp.search.planning import Candidate
+from osdp.search.rules import Rules
 from tests import distributed
 from tests.stage_nets import TiedNet, batch, loss_fn, targets
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
+RECOMPUTE = Rules(recompute=True)
 
 
 def devices(dp: int, memory_limit: int = 2**30) -> DeviceInfo:
@@ -132,32 +137,30 @@ def test_stages_beside_data_and_tensor_parallelism() -> None:
 # -- dropout, meta, refusals ------------------------------------------------------------------------------
 
 
-def gradients_with_dropout(recomputed: bool) -> dict[str, torch.Tensor]:
-    model = wrapped(net(dropout=0.5), pp=2, schedule="gpipe")
-    if recomputed:
-        # A limit that only recomputation meets; dropout must draw the same again.
-        peak = model.plan.predicted.peak_bytes
-        plan = with_limit(peak - 1)
-        assert any(stage.plan.recomputed for stage in plan.stages)
-        model = OSDP(net(dropout=0.5), plan=plan)
+def halves(limit: int) -> PipelinePlan:
+    """Two stages cut in the middle: only where the same rank computes a block does it draw the same."""
+    model, training = net(dropout=0.5), Training(local_batch=2, microbatches=PARTS)
+    model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
+    middle = [step.module for step in flow.steps].index("blocks.2")
+    candidate = Candidate(training, estimate(model_desc, devices(1), training))
+    bounds, layout = (0, middle, len(flow.steps)), Degrees(2, 1, 1)
+    return plan_at(bounds, model_desc, flow, candidate, devices(1, limit), RECOMPUTE, layout, "gpipe")
+
+
+def gradients_with_dropout(plan: PipelinePlan) -> dict[str, torch.Tensor]:
+    model = OSDP(net(dropout=0.5), plan=plan)
     torch.manual_seed(5)
     model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def with_limit(limit: int) -> PipelinePlan:
-    training = Training(local_batch=3, microbatches=PARTS)
-    model = net(dropout=0.5)
-    model_desc = ModelDesc.from_module(model, batch(3))
-    device = devices(1, limit)
-    profile = estimate(model_desc, device, training)
-    return make_pipeline_plan(
-        model, model_desc, device, pp=2, schedule="gpipe", training=training, profile=profile
-    )
-
-
 def dropout_and_meta() -> None:
-    kept, again = gradients_with_dropout(False), gradients_with_dropout(True)
+    roomy = halves(2**30)
+    # A limit that only recomputation meets; dropout must draw the same again.
+    tight = halves(roomy.predicted.peak_bytes - 1)
+    assert any(stage.plan.recomputed for stage in tight.stages)
+    kept, again = gradients_with_dropout(roomy), gradients_with_dropout(tight)
+    assert kept.keys() == again.keys()
     for name, gradient in kept.items():
         assert torch.equal(gradient, again[name]), name
     with torch.device("meta"):
