@@ -254,12 +254,7 @@ class OSDP(nn.Module):
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
         self._optimizer_check.end_if_accepted()
-        if isinstance(self.plan, PipelinePlan) and self.plan.pp > 1:
-            raise RuntimeError(
-                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
-                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
-            )
-        return self.module(*args, **kwargs)
+        return self._applied.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all.

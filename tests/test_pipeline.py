@@ -122,7 +122,26 @@ def test_stages_train_as_a_single_process_under_every_schedule() -> None:
     distributed.run(2, stages_alone, timeout=120)
 
 
+def check_call(**options: Any) -> None:
+    """One stage is called as any model is, and its backward leaves the mean of the ranks' gradients."""
+    reference, model = net(), wrapped(net(), **options)
+    dp = model.mesh["dp"].size()
+    where = model.mesh["dp"].get_local_rank()
+    mine = slice(where * 8 // dp, (where + 1) * 8 // dp)
+    logits = model(**{name: value[mine] for name, value in batch(8).items()})
+    wanted = reference(**batch(8))
+    assert difference(logits.detach(), wanted[mine].detach()) < 1e-5
+    logits.square().sum().backward()
+    (wanted.square().sum() / dp).backward()
+    gradients = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        wanted_gradient = gradients[name].grad
+        assert parameter.grad is not None and wanted_gradient is not None
+        assert difference(whole(parameter.grad), wanted_gradient) < 1e-5, name
+
+
 def stages_beside_data() -> None:
+    check_call(tp=2, dp=2, strategy="FULL_SHARD")
     for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", None):
         check_steps({"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": strategy})
     check_steps({"pp": 2, "schedule": "interleaved", "strategy": "FULL_SHARD"})

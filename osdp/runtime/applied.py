@@ -86,6 +86,10 @@ class AppliedPlan:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(requires_gradient_sync)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.model(*args, **kwargs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all."""

@@ -100,6 +100,19 @@ class AppliedPipeline:
             )
         return schedule
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, if one stage is all of it.
+
+        Raises:
+            RuntimeError: It is cut into stages, of which this rank has only some.
+        """
+        if len(self.plan.stages) > 1:
+            raise RuntimeError(
+                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
+                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
+            )
+        return self.stages[0].stage.forward((), args, kwargs).result
+
     @property
     def computes(self) -> bool:
         """Whether modules may hold what forward and backward compute with, rather than what is stored."""
