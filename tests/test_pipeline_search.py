@@ -1,5 +1,6 @@
 """The search of pipelines, against pricing every cut."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -77,6 +78,34 @@ def test_a_limit_leaves_the_best_of_what_fits() -> None:
     assert best.samples_per_second >= 0.99 * max(plan.samples_per_second for plan in fits)
     with pytest.raises(InfeasibleError):
         found(2, peaks[0] - 1, ("1f1b",))
+
+
+def test_slower_ranks_get_less_to_do() -> None:
+    model_desc, flow, candidate, device = problem(6)
+    bounds, last = {}, len(flow.steps)
+    for slowdowns in ((), (1.0, 4.0), (4.0, 1.0)):
+        unequal = replace(device, slowdowns=slowdowns)
+        best = best_pipeline(model_desc, flow, [candidate], unequal, RULES, LAYOUT, ("1f1b",))
+        priced = {
+            cut: plan_at(
+                (0, cut, len(flow.steps)), model_desc, flow, candidate, unequal, RULES, LAYOUT, "1f1b"
+            )
+            for cut in flow.cuts
+        }
+        fastest = max(priced.values(), key=lambda plan: plan.samples_per_second)
+        assert best.samples_per_second == fastest.samples_per_second
+        bounds[slowdowns] = len(best.stages[0].modules)
+    assert bounds[4.0, 1.0] < bounds[()] < bounds[1.0, 4.0]
+    with pytest.raises(ValueError, match="3 ranks of a pipeline, there are pp=2"):
+        best_pipeline(
+            model_desc,
+            flow,
+            [candidate],
+            replace(device, slowdowns=(1.0, 1.0, 2.0)),
+            RULES,
+            LAYOUT,
+            ("1f1b",),
+        )
 
 
 def test_schedules_with_too_many_stages_are_passed_over() -> None:

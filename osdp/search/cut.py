@@ -71,6 +71,11 @@ class CutSearch:
         self._flow = flow
         self._profile = candidate.profile
         self._training = candidate.training
+        if device.slowdowns and len(device.slowdowns) != layout.pp:
+            raise ValueError(
+                f"device_info knows slowdowns of {len(device.slowdowns)} ranks of a pipeline, there are "
+                f"pp={layout.pp}; measure them in this layout, or leave them out"
+            )
         self._device = device
         self._layout = layout
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
@@ -83,10 +88,13 @@ class CutSearch:
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
         found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
         scale = device.ranks_per_core if candidate.profile.measured else 1
-        seconds = [scale * p.seconds + p.exchange_seconds for s in found for p in (s.forward, s.backward)]
-        seconds = [sum(pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
-        self._prefix = np.concatenate([[0.0], np.cumsum(seconds)])
-        self._planned: dict[tuple[int, int, int], _Stage | None] = {}
+        seconds = [
+            [scale * (s.forward.seconds + s.backward.seconds) for s in found],
+            [s.forward.exchange_seconds + s.backward.exchange_seconds for s in found],
+        ]
+        #: Seconds of compute, and of exchanges between tensor-parallel ranks, before each segment.
+        self._prefix = np.concatenate([[[0.0], [0.0]], np.cumsum(seconds, axis=1)], axis=1)
+        self._planned: dict[tuple[int, int, int, float], _Stage | None] = {}
 
     def plan(self) -> PipelinePlan | None:
         """The best plan; ``None`` if none fits."""
@@ -141,7 +149,12 @@ class CutSearch:
     # One stage
 
     def _lower(self, stage: int, start: int, stop: int) -> float:
-        return float(self._prefix[self._segments[stop]] - self._prefix[self._segments[start]])
+        compute, exchanges = self._prefix[:, self._segments[stop]] - self._prefix[:, self._segments[start]]
+        return float(self._slowdown(stage) * compute + exchanges)
+
+    def _slowdown(self, stage: int) -> float:
+        slowdowns = self._device.slowdowns
+        return slowdowns[self._schedule.placement[stage]] if slowdowns else 1.0
 
     def _seconds(self, stage: int, start: int, stop: int) -> float:
         planned = self._stage(stage, start, stop)
@@ -152,7 +165,7 @@ class CutSearch:
         return max(exact, self._lower(stage, start, stop))
 
     def _stage(self, stage: int, start: int, stop: int) -> _Stage | None:
-        key = (start, stop, self._schedule.in_flight(stage))
+        key = (start, stop, self._schedule.in_flight(stage), self._slowdown(stage))
         if key not in self._planned:
             self._planned[key] = self._solved(stage, start, stop)
         return self._planned[key]
@@ -198,7 +211,7 @@ class CutSearch:
         if self._schedule.splits_backward:
             beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
         profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
-        return desc, profile
+        return desc, profile.slowed(self._slowdown(stage))
 
     def _made_again(self, desc: ModelDesc, start: int) -> float:
         return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
