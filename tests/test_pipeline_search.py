@@ -87,9 +87,7 @@ def test_slower_ranks_get_less_to_do() -> None:
         unequal = replace(device, slowdowns=slowdowns)
         best = best_pipeline(model_desc, flow, [candidate], unequal, RULES, LAYOUT, ("1f1b",))
         priced = {
-            cut: plan_at(
-                (0, cut, len(flow.steps)), model_desc, flow, candidate, unequal, RULES, LAYOUT, "1f1b"
-            )
+            cut: plan_at((0, cut, last), model_desc, flow, candidate, unequal, RULES, LAYOUT, "1f1b")
             for cut in flow.cuts
         }
         fastest = max(priced.values(), key=lambda plan: plan.samples_per_second)
