@@ -91,7 +91,7 @@ def test_slower_ranks_get_less_to_do() -> None:
             for cut in flow.cuts
         }
         fastest = max(priced.values(), key=lambda plan: plan.samples_per_second)
-        assert best.samples_per_second == fastest.samples_per_second
+        assert best.samples_per_second >= 0.99 * fastest.samples_per_second
         bounds[slowdowns] = len(best.stages[0].modules)
     assert bounds[4.0, 1.0] < bounds[()] < bounds[1.0, 4.0]
     with pytest.raises(ValueError, match="3 ranks of a pipeline, there are pp=2"):

@@ -1,7 +1,9 @@
 """``apply_pipeline``: a model under a pipeline plan, its stages sharded each by itself."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
-from osdp.runtime.tensor_parallel import parallelize
+from osdp.runtime.tensor_parallel import imagine, parallelize
 from osdp.runtime.ties import TiedCopy, tied_copies
 from osdp.schedule import Schedule, make_schedule
 
@@ -82,8 +84,8 @@ class AppliedPipeline:
 
                 named[name] = stored
         copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group, self._level)
-        for copy in copies:
-            copy.start_equal()
+        for tied in copies:
+            tied.start_equal()
         return copies
 
     def _level(self) -> None:
@@ -194,7 +196,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     named = plan.training.param_dtype
     computed: torch.dtype | None = None if named is None else getattr(torch, named)
-    twins = twins_of(model, plan.modules, computed)
+    twins = twins_of(_computed_by_one(model, plan), plan.modules, computed)
     # All are built of the plain model before any of them is changed.
     built = [
         build_stage(
@@ -222,6 +224,18 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
+
+
+def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
+    """What one rank computes of the model: values between modules, such as biases of heads, are parts."""
+    if plan.tensor is None:
+        return model
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    # What goes from stage to stage is whole, also where blocks share the sequence inside.
+    part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
+    return part
 
 
 def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
