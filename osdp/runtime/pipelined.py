@@ -20,12 +20,13 @@ from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
+from osdp.runtime.owners import owned_parameters
 from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
 from osdp.runtime.tensor_parallel import imagine, parallelize
-from osdp.runtime.ties import TiedCopy, tied_copies
+from osdp.runtime.ties import TiedCopies, tied_copies
 from osdp.schedule import Schedule, make_schedule
 
 
@@ -73,7 +74,7 @@ class AppliedPipeline:
             device=device_of(mesh),
         )
 
-    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopy, ...]:
+    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopies, ...]:
         named = {}
         for running in self.stages.values():
             for name, parameter in running.stage.model.named_parameters():
@@ -135,7 +136,7 @@ class AppliedPipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their joint norm is at most ``max_norm``."""
-        copies = {id(copy.parameter()) for copy in self._tied if not copy.owned}
+        copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
         return clip_grad_norm_(
             self.stored_parameters(),
             max_norm,
@@ -149,7 +150,7 @@ class AppliedPipeline:
     @property
     def owners(self) -> dict[str, str]:
         """For each tied copy that another stage owns, its name there."""
-        return {copy.name: copy.owner for copy in self._tied if copy.name != copy.owner}
+        return {name: tied.owner for tied in self._tied for name in tied.names if name != tied.owner}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Not for stages.
@@ -215,8 +216,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     stages: dict[int, RunningStage] = {}
     homes: dict[str, Stage] = {}
     level_groups(mesh, device_of(mesh))
+    taken: set[int] = set()
     for stage in built:
         modules = plan.stages[stage.index].modules
+        if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
+            _hold_apart(stage.model, taken)
         stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
         level_groups(mesh, device_of(mesh))
         stage.watch(modules)
@@ -236,6 +240,15 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     # What goes from stage to stage is whole, also where blocks share the sequence inside.
     part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
+
+
+def _hold_apart(model: nn.Module, taken: set[int]) -> None:
+    """Give a stage copies of what another stage of this rank has: each shards and reduces its own."""
+    for owned in owned_parameters(model).values():
+        parameter = owned.parameter
+        if id(parameter) in taken:
+            owned.register(nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+        taken.add(id(parameter))
 
 
 def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:

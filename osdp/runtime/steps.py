@@ -13,7 +13,7 @@ from osdp.runtime.losses import LossFn
 from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
-from osdp.runtime.ties import TiedCopy
+from osdp.runtime.ties import TiedCopies
 from osdp.schedule import Schedule
 
 
@@ -38,7 +38,7 @@ class Steps:
         *,
         data_group: dist.ProcessGroup,
         stage_group: dist.ProcessGroup | None = None,
-        tied: Sequence[TiedCopy] = (),
+        tied: Sequence[TiedCopies] = (),
         device: torch.device,
     ) -> None:
         self._pipeline = pipeline
@@ -69,8 +69,8 @@ class Steps:
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule)
         losses = self._pipeline.train(plan, parts, loss_fn)
         total, count = losses.join(self._data_group, self._stage_group)
-        for copy in self._tied:
-            copy.add_gradients()
+        for copies in self._tied:
+            copies.add_gradients()
         # Data-parallel reduction has averaged over ranks. Nothing counted leaves gradients of zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
         return (total / count).float()
