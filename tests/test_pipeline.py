@@ -14,6 +14,7 @@ from osdp.errors import PlanMismatchError
 from osdp.inputs import usable_schedules
 from osdp.layout import Degrees, degrees
 from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Mode
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
 from osdp.profiler.flow import trace_flow
@@ -22,7 +23,7 @@ from osdp.search.pipeline import plan_at
 from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
 from tests import distributed
-from tests.stage_nets import TiedNet, batch, loss_fn, targets
+from tests.stage_nets import LateTiedNet, TiedNet, batch, loss_fn, targets
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
@@ -74,7 +75,10 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def check_steps(options: dict[str, Any], limit: float = 1e-5) -> None:
     """Three steps with an optimizer, of other lengths and numbers of samples, against a single process."""
-    reference, model = net(), wrapped(net(), **options)
+    compare_steps(net(), wrapped(net(), **options), options, limit)
+
+
+def compare_steps(reference: nn.Module, model: OSDP, options: dict[str, Any], limit: float = 1e-5) -> None:
     world = dist.get_world_size()
     dp = options.get("dp", world // (options.get("pp", 1) * options.get("tp", 1)))
     where = dist.get_rank() // options.get("tp", 1) % dp
@@ -140,7 +144,45 @@ def check_call(**options: Any) -> None:
         assert difference(whole(parameter.grad), wanted_gradient) < 1e-5, name
 
 
-def stages_beside_data() -> None:
+def late_tied() -> LateTiedNet:
+    torch.manual_seed(0)
+    return LateTiedNet()
+
+
+def check_tie_on_one_rank(mode: Mode, path: str) -> None:
+    """Stages 1 and 3 of four are on the second rank; the embedding is in one, the head in the other."""
+    model, training = late_tied(), Training(local_batch=2, microbatches=PARTS)
+    model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
+    candidate = Candidate(training, estimate(model_desc, devices(2), training))
+    bounds, layout = (0, 1, 3, 5, len(flow.steps)), Degrees(2, 2, 1)
+    rules = Rules(allowed=(mode,))
+    plan = plan_at(bounds, model_desc, flow, candidate, devices(2), rules, layout, "interleaved")
+    assert plan.ties[0].stages == (1, 3)
+    staged = OSDP(late_tied(), plan=plan)
+    compare_steps(late_tied(), staged, {"pp": 2, "dp": 2})
+    # The optimizer's state of the owner serves both copies.
+    optimizer = torch.optim.AdamW(staged.parameters(), lr=0.01)
+    mine = slice(dist.get_rank() % 2 * 5, dist.get_rank() % 2 * 5 + 5)
+    inputs = {name: value[mine] for name, value in batch(SAMPLES).items()}
+    staged.train_step(inputs, targets(SAMPLES)[mine], loss_fn)
+    optimizer.step()
+    checkpoint.save(path, staged, optimizer)
+    plain = late_tied()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    checkpoint.load(path, plain, plain_optimizer)
+    again = OSDP(late_tied(), plan=plan)
+    optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
+    checkpoint.load(path, again, optimizer)
+    state = plain_optimizer.state[plain.embed.weight]["exp_avg"]
+    for name, parameter in again.named_parameters():
+        if name in ("embed.weight", "head.weight"):
+            assert torch.equal(whole(parameter.detach()), plain.embed.weight.detach())
+            assert torch.equal(whole(optimizer.state[parameter]["exp_avg"]), state)
+
+
+def stages_beside_data(folder: str) -> None:
+    for mode in (Mode.FULL_SHARD, Mode.NO_SHARD):
+        check_tie_on_one_rank(mode, f"{folder}/{mode}")
     check_call(tp=2, dp=2, strategy="FULL_SHARD")
     for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", None):
         check_steps({"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": strategy})
@@ -149,8 +191,8 @@ def stages_beside_data() -> None:
     check_steps({"pp": 2, "tp": 2})
 
 
-def test_stages_beside_data_and_tensor_parallelism() -> None:
-    distributed.run(4, stages_beside_data, timeout=180)
+def test_stages_beside_data_and_tensor_parallelism(tmp_path: Any) -> None:
+    distributed.run(4, stages_beside_data, str(tmp_path), timeout=180)
 
 
 # -- dropout, meta, refusals ------------------------------------------------------------------------------
