@@ -9,7 +9,7 @@ from benchmarks.launch import ended_cleanly
 
 _ROOT = Path("/sys/fs/cgroup")
 #: Microseconds within which the share is used up: well below a layer's time.
-_PERIOD = 5000
+_PERIOD = 20000
 
 
 class ShareUnavailableError(RuntimeError):
@@ -39,7 +39,7 @@ def limited(share: float) -> Iterator[list[str]]:
         except OSError as error:
             raise ShareUnavailableError(f"slower hosts need root and control groups: {error}") from error
         try:
-            yield ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(group / "cgroup.procs")]
+            yield ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
         finally:
             # Whoever is left would keep it; all ranks have ended by now.
             group.rmdir()

@@ -178,7 +178,8 @@ def _prefixes(contest: Contest) -> Iterator[tuple[list[list[str]], dict[str, str
         emulated = stack.enter_context(hosts(contest.ranks, BITS_PER_SECOND))
         slow = [stack.enter_context(limited(share)) if share < 1 else [] for share in contest.shares]
         on_hosts = emulated.prefixes(contest.ranks)
-        yield [[*host, *share] for host, share in zip(on_hosts, slow, strict=True)], emulated.environment
+        # First, since a network namespace hides the control groups.
+        yield [[*share, *host] for host, share in zip(on_hosts, slow, strict=True)], emulated.environment
 
 
 def _row(name: str, kind: str, found: dict[str, Any], best: str, expected: float) -> Row:
