@@ -17,7 +17,8 @@ from osdp.search.chain import (
     TOLERANCE,
     ChainProblem,
     ChainSolution,
-    row_prices,
+    Guide,
+    relaxation,
 )
 from osdp.search.polish import polish
 from osdp.search.problem import arrangements, candidates_of, chain_problem
@@ -26,7 +27,7 @@ from osdp.search.seeds import best_seed
 from osdp.search.space import build_space, root_dtype
 
 Floats = NDArray[np.float64]
-Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
+Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
 
 #: Chains of at most so many items are small: there the search may be wider still.
 _SMALL = 6
@@ -88,17 +89,18 @@ class CutSearch:
         self.bound = min(upper, probe.bound)
         if probe.bound >= upper:
             return None
-        best = self._anything_that_fits()
-        if self.impossible:
-            self.bound = upper
-            return None
+        best = None
         if np.isinf(upper):
             # Nothing that fits is known yet: a search that starts from a plan never ends without one.
+            best = self._anything_that_fits()
+            if self.impossible:
+                self.bound = upper
+                return None
             seed = best_seed(self._situation, self._space, self._root, self._limit)
             best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
-            best = best if best[0].seconds < upper else None
-            upper = best[0].seconds if best is not None else upper
+            upper = best[0].seconds
+            self._cut_time(best[0].cut)
         widths, rounds, looks = FIRST_LOOK, 0, 0
         while rounds < _LAST_ROUNDS and (looks < _MOST_LOOKS or best is None):
             rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
@@ -199,17 +201,17 @@ class CutSearch:
         constant = np.array([constant for _, constant in (*objectives, *bounded)])
         caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
         times = len(objectives)
-        prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
-        if prices is None:
+        guide = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        if guide is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
         # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
         names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
-        active = [k for k, name in enumerate(names) if prices[k] > 0 or k == 0 or name in self._needed]
+        active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
             problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
-            solution = self._solver(problem, upper, widths)
+            solution = self._solver(problem, upper, widths, guide.of_rows(active))
             if solution.paths is None:
                 return _Relaxed(solution.value, solution.bound)
             index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
