@@ -20,7 +20,7 @@ from osdp.search.chain import (
     Guide,
     relaxation,
 )
-from osdp.search.polish import polish
+from osdp.search.polish import Pattern, patterns_of, polish
 from osdp.search.problem import arrangements, candidates_of, chain_problem
 from osdp.search.rules import Rules
 from osdp.search.seeds import best_seed
@@ -72,6 +72,8 @@ class CutSearch:
         #: Whether the rows prove that nothing fits.
         self.impossible = False
         self._needed: set[TimeCut | Moment] = set()
+        #: Patterns of items in the answers so far, whether they fit or not.
+        self._patterns: dict[Pattern, None] = {}
         self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
@@ -142,7 +144,9 @@ class CutSearch:
         """An answer that is not proven best, after a bounded number of improvements."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
-        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome)
+        return polish(
+            self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns
+        )
 
     def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
@@ -225,6 +229,7 @@ class CutSearch:
             active = sorted([*active, worst])
         options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
+        self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
     def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
