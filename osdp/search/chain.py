@@ -212,6 +212,17 @@ def _last_edges(template: Template, edges: Floats) -> list[Ints]:
     return last
 
 
+def _from_start(template: Template, edges: Floats) -> Floats:
+    """Least cost from the item's beginning to each position, shape ``(size + 1,)``."""
+    distance = np.full(template.size + 1, np.inf)
+    distance[0] = 0.0
+    for position in range(1, template.size + 1):
+        index = np.flatnonzero(template.stop == position)
+        if len(index):
+            distance[position] = (distance[template.start[index]] + edges[index]).min()
+    return distance
+
+
 def _to_end(template: Template, edges: Floats) -> Floats:
     """Least cost from each position to the item's end, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
@@ -307,16 +318,19 @@ class _Search:
         index, count, cheapest = self._distinct[number][1], self._counts[number], self._cheapest[number]
         template, ahead = self._problem.templates[self._distinct[number][0]], self._ahead[number]
         rows, edges = template.rows[index], template.rows[index] @ self._weights
-        remaining = _to_end(template, edges)
+        before, remaining = _from_start(template, edges), _to_end(template, edges)
         room = left + ahead[0]
+        # What no path within the gap and the room can take.
+        dearest = before[template.start] + edges + remaining[template.stop] - cheapest
+        useful = np.flatnonzero((dearest < gap))
         none = np.zeros((1, rows.shape[1]))
         fronts: list[tuple[Floats, list[tuple[int, ...]]]] = [(none, [()])]
         lost = np.inf
         for position in range(1, template.size + 1):
             parts, paths = [none[:0]], []
-            for edge in np.flatnonzero(template.stop == position).tolist():
-                before, taken = fronts[template.start[edge]]
-                parts.append(before + rows[edge])
+            for edge in useful[template.stop[useful] == position].tolist():
+                sums, taken = fronts[template.start[edge]]
+                parts.append(sums + rows[edge])
                 paths += [(*path, edge) for path in taken]
             sums = np.concatenate(parts)
             excess = sums @ self._weights + remaining[position] - cheapest

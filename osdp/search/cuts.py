@@ -74,7 +74,9 @@ class CutSearch:
         self._needed: set[TimeCut | Moment] = set()
         #: Patterns of items in the answers so far, whether they fit or not.
         self._patterns: dict[Pattern, None] = {}
-        self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
+        #: What follows a first look at the same rows.
+        self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
+        self._guides: dict[tuple[int, int], Guide | None] = {}
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
 
@@ -160,7 +162,7 @@ class CutSearch:
         patience = _LEAN_ROUNDS
         while True:
             upper = best[0].peak
-            found = self._relaxed(list(self._moments.values()), [], upper, self._last_word)
+            found = self._relaxed(list(self._moments.values()), [], upper, (*FIRST_LOOK, *self._last_word))
             outcome = found.outcome
             if outcome is None:
                 return best
@@ -205,7 +207,11 @@ class CutSearch:
         constant = np.array([constant for _, constant in (*objectives, *bounded)])
         caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
         times = len(objectives)
-        guide = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        # Rows are only ever added: their numbers say which they are.
+        key = times, len(bounded)
+        if key not in self._guides:
+            self._guides[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        guide = self._guides[key]
         if guide is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
