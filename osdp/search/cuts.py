@@ -38,8 +38,9 @@ _LAST_ROUNDS = 3
 _PROOF_ROUNDS = 4
 #: Rounds without a lower peak after which the search for the lowest one ends.
 _LEAN_ROUNDS = 12
-#: Rounds of cuts on larger chains; what further ones win, :mod:`osdp.search.polish` wins faster.
-_MOST_LOOKS = 16
+#: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
+#: :mod:`osdp.search.polish` wins faster.
+_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 8
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -93,8 +94,9 @@ class CutSearch:
         self.bound = min(upper, probe.bound)
         if probe.bound >= upper:
             return None
-        best = None
+        best, most_looks = None, _LOOKS_TO_BEAT
         if np.isinf(upper):
+            most_looks = _MOST_LOOKS
             # Nothing that fits is known yet: a search that starts from a plan never ends without one.
             best = self._anything_that_fits()
             if self.impossible:
@@ -106,7 +108,7 @@ class CutSearch:
             upper = best[0].seconds
             self._cut_time(best[0].cut)
         widths, rounds, looks = FIRST_LOOK, 0, 0
-        while rounds < _LAST_ROUNDS and (looks < _MOST_LOOKS or best is None):
+        while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
             rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
             found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
             self.bound = min(upper, max(found.bound, self.bound))
