@@ -157,4 +157,6 @@ def _slicing(module: nn.Module, decision: Decision) -> Slicing:
     """How ``module``, one of those that share a weight, is cut as the operator is."""
     kind = kind_of(module)
     by = decision.sliced_by if kind is None else slice_along(kind, decision.sliced_by)
-    return Slicing(decision.slices, by)
+    # Of a tied weight only the head needs its slices in backward.
+    kept = 0 if kind == "embedding" and len(decision.modules) > 1 else decision.slices_kept
+    return Slicing(decision.slices, by, num_kept=kept)
