@@ -14,7 +14,7 @@ from osdp.cost.memory import Moment, always, lasting_gradients, memory_row, root
 from osdp.cost.prices import Units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.timeline import Timeline
-from osdp.cost.ways import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.ways import FULL_SHARD, NO_SHARD
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -59,7 +59,7 @@ class _PlanMemory:
     keeps_gradients: bool
     after: Floats  # (U,): gradients from the unit's own backward on
     base: float  # alive in every moment
-    kept_before: Floats  # (U + 1,): SHARD_GRAD_OP parameters of the units before
+    kept_before: Floats  # (U + 1,): parameters that units before keep gathered
     gradients_from: Floats  # (U + 1,): gradients of the units from here on
     last_sharded: Ints  # (U + 1,): index of the nearest sharded unit before, or -1
     next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
@@ -72,7 +72,6 @@ class _PlanMemory:
     def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
         conditions, count = situation.conditions, len(units.start)
         after = lasting_gradients(units, conditions).after
-        kept = np.where(units.mode == SHARD_GRAD_OP, units.unsharded, 0.0)
         index = np.arange(count)
         previous = np.concatenate([[-1], np.where(units.sharded, index, -1)])
         following = np.concatenate([np.where(units.sharded, index, count), [count]])
@@ -87,7 +86,7 @@ class _PlanMemory:
             keeps_gradients=conditions.keeps_gradients,
             after=after,
             base=root_always(situation, root) + float(always(units, situation).sum()),
-            kept_before=np.concatenate([[0.0], np.cumsum(kept)]),
+            kept_before=np.concatenate([[0.0], np.cumsum(units.kept)]),
             gradients_from=np.concatenate([np.cumsum(after[::-1])[::-1], [0.0]]),
             last_sharded=np.maximum.accumulate(previous),
             next_sharded=np.minimum.accumulate(following[::-1])[::-1],

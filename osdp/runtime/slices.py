@@ -6,10 +6,10 @@ DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints s
 
 Inside, a gathered slice has the sharded dimension first: ``[sharded, sliced]``.
 
-Slices are resharded after use (FULL_SHARD), and backward gathers them again; the last ``num_kept`` of forward
-may stay gathered until backward (SHARD_GRAD_OP), which uses and frees them first. To replicate a part of a
-weight instead would take two parameters in place of one, other names and other checkpoints; a kept slice moves
-the bytes that a replicated one moves, since a gather and a reduce-scatter are an all-reduce, and stores less.
+Slices are resharded after use (FULL_SHARD), and backward gathers them again; the last ``num_kept`` of them
+may stay gathered from forward to backward (SHARD_GRAD_OP), which uses and frees them first. To replicate a
+part of a weight would take two parameters in place of one, with other names and checkpoints; a kept slice
+moves as many bytes as a replicated one, a gather and a reduce-scatter being an all-reduce, and stores less.
 """
 
 from collections.abc import Iterator, Sequence

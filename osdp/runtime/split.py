@@ -78,7 +78,7 @@ def split_linear(
         reduce_dtype=reduce_dtype,
         prefetch=prefetch,
         by_exchange=by_exchange,
-        num_kept=num_kept if torch.is_grad_enabled() and x.requires_grad else 0,
+        num_kept=num_kept if _goes_back(x) else 0,
     )
     flat = x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def split_cross_entropy(
         reduce_dtype=reduce_dtype,
         prefetch=prefetch,
         by_exchange=by_exchange,
-        num_kept=num_kept if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0,
+        num_kept=num_kept if _goes_back(hidden, weight) else 0,
     )
     flat = labels.reshape(-1)
     counts = flat != ignore_index
@@ -200,6 +200,11 @@ def _autocast(
         return x, bias, x.dtype
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def _goes_back(*inputs: torch.Tensor) -> bool:
+    """Whether there will be a backward that needs the slices: that of these inputs does."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -322,7 +322,7 @@ class _Search:
         room = left + ahead[0]
         # What no path within the gap and the room can take.
         dearest = before[template.start] + edges + remaining[template.stop] - cheapest
-        useful = np.flatnonzero((dearest < gap))
+        useful = np.flatnonzero(dearest < gap)
         none = np.zeros((1, rows.shape[1]))
         fronts: list[tuple[Floats, list[tuple[int, ...]]]] = [(none, [()])]
         lost = np.inf

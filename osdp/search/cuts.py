@@ -61,6 +61,7 @@ class CutSearch:
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             whole_blocks=rules.whole_blocks,
             slices=rules.slices,
+            keep=rules.keep,
             recompute=situation.timeline.recompute.possible if rules.recompute else (),
             offload=rules.offload,
             wires=[prices.wire for prices in situation.prices.by_wire],
@@ -148,9 +149,7 @@ class CutSearch:
         """An answer that is not proven best, after a bounded number of improvements."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
-        return polish(
-            self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns
-        )
+        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns)
 
     def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.

@@ -3,11 +3,12 @@
 The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
 any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
-and is not much smaller than the largest, may run in slices. A block may be recomputed in backward if it is
-one unit, or if its operators are replicated or run in slices. Where nothing else fits, sharded units outside
-the root's and not in slices may live in host memory. A plan is any set of units that partitions the chain,
-with the operators outside the chain replicated or in the root's unit. The root's unit lies over all ranks and
-goes the faster way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
+and is not much smaller than the largest, may run in slices, of which none, a quarter, a half or three
+quarters stay gathered from forward to backward. A block may be recomputed in backward if it is one unit, or
+if its operators are replicated or run in slices of which none is kept. Where nothing else fits, sharded units
+outside the root's and not in slices may live in host memory. A plan is any set of units that partitions the
+chain, with the operators outside the chain replicated or in the root's unit. The root's unit lies over all
+ranks and goes the faster way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
 """
 
 from collections import Counter
@@ -27,6 +28,7 @@ from osdp.cost.ways import (
     ROOT,
     SHARD_GRAD_OP,
     WIRE,
+    kept_of,
     mode_of,
     plain,
     sliced_way,
@@ -102,6 +104,7 @@ def build_space(
     root_dtype: str | None = "float32",
     whole_blocks: bool = False,
     slices: Sequence[int] = (),
+    keep: bool = True,
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
     offload: bool = False,
     wires: Sequence[Wire] = (),
@@ -117,6 +120,7 @@ def build_space(
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
         whole_blocks: Whether units must be whole items (conditionally executed operators).
         slices: Numbers of slices an operator may run in.
+        keep: Whether some of them may stay gathered from forward to backward.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
         offload: Whether units with collectives of their own may live in host memory.
         wires: Over which ranks and links units may lie; only flat over all ranks if empty.
@@ -134,11 +138,11 @@ def build_space(
         if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
-    cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
+    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
     facts = [
         _Facts.of(
             operator,
-            cuts=tuple(cut),
+            cuts=cut,
             joins_root=root_unit and operator.block is None and _joins_root(operator, allowed, root_dtype),
         )
         for operator, cut in zip(chain, cuts, strict=True)
@@ -151,7 +155,8 @@ def build_space(
         if key not in known:
             known[key] = _item_candidates(key[0], ways, root_way, whole=whole_blocks, recompute=key[1])
             known[key] += _offloaded(known[key]) if offload else []
-        columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + (first, first, 0))
+        shift = np.array([first, first, 0])
+        columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
         inner.append(slice(begin, begin + len(known[key])))
         begin = inner[-1].stop
     start, stop, way = np.ascontiguousarray(np.concatenate(columns).T)
@@ -171,7 +176,7 @@ def _item_candidates(
                 found += [(a, b, way) for way in _ways(joint, ways, only=b == a + 1 or whole)]
         if facts[a].joins_root and (not whole or size == 1):
             found.append((a, a + 1, root_way))
-    found += [(k, k + 1, sliced_way(count)) for k in range(size) for count in facts[k].cuts]
+    found += [(k, k + 1, way) for k in range(size) for way in facts[k].cuts]
     if recompute:
         found += [(a, b, way + RECOMPUTED) for a, b, way in found if _recomputable(way, whole=b - a == size)]
     return found
@@ -190,16 +195,24 @@ def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
 
 
 def _recomputable(way: int, *, whole: bool) -> bool:
-    """Whether a unit, the whole block or not, may be recomputed: FSDP2 would gather a part again."""
-    return plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or whole
+    """Whether a unit, the whole block or not, may be recomputed.
+
+    FSDP2 would gather a part again; kept slices would be gathered again for nothing.
+    """
+    return (plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or whole) and not kept_of(way)
 
 
-def _cuts(chain: Sequence[Operator], slices: Sequence[int]) -> list[list[int]]:
-    """The numbers of slices that each operator may run in."""
+def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ways in slices that each operator may have."""
     weights = [_cut_weight(operator) for operator in chain]
     least = SMALLEST_CUT * max((weight.nbytes for weight in weights if weight is not None), default=0.0)
     return [
-        [count for count in slices if _may_be_cut(operator, weight, count, least)]
+        tuple(
+            sliced_way(count, kept)
+            for count in slices
+            if _may_be_cut(operator, weight, count, least)
+            for kept in _keeps(operator, count, keep=keep)
+        )
         for operator, weight in zip(chain, weights, strict=True)
     ]
 
@@ -208,6 +221,12 @@ def _may_be_cut(operator: Operator, weight: Parameter | None, count: int, least:
     if weight is None or operator.cut is None or weight.nbytes < least:
         return False
     return count <= weight.shape[operator.cut.dim] and operator.cut.slices in (0, count)
+
+
+def _keeps(operator: Operator, count: int, *, keep: bool) -> list[int]:
+    """How many of so many slices may stay gathered: quarters, where backward needs them."""
+    needed = operator.cut is not None and operator.cut.in_backward
+    return sorted({count * quarters // 4 for quarters in range(4 if keep and needed else 1)})
 
 
 def _cut_weight(operator: Operator) -> Parameter | None:
@@ -236,7 +255,7 @@ class _Facts:
     Attributes:
         shardable: Whether FSDP2 can shard each of them.
         dtypes: Dtypes of their trainable parameters.
-        cuts: The numbers of slices a single one may run in.
+        cuts: The ways of a single one in slices.
         joins_root: Whether a single one may join the root's unit.
     """
 
