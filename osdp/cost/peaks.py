@@ -38,6 +38,17 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
     return found
 
 
+def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit: float) -> Moment | None:
+    """The lowest moment of compute in backward that is above ``limit``, if any.
+
+    Where many equal blocks are too high, the highest comes of one end of them and this of the other.
+    """
+    memory = _PlanMemory.of(situation, units, root)
+    values = memory.backward_values()
+    above = np.flatnonzero(values > limit)
+    return memory.backward_moment(int(above[np.argmin(values[above])])) if len(above) else None
+
+
 def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
     """By region, what recomputed blocks do not keep, and what computing them again needs."""
     num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
@@ -125,7 +136,17 @@ class _PlanMemory:
         )
 
     def backward(self) -> tuple[float, Moment]:
-        """Compute of each region."""
+        """Compute of the highest region."""
+        values = self.backward_values()
+        best = int(np.argmax(values))
+        return float(values[best]), self.backward_moment(best)
+
+    def backward_moment(self, region: int) -> Moment:
+        """Compute of a region."""
+        return self._moment("backward", region, self.low[region], self.high[region])
+
+    def backward_values(self) -> Floats:
+        """Bytes while each region computes, shape ``(2K + 1,)``."""
         regions = np.arange(len(self.low))
         own = self.high > self.low
         start, stop = (
@@ -144,8 +165,7 @@ class _PlanMemory:
         values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
         values += self.computing_again - self.dropped
-        best = int(np.argmax(values))
-        return float(values[best]), self._moment("backward", best, self.low[best], self.high[best])
+        return np.asarray(values)
 
     def backward_unshard(self) -> tuple[float, Moment]:
         """Copy-out of each resharded unit in backward."""

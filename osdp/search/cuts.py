@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
+from osdp.cost.peaks import mildest_violation
 from osdp.cost.prices import price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.time import TimeCut, time_row
@@ -40,7 +41,7 @@ _PROOF_ROUNDS = 4
 _LEAN_ROUNDS = 12
 #: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
 #: :mod:`osdp.search.polish` wins faster.
-_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 8
+_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -122,9 +123,12 @@ class CutSearch:
                     return best
                 widths = self._last_word
                 continue
-            # One moment at a time: every further row makes equal items different.
+            # A moment or two at a time: every further row makes equal items different.
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
-            if not (progress | (not fits and self._cut_moment(outcome.moment))):
+            if not fits:
+                progress |= self._cut_moment(outcome.moment)
+                self._cut_mildest(found.chosen)
+            if not progress:
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
             widths = FIRST_LOOK
         return best
@@ -195,6 +199,14 @@ class CutSearch:
             return self._need(moment)
         self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
         return True
+
+    def _cut_mildest(self, chosen: tuple[tuple[int, int, int], ...]) -> None:
+        """Cut at the other end of many equal items that are too high, which one by one would take long."""
+        start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        moment = mildest_violation(self._situation, units, self._root, self._limit)
+        if moment is not None and moment not in self._moments:
+            self._cut_moment(moment)
 
     def _relaxed(
         self,

@@ -18,7 +18,7 @@ class Rules:
         allowed: Modes.
         whole_blocks: Whether units must be whole items.
         slices: Numbers of slices an operator may run in.
-        keep: Whether a quarter, a half or three quarters of them may stay gathered from forward to backward.
+        keep: Whether half of them may stay gathered from forward to backward.
         recompute: Whether blocks may be recomputed.
         offload: Whether sharded units may live in host memory.
         two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.

@@ -3,12 +3,12 @@
 The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
 any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
-and is not much smaller than the largest, may run in slices, of which none, a quarter, a half or three
-quarters stay gathered from forward to backward. A block may be recomputed in backward if it is one unit, or
-if its operators are replicated or run in slices of which none is kept. Where nothing else fits, sharded units
-outside the root's and not in slices may live in host memory. A plan is any set of units that partitions the
-chain, with the operators outside the chain replicated or in the root's unit. The root's unit lies over all
-ranks and goes the faster way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
+and is not much smaller than the largest, may run in slices, of which none or half stay gathered from forward
+to backward. A block may be recomputed in backward if it is one unit, or if its operators are replicated or
+run in slices of which none is kept. Where nothing else fits, sharded units outside the root's and not in
+slices may live in host memory. A plan is any set of units that partitions the chain, with the operators
+outside the chain replicated or in the root's unit. The root's unit lies over all ranks and goes the faster
+way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
 """
 
 from collections import Counter
@@ -224,9 +224,9 @@ def _may_be_cut(operator: Operator, weight: Parameter | None, count: int, least:
 
 
 def _keeps(operator: Operator, count: int, *, keep: bool) -> list[int]:
-    """How many of so many slices may stay gathered: quarters, where backward needs them."""
+    """How many of so many slices may stay gathered: none or half, where backward needs them."""
     needed = operator.cut is not None and operator.cut.in_backward
-    return sorted({count * quarters // 4 for quarters in range(4 if keep and needed else 1)})
+    return [0, count // 2] if keep and needed else [0]
 
 
 def _cut_weight(operator: Operator) -> Parameter | None:
