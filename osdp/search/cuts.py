@@ -42,6 +42,8 @@ _LEAN_ROUNDS = 12
 #: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
 #: :mod:`osdp.search.polish` wins faster.
 _MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
+#: Farther above the limit, a plan says little of which blocks are too high in one that is nearly there.
+_NEAR = 1.2
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -127,7 +129,8 @@ class CutSearch:
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
             if not fits:
                 progress |= self._cut_moment(outcome.moment)
-                self._cut_mildest(found.chosen)
+                if outcome.peak <= _NEAR * self._limit:
+                    self._cut_mildest(found.chosen)
             if not progress:
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
             widths = FIRST_LOOK
