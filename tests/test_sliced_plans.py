@@ -100,7 +100,7 @@ def test_a_decision_says_what_is_cut() -> None:
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
 def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
-    """Two wide operators: the kept slices of the first are there while the second runs."""
+    """All linear operators but the first, whose input needs no gradient, so that it keeps none."""
     torch.set_num_threads(1)
     setting = make_setting(CASES["mlp"], Training(local_batch=1))
     device = given_device(8)
@@ -108,7 +108,7 @@ def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
 
     def decided(decision: Decision) -> Decision:
         cut = setting.model_desc.operator(decision.operator).cut
-        if cut is None or decision.nbytes < 2**18:
+        if cut is None or decision.nbytes < 2**18 or decision == plan.decisions[0]:
             return decision
         return replace(
             decision, mode=Mode.FULL_SHARD, slices=4, sliced_by=cut.by, slices_kept=kept, reason=""
@@ -123,7 +123,7 @@ def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
     assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
     none = replace(mixed, decisions=tuple(replace(d, slices_kept=0) for d in decisions))
     assert measured.peak > setting.candidate(device, none).memory(8).peak
-    assert f"({kept} kept)" in " ".join(str(mixed).split()) or "kept)" in str(mixed)
+    assert f"({kept}" in str(mixed)
 
 
 @pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])

@@ -2,7 +2,8 @@
 
 Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same (but for an
 embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced piece.
-The last slices of forward may be kept gathered; backward uses them first and frees one after the other.
+The last slices of forward may be kept gathered; backward uses them first and frees one after the other. (An
+operator whose input needs no gradient neither keeps nor gathers slices for backward, and is priced too dear.)
 The weight is stored sharded along the dimension that is not cut; a bias is whole on every rank, its gradient
 in a bucket of its own.
 """
