@@ -20,7 +20,7 @@ from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
-from osdp.runtime.owners import owned_parameters
+from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
@@ -217,6 +217,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     homes: dict[str, Stage] = {}
     level_groups(mesh, device_of(mesh))
     taken: set[int] = set()
+    shared = _shared(built)
     for stage in built:
         modules = plan.stages[stage.index].modules
         if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
@@ -225,6 +226,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         level_groups(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
+    if all(isinstance(running.applied, AloneStage) for running in stages.values()):
+        # What each stage moved or made from ``meta`` for itself is one parameter again.
+        for first, *others in shared:
+            for entry in others:
+                entry.register(first.parameter)
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
@@ -240,6 +246,15 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     # What goes from stage to stage is whole, also where blocks share the sequence inside.
     part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
+
+
+def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
+    """Each parameter that several of this rank's stages hold, in all of them."""
+    found: dict[int, list[Owned]] = {}
+    for stage in stages:
+        for entry in owned_parameters(stage.model).values():
+            found.setdefault(id(entry.parameter), []).append(entry)
+    return [entries for entries in found.values() if len(entries) > 1]
 
 
 def _hold_apart(model: nn.Module, taken: set[int]) -> None:
