@@ -27,7 +27,7 @@ from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
 from osdp.runtime.tensor_parallel import imagine, parallelize
 from osdp.runtime.ties import TiedCopies, tied_copies
-from osdp.schedule import Schedule, make_schedule
+from osdp.schedule import Schedule, default_stages_per_rank, make_schedule
 
 
 class AppliedPipeline:
@@ -70,6 +70,7 @@ class AppliedPipeline:
             self.stored_parameters,
             data_group=mesh["dp"].get_group(),
             stage_group=group,
+            tensor_group=mesh["tp"].get_group(),
             tied=self._tied,
             device=device_of(mesh),
         )
@@ -296,12 +297,17 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             device,
             reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
         ),
-        # One stage has one order, whatever it is called.
-        lambda count, _name: make_schedule("1f1b", 1, count or microbatches),
+        lambda count, name: _of_one_stage(count or microbatches, name),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,
     )
+
+
+def _of_one_stage(num_microbatches: int, name: str | None) -> Schedule:
+    """One stage has one order, whatever it is called, if there is something of that name."""
+    default_stages_per_rank(name or "1f1b")
+    return make_schedule("1f1b", 1, num_microbatches)
 
 
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
