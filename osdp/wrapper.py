@@ -243,7 +243,9 @@ class OSDP(nn.Module):
     def predict(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
         """The model's outputs for ``inputs``, forward only, on all ranks that were given them.
 
-        What is not there on the last stage, such as hidden states of earlier ones, is ``None``.
+        What is not there on the last stage, such as hidden states of earlier ones, is ``None``. Of several
+        microbatches single numbers are averaged over the samples, and what cannot be joined, such as a cache,
+        is ``None``.
         """
         return self._steps.predict(inputs, num_microbatches=num_microbatches)
 

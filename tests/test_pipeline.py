@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
@@ -120,6 +121,44 @@ def stages_alone() -> None:
         check_steps({"pp": 2, "schedule": schedule})
     check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.15)
     check_steps({})
+    check_frozen_tie()
+    check_autocast()
+    check_means()
+
+
+def check_frozen_tie() -> None:
+    """It got gradients of zero, and so the optimizer's weight decay."""
+    frozen = net()
+    frozen.embed.weight.requires_grad_(False)
+    model = wrapped(frozen, pp=2, schedule="1f1b")
+    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
+
+
+def check_autocast() -> None:
+    """Stages sent bfloat16 where float32 had been agreed on, and received noise."""
+    model, reference = wrapped(net(), pp=2, schedule="1f1b"), net()
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+            got = float(model.eval_step(batch(SAMPLES), targets(SAMPLES), loss_fn))
+            total, count = loss_fn(reference(**batch(SAMPLES)), targets(SAMPLES))
+        assert got == pytest.approx(float(total / count), rel=1e-2 if enabled else 1e-5)
+
+
+class Summed(TiedNet):
+    """Returns its mean as well, and something of its own."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        logits = super().forward(tokens, mask)
+        return {"logits": logits, "mean": logits.mean(), "own": object(), "size": 3}
+
+
+def check_means() -> None:
+    torch.manual_seed(0)
+    model = wrapped(Summed(), pp=2, schedule="1f1b")
+    got = model.predict(batch(SAMPLES))
+    assert float(got["mean"]) == pytest.approx(float(got["logits"].mean()), rel=1e-4)
+    assert got["own"] is None and got["size"] == 3
 
 
 def test_stages_train_as_a_single_process_under_every_schedule() -> None:
@@ -215,6 +254,19 @@ def gradients_with_dropout(plan: PipelinePlan) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def empty() -> TiedNet:
+    with torch.device("meta"):
+        return TiedNet()
+
+
+def check_initial_values(model: OSDP) -> None:
+    """Each stage drew from the same seed: the first blocks of all stages were one block."""
+    undivided = dict(wrapped(empty()).named_parameters())
+    for name, parameter in model.named_parameters():
+        if name not in ("embed.weight", "head.weight"):
+            assert torch.equal(whole(parameter.detach()), whole(undivided[name].detach())), name
+
+
 def dropout_and_meta() -> None:
     roomy = halves(2**30)
     # A limit that only recomputation meets; dropout must draw the same again.
@@ -224,12 +276,14 @@ def dropout_and_meta() -> None:
     assert kept.keys() == again.keys()
     for name, gradient in kept.items():
         assert torch.equal(gradient, again[name]), name
-    with torch.device("meta"):
-        empty = TiedNet()
-    model = wrapped(empty, pp=2)
+    model = wrapped(empty(), pp=2)
+    check_initial_values(model)
     loss = model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
     assert torch.isfinite(loss)
     ends = [p for name, p in model.named_parameters() if name in ("embed.weight", "head.weight")]
+    model = wrapped(empty(), pp=2, schedule="zb-v")
+    if dist.get_rank() == 0:  # has the first stage and the last
+        assert model.get_parameter("embed.weight") is model.get_parameter("head.weight")
     shared = ends[0].detach().clone()
     dist.broadcast(shared, src=0)
     assert torch.equal(shared, ends[0])
@@ -260,10 +314,21 @@ def refusals() -> None:
         wrapped(net(), pp=2, dp=2)
     with pytest.raises(PlanMismatchError, match="blocks"):
         OSDP(net(layers=2), plan=model.plan)
+    with pytest.raises(PlanMismatchError, match="made for pp=2, asked for pp=1"):
+        OSDP(net(), plan=model.plan, pp=1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match="pp=2 does not fit a mesh with one axis of 2 ranks"):
+        wrapped(net(), pp=2, mesh=mesh)
+    plain = wrapped(net(), mesh=mesh)
+    with pytest.raises(ValueError, match="there is no schedule 'round-robin'"):
+        plain.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn, schedule="round-robin")
+    layer = wrapped(net(), tp=2)
+    with pytest.raises(ValueError, match="different batches"):
+        layer.train_step(batch(SAMPLES, seed=dist.get_rank()), targets(SAMPLES), loss_fn)
 
 
 def test_what_stages_cannot_do_is_refused() -> None:
-    distributed.run(2, refusals, timeout=60)
+    distributed.run(2, refusals, timeout=120)
 
 
 def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:

@@ -190,6 +190,10 @@ class AppliedPlan:
         elif not torch.is_grad_enabled():
             if not self._pending:
                 self._replicated.swap_out()
+                # What stayed whole would be out of date after an optimizer step.
+                for module in self.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
         else:
             self._pending = True
             for tensor in tensors_with_grad(output):

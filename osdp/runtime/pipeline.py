@@ -144,7 +144,9 @@ class Pipeline:
 
     def _address(self, step: _Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
         number = self._number[transfer]
-        kind = (number, back, step.microbatches[microbatch].signature)
+        place = self._device.type
+        autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
+        kind = (number, back, step.microbatches[microbatch].signature, autocast)
         return Address(2 * (microbatch * len(self._number) + number) + back, kind)
 
     def _expect(self, step: _Step, action: Action) -> None:

@@ -20,14 +20,14 @@ from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
-from osdp.runtime.owners import owned_parameters
+from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
 from osdp.runtime.tensor_parallel import imagine, parallelize
 from osdp.runtime.ties import TiedCopies, tied_copies
-from osdp.schedule import Schedule, make_schedule
+from osdp.schedule import Schedule, default_stages_per_rank, make_schedule
 
 
 class AppliedPipeline:
@@ -70,6 +70,7 @@ class AppliedPipeline:
             self.stored_parameters,
             data_group=mesh["dp"].get_group(),
             stage_group=group,
+            tensor_group=mesh["tp"].get_group(),
             tied=self._tied,
             device=device_of(mesh),
         )
@@ -217,6 +218,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     homes: dict[str, Stage] = {}
     level_groups(mesh, device_of(mesh))
     taken: set[int] = set()
+    shared = _shared(built)
     for stage in built:
         modules = plan.stages[stage.index].modules
         if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
@@ -225,6 +227,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         level_groups(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
+    if all(isinstance(running.applied, AloneStage) for running in stages.values()):
+        # What each stage moved or made from ``meta`` for itself is one parameter again.
+        for first, *others in shared:
+            for entry in others:
+                entry.register(first.parameter)
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
@@ -240,6 +247,15 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     # What goes from stage to stage is whole, also where blocks share the sequence inside.
     part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
+
+
+def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
+    """Each parameter that several of this rank's stages hold, in all of them."""
+    found: dict[int, list[Owned]] = {}
+    for stage in stages:
+        for entry in owned_parameters(stage.model).values():
+            found.setdefault(id(entry.parameter), []).append(entry)
+    return [entries for entries in found.values() if len(entries) > 1]
 
 
 def _hold_apart(model: nn.Module, taken: set[int]) -> None:
@@ -281,12 +297,17 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             device,
             reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
         ),
-        # One stage has one order, whatever it is called.
-        lambda count, _name: make_schedule("1f1b", 1, count or microbatches),
+        lambda count, name: _of_one_stage(count or microbatches, name),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,
     )
+
+
+def _of_one_stage(num_microbatches: int, name: str | None) -> Schedule:
+    """One stage has one order, whatever it is called, if there is something of that name."""
+    default_stages_per_rank(name or "1f1b")
+    return make_schedule("1f1b", 1, num_microbatches)
 
 
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:

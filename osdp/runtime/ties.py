@@ -25,7 +25,8 @@ class TiedCopies:
         owner: First FQN in the stage that owns it.
         owned: Whether the first copy is the owner's.
         alike: Whether all copies are sharded alike, so that shards can be added.
-        group: The ranks that hold copies, the owner first; ``None`` if this one holds all.
+        group: The ranks that hold copies; ``None`` if this one holds all.
+        source: The owner's, among all ranks.
         parameters: Returns what the optimizer sees of them, each parameter once.
     """
 
@@ -34,6 +35,7 @@ class TiedCopies:
     owned: bool
     alike: bool
     group: dist.ProcessGroup | None
+    source: int
     parameters: Callable[[], Sequence[nn.Parameter]]
 
     @property
@@ -47,12 +49,14 @@ class TiedCopies:
             first, *others = self.parameters()
             given = self._given(first)
             if self.group is not None:
-                dist.broadcast(given, group=self.group, group_src=0)
+                dist.broadcast(given, src=self.source, group=self.group)
             for parameter in (first, *others):
                 self._replace(parameter, given)
 
     def add_gradients(self) -> None:
-        """Let the gradients be the sum of all copies'."""
+        """Let the gradients be the sum of all copies'; frozen ones have none."""
+        if not self.parameters()[0].requires_grad:
+            return
         with torch.no_grad():
             gradients = []
             for parameter in self.parameters():
@@ -105,8 +109,8 @@ def tied_copies(
         ranks = tuple(dict.fromkeys(placement[stage] for stage in tie.stages))
         if here in ranks:
             own = None
+            members = [dist.get_global_rank(group, rank) for rank in ranks]
             if len(ranks) > 1:
-                members = [dist.get_global_rank(group, rank) for rank in ranks]
                 own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
             held = zip(tie.stages, tie.names, strict=True)
             mine: dict[int, str] = {}
@@ -116,7 +120,8 @@ def tied_copies(
             names = tuple(mine.values())
             if own is not None or len(names) > 1:
                 get = partial(_all, [parameters[name] for name in names])
-                found.append(TiedCopies(names, tie.names[0], here == ranks[0], _alike(plan, tie), own, get))
+                owned, alike = here == ranks[0], _alike(plan, tie)
+                found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get))
         level()
     return tuple(found)
 
