@@ -5,7 +5,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
-    pipeline_parity pipeline_schedules pipeline_balance)
+    pipeline_parity pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
+    planner_time planner_heterogeneous)
 DEVICE="${DEVICE:-cpu}"
 
 hardware() {
