@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +29,8 @@ from osdp.wrapping import applied_model, check_reuse
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
+    from osdp.integrations.token_step import Slicer
+    from osdp.token_slices import TokenSlices
 
 
 class OSDP(nn.Module):
@@ -197,6 +200,7 @@ class OSDP(nn.Module):
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
+        token_slices: "int | Sequence[int] | TokenSlices | None" = None,
     ) -> torch.Tensor:
         """Forward and backward of one batch, whatever the layout; the mean loss over all ranks.
 
@@ -212,6 +216,10 @@ class OSDP(nn.Module):
                 the output's own ``loss``, which counts as a mean over samples.
             num_microbatches: Parts of the batch, as planned if ``None``.
             schedule: Another schedule than the plan's, of as many stages for each rank.
+            token_slices: How many slices each sequence is cut into, or their lengths: stages then work on
+                several slices of a sequence at a time. For causal decoders of transformers, with ``"gpipe"``
+                or ``"1f1b"`` and a loss that is a pair of sums over positions; of
+                :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand.
 
         Returns:
             The loss, a scalar, on every rank.
@@ -219,12 +227,24 @@ class OSDP(nn.Module):
         Raises:
             RuntimeError: There are gradients of an earlier step.
             ValueError: The batch is smaller than ``num_microbatches``, differs between ranks that share it,
-                or the schedule cannot run.
+                or the schedule cannot run; or sequences cannot be cut so.
         """
         self._optimizer_check.end_if_accepted()
+        slicing = None
+        if token_slices is not None:
+            inputs = self._slicer.named(inputs)
+            slicing = self._slicer.slicing(inputs, token_slices)
+            loss_fn, targets = self._slicer.loss(loss_fn, targets, slicing.slices.sequence_length)
         return self._steps.train_step(
-            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule
+            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule, slicing=slicing
         )
+
+    @cached_property
+    def _slicer(self) -> "Slicer":
+        # Needs transformers, which nothing else here does.
+        from osdp.integrations.token_step import Slicer
+
+        return Slicer(self.module)
 
     def eval_step(
         self,

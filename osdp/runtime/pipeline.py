@@ -8,6 +8,7 @@ sequence length may change from step to step.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.mail import Address, Mail, Messages
 from osdp.runtime.microbatch import Microbatch
+from osdp.runtime.prefix import KeyValues, Prefix
 from osdp.runtime.split_backward import WeightPass, backward_inputs
-from osdp.runtime.stage import Stage, WholeModel
+from osdp.runtime.stage import Stage, StageOutput, WholeModel
+from osdp.runtime.tokens import Slicing
 from osdp.schedule import AHEAD, Action, Kind, Schedule
 
 
@@ -35,17 +38,19 @@ class RunningStage:
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch between its forward and its backward.
+    """A microbatch, or a slice of its sequences, between its forward and its backward.
 
     Attributes:
         received: What came in, one for each incoming transfer.
         sent: What went out.
+        keys: Of a slice of sequences, what it shares with other slices.
         loss: In the last stage, the sum of its loss.
         weights: After the first part of a split backward, the second.
     """
 
     received: list[torch.Tensor]
     sent: tuple[torch.Tensor, ...]
+    keys: KeyValues | None = None
     loss: torch.Tensor | None = None
     weights: WeightPass | None = None
 
@@ -59,8 +64,23 @@ class _Step:
     loss_fn: LossFn | None
     losses: LossSum
     trains: bool
+    slicing: Slicing | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
+
+    def prefix(self, action: Action) -> Prefix | None:
+        """The slices before and after that of an action; ``None`` if sequences are whole."""
+        if self.slicing is None:
+            return None
+        key = (action.stage, action.microbatch // self.schedule.num_slices)
+        if key not in self.prefixes:
+            self.prefixes[key] = Prefix(self.slicing.empty())
+        return self.prefixes[key]
+
+    def begins(self, action: Action) -> bool:
+        """Whether an action is on the beginning of sequences, the last in backward."""
+        return action.microbatch % self.schedule.num_slices == 0
 
 
 class Pipeline:
@@ -91,10 +111,21 @@ class Pipeline:
         self._reduces_each = reduces_each
 
     def train(
-        self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn | None,
+        slicing: Slicing | None = None,
     ) -> LossSum:
-        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches."""
-        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), True)
+        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches.
+
+        Args:
+            schedule: The order of forwards and backwards.
+            microbatches: All microbatches, or with ``slicing`` all slices of all of them.
+            loss_fn: The loss function.
+            slicing: How sequences were cut.
+        """
+        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), True, slicing)
         with torch.enable_grad():
             self._run(step)
         return step.losses
@@ -170,11 +201,13 @@ class Pipeline:
             address = self._address(step, transfer, action.microbatch, back=False)
             tensor = self._mail.take(placement[transfer.source], address)
             received.append(tensor.detach().requires_grad_(transfer.differentiable and step.trains))
-        output = stage.forward(received, microbatch.args, microbatch.kwargs)
+        run = partial(_forward, stage, received, microbatch)
+        prefix = step.prefix(action)
+        keys, output = prefix.forward(run, microbatch.tokens) if prefix else (None, run({}))
         for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
             address = self._address(step, transfer, action.microbatch, back=False)
             self._mail.send(tensor, placement[transfer.target], address)
-        return _Flight(received, output.sent), output.result
+        return _Flight(received, output.sent, keys), output.result
 
     def _predict(self, step: _Step, action: Action) -> None:
         _, result = self._run_stage(step, action)
@@ -201,9 +234,17 @@ class Pipeline:
     def _backward(self, step: _Step, action: Action) -> None:
         flight = step.flights.pop((action.stage, action.microbatch))
         tensors, gradients = self._roots(step, action, flight)
+        prefix = step.prefix(action)
+        if prefix and flight.keys is not None:
+            for root, gradient in prefix.roots(flight.keys):
+                tensors.append(root)
+                gradients.append(gradient)
+            prefix.collect(flight.keys)
         with self._reducing(step, action):
             if tensors:
                 torch.autograd.backward(tensors, gradients)
+        if step.slicing and step.begins(action):
+            del step.prefixes[action.stage, action.microbatch // step.schedule.num_slices]
         self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)
 
     def _backward_input(self, step: _Step, action: Action) -> None:
@@ -260,13 +301,20 @@ class Pipeline:
         """Let the stage reduce its gradients in the backward inside if it is its last one."""
         running = self._stages[action.stage]
         last = _last_backward(step.schedule, self._rank, action.stage) == action
-        running.applied.set_requires_gradient_sync(last or self._reduces_each)
+        each = self._reduces_each and step.begins(action)
+        running.applied.set_requires_gradient_sync(last or each)
         if isinstance(running.stage.model, FSDPModule):
             running.stage.model.set_is_last_backward(last)
         try:
             yield
         finally:
             running.applied.set_requires_gradient_sync(True)
+
+
+def _forward(
+    stage: Stage | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
+) -> StageOutput:
+    return stage.forward(received, part.args, {**part.kwargs, **more})
 
 
 def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:

@@ -14,6 +14,7 @@ from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
 from osdp.runtime.ties import TiedCopy
+from osdp.runtime.tokens import Slicing
 from osdp.schedule import Schedule
 
 
@@ -22,7 +23,8 @@ class Steps:
 
     Args:
         pipeline: The stages of this rank.
-        make_schedule: The schedule for a number of microbatches (``None``: as planned) and a name.
+        make_schedule: The schedule for a number of microbatches (``None``: as planned), a name and a number
+            of token slices.
         parameters: Returns the parameters as the optimizer sees them.
         data_group: The data-parallel ranks of a stage.
         stage_group: The ranks of a pipeline; ``None`` if there is one.
@@ -33,7 +35,7 @@ class Steps:
     def __init__(
         self,
         pipeline: Pipeline,
-        make_schedule: Callable[[int | None, str | None], Schedule],
+        make_schedule: Callable[[int | None, str | None, int], Schedule],
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
         data_group: dist.ProcessGroup,
@@ -48,7 +50,7 @@ class Steps:
         self._stage_group = stage_group
         self._tied = tuple(tied)
         self._device = device
-        self._schedules: dict[tuple[int | None, str | None], Schedule] = {}
+        self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = False
 
     def train_step(
@@ -59,6 +61,7 @@ class Steps:
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
+        slicing: Slicing | None = None,
     ) -> torch.Tensor:
         """Leave the gradient of the mean loss over all ranks' samples; that loss, on every rank."""
         if any(parameter.grad is not None for parameter in self._parameters()):
@@ -66,8 +69,11 @@ class Steps:
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
             )
-        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule)
-        losses = self._pipeline.train(plan, parts, loss_fn)
+        num_slices = slicing.slices.num_slices if slicing else 1
+        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
+        if slicing:
+            parts = tuple(part for whole in parts for part in slicing.cut(whole))
+        losses = self._pipeline.train(plan, parts, loss_fn, slicing)
         total, count = losses.join(self._data_group, self._stage_group)
         for copy in self._tied:
             copy.add_gradients()
@@ -79,14 +85,14 @@ class Steps:
         self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, num_microbatches: int | None
     ) -> torch.Tensor:
         """The mean loss over all ranks' samples, on every rank; no gradients."""
-        plan, parts = self._prepared(inputs, targets, num_microbatches, None)
+        plan, parts = self._prepared(inputs, targets, num_microbatches)
         losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
         total, count = losses.join(self._data_group, self._stage_group)
         return (total / count).float()
 
     def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
         """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
-        plan, parts = self._prepared(inputs, None, num_microbatches, None)
+        plan, parts = self._prepared(inputs, None, num_microbatches)
         outputs = joined(self._pipeline.predict(plan.forward_only(), parts))
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
@@ -98,9 +104,14 @@ class Steps:
         return self._pipeline.messages
 
     def _prepared(
-        self, inputs: Any, targets: Any, num_microbatches: int | None, name: str | None
+        self,
+        inputs: Any,
+        targets: Any,
+        num_microbatches: int | None,
+        name: str | None = None,
+        num_slices: int = 1,
     ) -> tuple[Schedule, tuple[Microbatch, ...]]:
-        key = (num_microbatches, name)
+        key = (num_microbatches, name, num_slices)
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(*key)
         plan = self._schedules[key]
