@@ -267,6 +267,43 @@ class OSDP(nn.Module):
         """
         return self._steps.predict(inputs, num_microbatches=num_microbatches)
 
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        num_microbatches: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        **sampling: Any,
+    ) -> torch.Tensor:
+        """Prompts and what the model says after them, whatever the layout; greedy as transformers has it.
+
+        Prompts go through the stages in groups, so that all stages work. Modules stay in the mode they are
+        in: call ``model.eval()`` before.
+
+        Args:
+            prompt: Tokens of shape ``(samples, length)``, those of this data-parallel rank; all ranks of a
+                pipeline pass the same. Data-parallel ranks have as many samples, and ask for as many tokens.
+            max_new_tokens: How many tokens to add at most.
+            attention_mask: 0 where the prompt is padding, which comes first; of the shape of ``prompt``.
+            num_microbatches: Groups of prompts; one for each stage if ``None``.
+            eos_token_id: What ends a sequence, as the model is configured if ``None``; ``()``: nothing does.
+            pad_token_id: What comes after that, likewise.
+            sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
+                :class:`osdp.runtime.generation.Choice`.
+
+        Returns:
+            Tokens of shape ``(samples, length + at most max_new_tokens)``, until all sequences have ended.
+
+        Raises:
+            ValueError: The model has no cache, padding comes last, or the model has too few positions.
+        """
+        request = self._slicer.request(prompt, max_new_tokens, attention_mask)
+        choice = self._slicer.choice(eos_token_id, pad_token_id, sampling)
+        return self._steps.generate(choice=choice, num_groups=num_microbatches, **request)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
 

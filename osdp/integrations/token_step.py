@@ -9,6 +9,7 @@ from torch import nn
 
 from osdp.integrations.slice_cache import SliceCache, check_sliceable
 from osdp.integrations.token_loss import by_position, check_by_position
+from osdp.runtime.generation import Choice
 from osdp.runtime.losses import LossFn
 from osdp.runtime.tokens import MASK, Slicing
 from osdp.token_slices import TokenSlices
@@ -79,6 +80,51 @@ class Slicer:
             check_by_position(found, wanted, length, self._model.config.get_text_config().vocab_size)
             self._tried = loss_fn
         return found, wanted
+
+    def request(self, prompt: torch.Tensor, num_tokens: int, mask: torch.Tensor | None) -> dict[str, Any]:
+        """What :meth:`osdp.runtime.steps.Steps.generate` wants.
+
+        Raises:
+            ValueError: Padding comes last, no token is asked for, or the model has too few positions.
+        """
+        if num_tokens < 1 or prompt.dim() != 2:
+            raise ValueError(
+                f"a prompt of shape (samples, length) and at least one token more are needed, got "
+                f"{tuple(prompt.shape)} and max_new_tokens={num_tokens}"
+            )
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        if most is not None and prompt.shape[1] + num_tokens > most:
+            raise ValueError(
+                f"{prompt.shape[1]} tokens of the prompt and max_new_tokens={num_tokens} are more than the "
+                f"{most} positions of the model"
+            )
+        if mask is not None and (mask.shape != prompt.shape or bool((mask[:, -1] == 0).any())):
+            raise ValueError(
+                "attention_mask must have the shape of the prompt, and padding must come first: pad prompts "
+                "on the left, so that the last position is what the next token follows"
+            )
+        padded = mask is not None and bool((mask == 0).any())
+        return {
+            "prompt": prompt,
+            "mask": mask if padded else None,
+            "num_tokens": num_tokens,
+            "takes": self._names,
+            "empty": self._empty,
+        }
+
+    def choice(
+        self, ends: int | Sequence[int] | None, pad: int | None, sampling: Mapping[str, Any]
+    ) -> Choice:
+        """How tokens are chosen; what is not given is as the model is configured."""
+        configured = getattr(self._model, "generation_config", self._model.config)
+        if ends is None:
+            ends = configured.eos_token_id
+        found = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        if pad is None:
+            pad = configured.pad_token_id
+        if pad is None:
+            pad = found[0] if found else 0
+        return Choice(ends=found, pad=pad, **sampling)
 
 
 def _length(inputs: Mapping[str, Any]) -> int:

@@ -69,6 +69,7 @@ class AppliedPipeline:
             stage_group=group,
             tied=self._tied,
             device=device_of(mesh),
+            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
         )
 
     def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopy, ...]:

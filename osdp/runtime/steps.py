@@ -1,6 +1,6 @@
 """Training, evaluation and inference steps, alike for a whole model and for one in stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from osdp.runtime.generation import Choice, Generation, Sequences
 from osdp.runtime.losses import LossFn
 from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
+from osdp.runtime.prefix import KeyValues
 from osdp.runtime.ties import TiedCopy
 from osdp.runtime.tokens import Slicing
-from osdp.schedule import Schedule
+from osdp.schedule import Schedule, generation_schedule
 
 
 class Steps:
@@ -30,6 +32,7 @@ class Steps:
         stage_group: The ranks of a pipeline; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         device: This rank's device.
+        tensor_group: The ranks that compute layers together; ``None`` if there is one.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Steps:
         stage_group: dist.ProcessGroup | None = None,
         tied: Sequence[TiedCopy] = (),
         device: torch.device,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._make_schedule = make_schedule
@@ -50,6 +54,7 @@ class Steps:
         self._stage_group = stage_group
         self._tied = tuple(tied)
         self._device = device
+        self._tensor_group = tensor_group
         self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = False
 
@@ -73,7 +78,7 @@ class Steps:
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
         if slicing:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
-        losses = self._pipeline.train(plan, parts, loss_fn, slicing)
+        losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
         for copy in self._tied:
             copy.add_gradients()
@@ -97,6 +102,56 @@ class Steps:
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
         return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
+
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_tokens: int,
+        choice: Choice,
+        *,
+        num_groups: int | None,
+        takes: Collection[str],
+        empty: Callable[[], KeyValues],
+    ) -> torch.Tensor:
+        """Prompts and what follows them, on all ranks of a pipeline.
+
+        Args:
+            prompt: Tokens of shape ``(samples, length)``.
+            mask: Which of them are no padding; ``None``: all.
+            num_tokens: How many to generate at most.
+            choice: How they are chosen.
+            num_groups: Groups in which prompts go through the stages; one for each stage if ``None``.
+            takes: Names of the model's inputs.
+            empty: Makes what a stage holds of a sequence before the prompt.
+
+        Raises:
+            ValueError: There are fewer prompts than groups.
+        """
+        one = self._make_schedule(1, None, 1)
+        count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
+        parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
+        if self._stage_group is not None:
+            check_same(parts, self._stage_group, self._device)
+        run = Generation(
+            self._pipeline,
+            generation_schedule(one.placement, count, num_tokens),
+            choice,
+            takes,
+            empty,
+            self._device,
+            self._data_group,
+            self._tensor_group,
+        )
+        groups = [Sequences(part.kwargs["tokens"], part.kwargs["mask"]) for part in parts]
+        run.run(groups)
+        longest = max(group.result.shape[1] for group in groups)
+        return torch.cat(
+            [
+                nn.functional.pad(group.result, (0, longest - group.result.shape[1]), value=choice.pad)
+                for group in groups
+            ]
+        )
 
     @property
     def messages(self) -> Messages:
@@ -125,9 +180,9 @@ class Steps:
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         with torch.no_grad():
-            for device in {grad.device for grad in local}:
-                here = [grad for grad in local if grad.device == device]
-                torch._foreach_mul_(here, factor.to(device, torch.float32))
+            for device, dtype in {(grad.device, grad.dtype) for grad in local}:
+                here = [grad for grad in local if (grad.device, grad.dtype) == (device, dtype)]
+                torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def joined(outputs: Sequence[Any]) -> Any:
