@@ -4,15 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from osdp import OSDP
 from osdp.layout import Degrees
-from osdp.plan import Mode
-from osdp.runtime.generation import Choice
-from osdp.schedule import generation_schedule
 from tests import distributed
-from tests.test_token_pipeline import decoder, plan_of, staged, wrapped
+from tests.test_token_pipeline import decoder, plan_of, staged
 
 SAMPLES, LENGTH, NEW = 3, 5, 12
 

@@ -1,4 +1,4 @@
-"""Generation through a pipeline: the keys and values of slices, where each slice after the prompt is one token.
+"""Generation through a pipeline: keys and values as of slices, where each one after the prompt is one token.
 
 Prompts go through the stages in several groups. While one group's next token is chosen on the last stage and
 on its way to the first, other stages work on other groups.
