@@ -78,7 +78,9 @@ class Curve:
     efficiency: float
 
 
-def layer_seconds(setting: Setting, machine: Machine, batch: int, lengths: Floats, contexts: Floats) -> Floats:
+def layer_seconds(
+    setting: Setting, machine: Machine, batch: int, lengths: Floats, contexts: Floats
+) -> Floats:
     """Ideal seconds of slices through one layer, forward and backward together."""
     tokens = batch * lengths
     parameters = 12 * setting.hidden**2 / setting.tp
@@ -130,7 +132,9 @@ def seconds_of(setting: Setting, curve: Curve, slices: TokenSlices, machine: Mac
 
 def formula_seconds(setting: Setting, costs: SliceTables, slices: TokenSlices, machine: Machine) -> float:
     """The paper's own formula (its equation 5, for each microbatch), which the curve is fitted with."""
-    each = [2 * cost.send_seconds + cost.forward_seconds + cost.backward_seconds for cost in costs.costs(slices)]
+    each = [
+        2 * cost.send_seconds + cost.forward_seconds + cost.backward_seconds for cost in costs.costs(slices)
+    ]
     parts = setting.batch // setting.dp
     return parts * sum(each) + (setting.pp - 1) * max(each) + end_seconds(setting, machine)
 
@@ -282,7 +286,10 @@ def main(arguments: list[str] | None = None) -> int:
     harness.table(
         "seconds of an iteration with given slices, microbatches of one sequence (simulated)",
         ["setting: dp x pp x tp", "paper", "predicted", "fitted"],
-        ([row["name"], row["published_sliced"], row["sliced"], "yes" if row["fitted"] else ""] for row in rows),
+        (
+            [row["name"], row["published_sliced"], row["sliced"], "yes" if row["fitted"] else ""]
+            for row in rows
+        ),
     )
     return harness.finish(result)
 
