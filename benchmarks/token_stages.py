@@ -1,8 +1,8 @@
-"""What the claim about token slices is made of: slices of a stage timed alone, and decoders that sleep instead.
+"""What the claim about token slices is made of: slices of a stage timed alone, decoders that sleep instead.
 
-A sleeping decoder is a narrow GPT-2 of stock layers. Each sleeps, in forward and in backward, as long as a
-measured layer takes for a slice of that length after that much context; all else (masks, caches, messages,
-gradients) is real. A core can hold many sleeping ranks.
+A sleeping decoder is a narrow GPT-2 of stock blocks. Each takes, in forward and in backward, as long as a
+stage was measured to take for a slice of that length after that much context, and sleeps for what its own
+compute leaves of that; masks, caches, messages and gradients are real. A core can hold many sleeping ranks.
 """
 
 import time
@@ -40,9 +40,10 @@ def measure_stage(case: Case, length: int, layers: int, *, batch: int = 1, repea
     model: Any = case.model()
     points = [(round(part * length), 0) for part in ALONE]
     points += [(round(part * length), round(context * length)) for part, context in AFTER]
+    # In turn, so that whatever disturbs one turn disturbs no measurement twice.
+    turns = [[_slice_seconds(model, batch, *point) for point in points] for _ in range(repeats + 1)][1:]
     samples = []
-    for size, context in points:
-        seconds = [_slice_seconds(model, batch, size, context) for _ in range(repeats + 1)][1:]
+    for (size, context), seconds in zip(points, zip(*turns, strict=True), strict=True):
         forward, backward = (median(column) for column in zip(*seconds, strict=True))
         samples.append(SliceSample(batch, size, context, forward, backward))
     width = model.config.hidden_size
@@ -69,28 +70,53 @@ def _slice_seconds(model: Any, batch: int, size: int, context: int) -> tuple[flo
     return middle - start, time.perf_counter() - middle
 
 
-class _Nap(torch.autograd.Function):
-    """Hands on its input after a nap, and so its gradient."""
+class _Clock:
+    """How long a pass of a block takes, and when it began."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        self.seconds = {"forward": forward, "backward": backward}
+        self.began = 0.0
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+
+    def end(self, which: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            time.sleep(max(0.0, self.began + self.seconds[which] - time.perf_counter()))
+
+
+class _Enter(torch.autograd.Function):
+    """Where a block's forward begins and its backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.nap = backward
-        _sleep(x, forward)
+    def forward(ctx: Any, x: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.begin()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _sleep(grads[0], ctx.nap)
-        return grads[0], None, None
+        ctx.clock.end("backward", grads[0])
+        return grads[0], None
 
 
-def _sleep(tensor: torch.Tensor, seconds: float) -> None:
-    if seconds and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
-        time.sleep(seconds)
+class _Leave(torch.autograd.Function):
+    """Where its forward ends and its backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.end("forward", x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.clock.begin()
+        return grads[0], None
 
 
 class NappingBlock(nn.Module):
-    """A block of GPT-2 that sleeps as a stage would compute."""
+    """A block of GPT-2 that takes as long as a stage that computes: it sleeps for what is left."""
 
     def __init__(self, block: nn.Module, layer: int, latency: BatchLatency | None) -> None:
         super().__init__()
@@ -98,11 +124,15 @@ class NappingBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
         """What the block returns."""
-        if self.latency is not None:
-            context = cache.get_seq_length(self.layer) if cache is not None else 0
-            passes = (self.latency.forward, self.latency.backward)
-            hidden = _Nap.apply(hidden, *(float(pass_seconds(p, hidden.shape[1], context)) for p in passes))
-        return self.block(hidden, cache, *args, **kwargs)
+        if self.latency is None:
+            return self.block(hidden, cache, *args, **kwargs)
+        context = cache.get_seq_length(self.layer) if cache is not None else 0
+        passes = (self.latency.forward, self.latency.backward)
+        clock = _Clock(*(float(pass_seconds(p, hidden.shape[1], context)) for p in passes))
+        output = self.block(_Enter.apply(hidden, clock), cache, *args, **kwargs)
+        if isinstance(output, tuple):
+            return (_Leave.apply(output[0], clock), *output[1:])
+        return _Leave.apply(output, clock)
 
 
 def napping(case: Case, name: str, latency: BatchLatency | None) -> Case:
