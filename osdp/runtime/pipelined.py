@@ -70,7 +70,7 @@ class AppliedPipeline:
             self.stored_parameters,
             data_group=mesh["dp"].get_group(),
             stage_group=group,
-            tensor_group=mesh["tp"].get_group(),
+            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
             tied=self._tied,
             device=device_of(mesh),
         )
@@ -93,8 +93,8 @@ class AppliedPipeline:
     def _level(self) -> None:
         level_groups(self.mesh, device_of(self.mesh))
 
-    def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
-        schedule = self.plan.make_schedule(num_microbatches, name)
+    def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+        schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
         alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
         if schedule.splits_backward and not alone:
             raise ValueError(
@@ -297,17 +297,17 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             device,
             reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
         ),
-        lambda count, name: _of_one_stage(count or microbatches, name),
+        lambda count, name, num_slices: _of_one_stage(count or microbatches, name, num_slices),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,
     )
 
 
-def _of_one_stage(num_microbatches: int, name: str | None) -> Schedule:
+def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:
     """One stage has one order, whatever it is called, if there is something of that name."""
     default_stages_per_rank(name or "1f1b")
-    return make_schedule("1f1b", 1, num_microbatches)
+    return make_schedule("1f1b", 1, num_microbatches, num_slices=num_slices)
 
 
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
