@@ -11,7 +11,7 @@ from osdp.cluster import Gpu
 from osdp.cost.layer_work import LayerWork
 
 #: Calculon (Isaev et al., SC 2023, its A100 system file) takes 0.95 of the peak above 128 GFLOP, 0.9 at 16
-#: and 0.6 at 1: with an A100's 312 TFLOP/s that is this share, and so many seconds for each product beside it.
+#: and 0.6 at 1: with an A100's 312 TFLOP/s that is this share, and so many seconds for each product.
 MATRIX_SHARE, RAMP_SECONDS = 0.95, 2.5e-6
 
 #: Share of the specified memory bandwidth that streaming kernels reach: between 0.87 and 0.92 for copies on
