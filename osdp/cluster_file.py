@@ -8,7 +8,7 @@
         devices: 4
         network: 40 Gbit/s   # of the whole node
         link: 230 GB/s       # optional: what collectives reach between two devices, in one direction
-        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional; for objectives about cost
+        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: for what is about cost
     gpus:                    # optional: kinds that are not in the data file, or are to be changed
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
@@ -30,8 +30,8 @@ from osdp.units import parse_bytes
 #: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
-#: Seconds of a step of a collective beside its bytes: 92.8 us for 1 MiB on 8 A100, there, are 14 steps and 8 us
-#: of bytes.
+#: Seconds of a step of a collective beside its bytes: 92.8 us for 1 MiB on 8 A100, there, are 14 steps and
+#: 8 us of bytes.
 STEP_LATENCY = 6e-6
 
 _NODE_FIELDS = (
@@ -119,7 +119,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """The cluster that a file describes.
 
     Args:
-        path: YAML, or JSON if it ends in ``.json``: as above, or as :meth:`osdp.cluster.Cluster.save` writes it.
+        path: YAML, or JSON if it ends in ``.json``: as above, or as :meth:`osdp.cluster.Cluster.save` writes.
 
     Raises:
         ValueError: The file is malformed, or a spec is missing or unknown; says which line and field.
@@ -153,12 +153,22 @@ def known_gpus() -> dict[str, dict[str, Any]]:
     return found
 
 
+def make_gpu(name: str, spec: Mapping[str, Any]) -> Gpu:
+    """An accelerator by its specs, written as in cluster files.
+
+    Raises:
+        ValueError: A spec is missing or malformed.
+    """
+    return _gpu(name, _Place(spec, name, "specs", {}))
+
+
 def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     fields = node.fields(_NODE_FIELDS, ("gpu", "count", "devices", "network"))
     name = str(fields["gpu"])
     if name not in gpus:
         raise node.at("gpu").wrong(
-            f"unknown GPU {name!r}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or describe it under gpus:"
+            f"unknown GPU {name!r}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or describe it "
+            "under gpus:"
         )
     spec = gpus[name]
     gpu = _gpu(name, spec)

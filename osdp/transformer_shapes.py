@@ -36,13 +36,14 @@ def _llama(
 
 def _t5(name: str, layers: int, hidden: int, heads: int, inner: int, width: int = 64) -> TransformerShape:
     return TransformerShape(
-        name=name, layers=layers, hidden=hidden, heads=heads, sequence=512, vocabulary=32128, feed_forward=inner,
-        head_width=width, biases=False, causal=False, decoder_layers=layers,
+        name=name, layers=layers, hidden=hidden, heads=heads, sequence=512, vocabulary=32128,
+        feed_forward=inner, head_width=width, biases=False, causal=False, decoder_layers=layers,
     )  # fmt: skip
 
 
-#: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT (Devlin et
-#: al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5 (Raffel et al., 2020).
+#: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT
+#: (Devlin et al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5
+#: (Raffel et al., 2020).
 SHAPES: dict[str, TransformerShape] = {
     shape.name: shape
     for shape in (
@@ -52,7 +53,8 @@ SHAPES: dict[str, TransformerShape] = {
         _gpt2("gpt2-xl", 48, 1600, 25),
         replace(_gpt2("gpt3-175b", 96, 12288, 96), sequence=2048, positions=2048),
         TransformerShape(
-            name="bert-large", layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522, positions=512,
+            name="bert-large", layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522,
+            positions=512,
             causal=False,
         ),
         _llama("llama2-7b", 32, 4096, 32, 11008),
@@ -85,8 +87,8 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
     """The shape of a model.
 
     Args:
-        model: A name of :data:`SHAPES`, or a JSON file with a configuration of transformers or the fields of a
-            :class:`TransformerShape`.
+        model: A name of :data:`SHAPES`, or a JSON file with a configuration of transformers or the fields of
+            a :class:`TransformerShape`.
         overrides: Fields of the shape to change.
 
     Raises:
