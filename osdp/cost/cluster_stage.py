@@ -19,6 +19,7 @@ from osdp.cluster import Cluster, Gpu, Wire
 from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
+from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.ring import Ring
 from osdp.transformer import Item
 
@@ -130,9 +131,10 @@ class StagePrices:
 class ClusterPrices:
     """Prices of one workload on one cluster; what several layouts share is computed once."""
 
-    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+    def __init__(self, cluster: Cluster, workload: Workload, rates: Rates = PUBLISHED) -> None:
         self.cluster = cluster
         self.workload = workload
+        self.rates = rates
         self.items = workload.shape.items
         self._work: dict[tuple[Item, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
@@ -153,7 +155,7 @@ class ClusterPrices:
     def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
         """All stages of ``layout`` on a kind of slot."""
         home = home_of(self.cluster, layout, slot)
-        priced = {item: self._item(item, layout, home) for item in dict.fromkeys(self.items)}
+        priced = {item: self.item_prices(item, layout, home) for item in dict.fromkeys(self.items)}
         items = tuple(priced[item] for item in self.items)
         parameters = _between([item.parameters for item in items])
         # One stage that has all of them has one weight.
@@ -198,7 +200,7 @@ class ClusterPrices:
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
         held = parameters / (layout.degrees.dp if layout.zero else 1)
         slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
-        seconds: Floats = held * (moved / slowest)
+        seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
     def stage_bytes(
@@ -233,7 +235,8 @@ class ClusterPrices:
         total: Floats = states + np.ceil(prices.kept * held) + prices.working + load.reserve
         return total
 
-    def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+    def item_prices(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+        """One item on the devices of a slot."""
         work = self.work(item, layout)
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
@@ -252,7 +255,7 @@ class ClusterPrices:
         return ItemPrices(
             compute=forward + backward,
             again=again,
-            tensor=sums * home.tensor.reduce_seconds(work.summed_bytes),
+            tensor=sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
             shards=self._shards(layout, home, parameters, forward, backward + again),
             parameters=parameters,
             kept=kept,
@@ -262,7 +265,7 @@ class ClusterPrices:
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, gpu)
         if key not in self._seconds:
-            self._seconds[key] = layer_seconds(self.work(item, layout), gpu)
+            self._seconds[key] = layer_seconds(self.work(item, layout), gpu, self.rates)
         return self._seconds[key]
 
     def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
