@@ -1,7 +1,7 @@
 """Seconds of one item of a transformer on one kind of accelerator: a roofline with a floor of launches.
 
-Products of matrices take the operations that they occupy the device for (:mod:`osdp.cost.matmul`); all else
-moves its bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
+Products of matrices take the longer of the operations that they occupy the device for
+(:mod:`osdp.cost.matmul`) and of moving their bytes, as those of attention's scores do; all else moves its bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
 
 
 def _seconds(gemm: Gemm, gpu: Gpu, rates: Rates) -> float:
-    """Of one product, for its share of the device's speed."""
+    """Of one product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
     share = rates.matrix_share * (1.0 if aligned(rows, columns, inner) else rates.unaligned_share)
-    return occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors) / (gpu.flops * share)
+    occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)
+    return max(occupied / (gpu.flops * share), gemm.moved_bytes / (gpu.memory_bandwidth * rates.memory_share))

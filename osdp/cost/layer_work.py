@@ -30,6 +30,12 @@ class Gemm:
         return 2.0 * self.count * self.rows * self.columns * self.inner
 
     @property
+    def moved_bytes(self) -> int:
+        """Both factors and the result, each once."""
+        rows, columns, inner = self.rows, self.columns, self.inner
+        return HALF * self.count * (rows * inner + columns * inner + rows * columns)
+
+    @property
     def gradients(self) -> "tuple[Gemm, Gemm]":
         """The products that give the gradients of both factors."""
         return (
