@@ -14,23 +14,29 @@ from osdp.cost.cluster_step import BUBBLE_SHARE, border_seconds, embedding_secon
 from osdp.transformer import Item
 
 
-def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
-    """Bounds of stages with as many layers each; the embedding is in the first, the head in the last.
-
-    >>> even_bounds(4, 2)
-    (0, 3, 6)
+def even_layers(layers: int, pp: int) -> int:
+    """Layers of each stage.
 
     Raises:
-        ValueError: The stages do not divide the layers.
+        ValueError: The stages do not divide them.
     """
     if layers % pp:
         raise ValueError(f"{layers} layers cannot be dealt out to {pp} stages evenly")
-    each = layers // pp
+    return layers // pp
+
+
+def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
+    """Bounds of such stages in the chain; the embedding is in the first, the head in the last.
+
+    >>> even_bounds(4, 2)
+    (0, 3, 6)
+    """
+    each = even_layers(layers, pp)
     return (0, *(1 + each * stage for stage in range(1, pp)), layers + 2)
 
 
-def even_slots(prices: ClusterPrices, layout: Layout) -> tuple[Slot, ...]:
-    """Stages one after the other over the nodes, which are all alike.
+def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
+    """Where each stage lies if they follow each other over nodes that are all alike.
 
     Raises:
         ValueError: A stage and a node do not divide each other.
@@ -39,8 +45,7 @@ def even_slots(prices: ClusterPrices, layout: Layout) -> tuple[Slot, ...]:
     ranks = layout.degrees.tp * layout.degrees.dp
     if max(ranks, devices) % min(ranks, devices):
         raise ValueError(f"stages of {ranks} ranks do not fit nodes of {devices} devices")
-    shares = min(max(devices // ranks, 1), layout.degrees.pp)
-    return (Slot(nodes=(-(-ranks // devices),), shares=shares),) * layout.degrees.pp
+    return Slot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +66,36 @@ class EvenSteps:
         self._parts: dict[tuple[object, ...], _Parts] = {}
         self._ends: dict[tuple[int, ...], float] = {}
 
-    def seconds(self, layout: Layout) -> float:
+    def seconds(self, layout: Layout, layers: int = 0) -> float:
         """A step of ``layout``.
+
+        Args:
+            layout: Degrees, batch, schedule, recomputation and sharding.
+            layers: Of the model; those of the workload's shape if 0.
 
         Raises:
             ValueError: The layers or the devices cannot be dealt out evenly.
         """
         prices, pp = self.prices, layout.degrees.pp
-        bounds = even_bounds(prices.workload.shape.layers, pp)
-        slots = even_slots(prices, layout)
-        home = self._home(layout, slots[0])
+        layers = layers or prices.workload.shape.layers
+        each = even_layers(layers, pp)
+        slot = even_slot(prices, layout)
+        home = self._home(layout, slot)
         parts = self._parts_of(layout, home)
-        crossing = 0.0
-        between = within = 0.0
-        if pp > 1:
-            crossing = prices.work(Item.LAYER, layout).output_bytes
-            within = border_seconds(layout, home, home, crossing, same_node=True)
-            between = border_seconds(layout, home, home, crossing, same_node=False)
-        shares = slots[0].shares
-        times = []
-        for stage in range(pp):
-            layers = bounds[stage + 1] - bounds[stage] - (stage == 0) - (stage == pp - 1)
-            seconds = layers * parts.layer + (within if stage % shares else between if stage else 0.0)
-            seconds += parts.embedding if stage == 0 else 0.0
-            times.append(seconds + (parts.head if stage == pp - 1 else 0.0))
-        slowest = max(times)
-        share = BUBBLE_SHARE[layout.schedule]
-        pipeline = layout.microbatches * slowest + share * (sum(times) - slowest)
-        return pipeline + self._end(layout, home, bounds) + prices.rates.step_seconds
+        if pp == 1:
+            pipeline = layout.microbatches * (parts.embedding + each * parts.layer + parts.head)
+        else:
+            sent = float(prices.work(Item.LAYER, layout).output_bytes)
+            within, between = (
+                border_seconds(layout, home, home, sent, same_node=same) for same in (True, False)
+            )
+            times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
+            times[0] = each * parts.layer + parts.embedding
+            times[-1] += parts.head
+            slowest = max(times)
+            pipeline = layout.microbatches * slowest
+            pipeline += BUBBLE_SHARE[layout.schedule] * (sum(times) - slowest)
+        return pipeline + self._end(layout, home, layers) + prices.rates.step_seconds
 
     def _home(self, layout: Layout, slot: Slot) -> Home:
         key = (layout.degrees.tp, layout.degrees.dp, *slot.nodes)
@@ -106,14 +113,16 @@ class EvenSteps:
             )
         return self._parts[key]
 
-    def _end(self, layout: Layout, home: Home, bounds: tuple[int, ...]) -> float:
+    def _end(self, layout: Layout, home: Home, layers: int) -> float:
         """Gradients, update and tied embedding of the slowest stage."""
-        key = (layout.degrees.tp, layout.degrees.dp, layout.degrees.pp, layout.zero)
+        degrees = layout.degrees
+        key = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
         if key not in self._ends:
-            prices, shape, tp = self.prices, self.prices.workload.shape, layout.degrees.tp
-            counts = [float(shape.parameters(item, tp)) for item in shape.items]
-            held = np.array([sum(counts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)])
-            if layout.degrees.pp == 1:
+            prices, shape = self.prices, self.prices.workload.shape
+            held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
+            held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
+            held[-1] += shape.parameters(Item.HEAD, degrees.tp)
+            if degrees.pp == 1:
                 held -= shape.tied_copies * prices.tied_numbers(layout)
             ends = prices.gradient_seconds(layout, home, held) + prices.update_seconds(layout, home, held)
             self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout)

@@ -30,7 +30,7 @@ class LayerSeconds:
 def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
     """The compute of one item."""
     bandwidth = gpu.memory_bandwidth * rates.memory_share
-    calling = (work.kernels + work.sums) * rates.call_seconds
+    calling = work.kernels * rates.call_seconds
     forward = sum(_seconds(gemm, gpu, rates) for gemm in work.gemms) + work.moved_bytes / bandwidth
     backward = work.backward_bytes / bandwidth
     for gemm in work.gemms:
