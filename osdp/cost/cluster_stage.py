@@ -1,7 +1,8 @@
 """Seconds and bytes of every stage that a chain of items may be cut into, on one kind of slot.
 
-A stage is a stretch ``a .. b - 1`` of the chain. What adds up over its items is a difference of prefix sums,
-so that all stages are priced at once as arrays of shape ``(I + 1, I + 1)`` by ``[a, b]``.
+A stage is a stretch ``a .. b - 1`` of the chain. What adds up over its items is the number of each kind of
+them times its price, so that all stages are priced at once as arrays of shape ``(I + 1, I + 1)`` by
+``[a, b]``, and equal stages have equal prices to the last bit.
 
 Bytes of states under ZeRO are those of Rajbhandari et al. (SC 2020, arXiv:1910.02054, section 5). Its volumes
 here are those of collectives as they are run: gradients are reduced where ``reduce_bytes`` say, weights are
@@ -9,7 +10,7 @@ gathered in ``weight_bytes``; stages 2 and 3 scatter gradients after every micro
 weights for every forward and every backward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,7 +112,7 @@ class StagePrices:
 
     Attributes:
         home: The slot's devices and links.
-        items: What each item takes.
+        items: What each kind of item takes.
         seconds: Of a microbatch, forward and backward, without what crosses borders; ``(I + 1, I + 1)``.
         parameters: Of each stage, likewise.
         kept: Bytes for each microbatch in flight, likewise.
@@ -120,7 +121,7 @@ class StagePrices:
     """
 
     home: Home
-    items: tuple[ItemPrices, ...]
+    items: Mapping[Item, ItemPrices]
     seconds: Floats
     parameters: Floats
     kept: Floats
@@ -136,6 +137,9 @@ class ClusterPrices:
         self.workload = workload
         self.rates = rates
         self.items = workload.shape.items
+        self.kinds = tuple(dict.fromkeys(self.items))
+        #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
+        self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
         self._work: dict[tuple[Item, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
 
@@ -155,20 +159,23 @@ class ClusterPrices:
     def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
         """All stages of ``layout`` on a kind of slot."""
         home = home_of(self.cluster, layout, slot)
-        priced = {item: self.item_prices(item, layout, home) for item in dict.fromkeys(self.items)}
-        items = tuple(priced[item] for item in self.items)
-        parameters = _between([item.parameters for item in items])
+        items = self.item_prices(layout, home)
+        parameters = self._summed([item.parameters for item in items.values()])
         # One stage that has all of them has one weight.
         parameters[0, -1] -= self.workload.shape.tied_copies * self.tied_numbers(layout)
         return StagePrices(
             home=home,
             items=items,
-            seconds=_between([item.seconds for item in items]),
+            seconds=self._summed([item.seconds for item in items.values()]),
             parameters=parameters,
-            kept=_between([item.kept for item in items]),
+            kept=self._summed([item.kept for item in items.values()]),
             working=self._working(layout, items),
-            end=self._end(layout, home, parameters),
+            end=self.end_seconds(layout, home, parameters),
         )
+
+    def item_prices(self, layout: Layout, home: Home) -> dict[Item, ItemPrices]:
+        """What each kind of item takes, in order of the first of each."""
+        return {item: self._item(item, layout, home) for item in self.kinds}
 
     def tied_numbers(self, layout: Layout) -> int:
         """Numbers of an embedding's weight on one rank."""
@@ -179,6 +186,7 @@ class ClusterPrices:
         """Collectives at the end of a step for so many parameters."""
         if layout.degrees.dp == 1:
             return np.zeros_like(parameters)
+        seconds: Floats
         load, ring = self.workload, home.data
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
         scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
@@ -203,16 +211,20 @@ class ClusterPrices:
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
+    def parameter_bytes(self, layout: Layout) -> tuple[float, float, float]:
+        """Bytes of weight, gradient and optimizer state that a rank keeps for each parameter."""
+        load, dp = self.workload, layout.degrees.dp
+        sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
+        weight, gradient, state = (size / dp if layout.zero >= stage else size for size, stage in sizes)
+        return weight, gradient, state
+
     def stage_bytes(
         self, prices: StagePrices, layout: Layout, start: int, stop: int, held: float
     ) -> StageBytes:
         """Memory of one stage with the activations of ``held`` microbatches."""
-        load, dp = self.workload, layout.degrees.dp
         parameters = prices.parameters[start, stop]
-        parts = [1 / dp if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
-        sizes = (load.weight_bytes, load.gradient_bytes, load.state_bytes)
         weights, gradients, states = (
-            int(np.ceil(parameters * size * part)) for size, part in zip(sizes, parts, strict=True)
+            int(np.ceil(parameters * size)) for size in self.parameter_bytes(layout)
         )
         return StageBytes(
             weights=weights,
@@ -220,23 +232,21 @@ class ClusterPrices:
             states=states,
             activations=int(np.ceil(prices.kept[start, stop] * held)),
             working=int(prices.working[start, stop]),
-            reserve=load.reserve,
+            reserve=self.workload.reserve,
             limit=prices.home.limit,
         )
 
     def total_bytes(self, prices: StagePrices, layout: Layout, held: float) -> Floats:
         """The same for all stages at once."""
-        load, dp = self.workload, layout.degrees.dp
-        parts = [1 / dp if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
-        sizes = (load.weight_bytes, load.gradient_bytes, load.state_bytes)
-        each = sum(size * part for size, part in zip(sizes, parts, strict=True))
+        each = self.parameter_bytes(layout)
         # Each part is rounded up by itself.
-        states = prices.parameters * each + len(sizes)
-        total: Floats = states + np.ceil(prices.kept * held) + prices.working + load.reserve
+        states = sum(np.ceil(prices.parameters * size) for size in each)
+        total: Floats = (
+            states + np.ceil(prices.kept * held) + np.floor(prices.working) + self.workload.reserve
+        )
         return total
 
-    def item_prices(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
-        """One item on the devices of a slot."""
+    def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
         work = self.work(item, layout)
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
@@ -277,35 +287,46 @@ class ClusterPrices:
         gather = home.data.scatter_seconds(parameters * load.weight_bytes) if layout.zero == 3 else 0.0
         return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
 
-    def _working(self, layout: Layout, items: tuple[ItemPrices, ...]) -> Floats:
-        """The most that is there for a moment: of one item, what is sharded being whole then."""
+    def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
+        """What is there for a moment of one item: what is sharded is whole then."""
         load = self.workload
-        each = []
-        for item in items:
-            whole = load.reduce_bytes * item.parameters if layout.zero >= 2 else 0
-            # The next item's weights arrive while this one's are used.
-            whole += 2 * load.weight_bytes * item.parameters if layout.zero == 3 else 0
-            each.append(item.working + (whole if layout.degrees.dp > 1 else 0))
-        count = len(items)
-        found = np.zeros((count + 1, count + 1))
-        for start in range(count):
-            found[start, start + 1 :] = np.maximum.accumulate(each[start:])
-        border = 2 * self.border_bytes(layout)
-        return found + border[:, None] + border[None, :]
+        if layout.degrees.dp == 1:
+            return item.working
+        whole = load.reduce_bytes * item.parameters if layout.zero >= 2 else 0
+        # The next item's weights arrive while this one's are used.
+        return item.working + whole + (2 * load.weight_bytes * item.parameters if layout.zero == 3 else 0)
 
-    def _end(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+    def _summed(self, values: Sequence[float]) -> Floats:
+        total = np.zeros_like(self._counts[0])
+        for count, value in zip(self._counts, values, strict=True):
+            total += count * value
+        return total
+
+    def _working(self, layout: Layout, items: Mapping[Item, ItemPrices]) -> Floats:
+        """The most that is there for a moment: of one item, what is sharded being whole then."""
+        found = np.zeros_like(self._counts[0])
+        for count, item in zip(self._counts, items.values(), strict=True):
+            found = np.maximum(found, (count > 0) * self.working_bytes(layout, item))
+        border = 2 * self.border_bytes(layout)
+        found += border[:, None] + border[None, :]
+        return found
+
+    def end_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+        """What follows the last microbatch for so many parameters: gradients and the update."""
         exchanged = self.gradient_seconds(layout, home, parameters)
-        return exchanged + self.update_seconds(layout, home, parameters)
+        exchanged += self.update_seconds(layout, home, parameters)
+        return exchanged
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:
     return communication - overlap * min(communication, compute)
 
 
-def _between(values: list[float] | list[int]) -> Floats:
-    """Sums over stretches, by their first item and the one after the last."""
-    prefix = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])
-    return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+def _count(items: Sequence[Item], kind: Item) -> Floats:
+    """Items of a kind in each stretch, by its first item and the one after its last."""
+    prefix = np.concatenate([[0.0], np.cumsum(np.array([item is kind for item in items], dtype=float))])
+    count: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+    return count
 
 
 def slot_prices(prices: ClusterPrices, layout: Layout, slots: tuple[Slot, ...]) -> Mapping[Slot, StagePrices]:

@@ -12,7 +12,8 @@ are taken to be alike (Qi et al., 2023). A rank that sends cannot compute meanwh
 update of the slowest stage follow, and the sum of an embedding that two stages hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
 
 from osdp.cluster_plan import ClusterPlan, Layout, Slot, StepSeconds
@@ -55,21 +56,15 @@ def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, 
     return 2 * stages_per_rank(layout.schedule) * max(wire.seconds(nbytes) for wire in wires)
 
 
-def embedding_seconds(prices: ClusterPrices, layout: Layout) -> float:
-    """To add up the gradients of a tied weight that the first and the last stage hold."""
+def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
+    """To add up the gradients of a weight that several stages hold, over the slowest link there is."""
     if layout.degrees.pp == 1 or not prices.workload.shape.tied_copies:
         return 0.0
-    nodes = [group.node for group in prices.cluster.groups]
-    one_node = prices.cluster.num_nodes == 1
-    share = 1 if one_node else min(layout.degrees.tp * layout.degrees.dp, min(n.devices for n in nodes))
-    wires = [node.inside if one_node else node.outside for node in nodes]
-    seconds = [
-        Ring(2, type(wire)(wire.bandwidth / share, wire.latency)).reduce_seconds(
-            prices.tied_numbers(layout) * prices.workload.reduce_bytes
-        )
-        for wire in wires
-    ]
-    return max(seconds)
+    nbytes = prices.tied_numbers(layout) * prices.workload.reduce_bytes
+    return max(
+        Ring(2, home.within if slot.shares >= layout.degrees.pp else home.between).reduce_seconds(nbytes)
+        for slot, home in homes.items()
+    )
 
 
 def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: Sequence[Slot]) -> ClusterPlan:
@@ -99,14 +94,15 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
         sent = 0.0
         if stage:
             before, same = by_slot[slots[stage - 1]].home, shares_node(slots, stage)
-            sent = border_seconds(layout, before, own.home, border[start], same_node=same)
+            sent = border_seconds(layout, before, own.home, float(border[start]), same_node=same)
         sends.append(sent)
         times.append(float(own.seconds[start, stop]) + sent)
         ends.append(float(own.end[start, stop]))
     slowest = times.index(max(times))
     share, m = BUBBLE_SHARE[layout.schedule], layout.microbatches
     last = ends.index(max(ends))
-    inside = by_slot[slots[slowest]].items[bounds[slowest] : bounds[slowest + 1]]
+    prices_there = by_slot[slots[slowest]].items
+    inside = [prices_there[item] for item in prices.items[bounds[slowest] : bounds[slowest + 1]]]
     final = by_slot[slots[last]]
     held = final.parameters[bounds[last] : bounds[last] + 1, bounds[last + 1]]
     return ClusterPlan(
@@ -124,13 +120,13 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
             bubble=share * (sum(times) - times[slowest]),
             gradients=float(prices.gradient_seconds(layout, final.home, held)[0]),
             optimizer=float(prices.update_seconds(layout, final.home, held)[0]) + prices.rates.step_seconds,
-            embedding=embedding_seconds(prices, layout),
+            embedding=embedding_seconds(prices, layout, {slot: p.home for slot, p in by_slot.items()}),
         ),
         stages=tuple(
             prices.stage_bytes(by_slot[slots[stage]], layout, start, stop, in_flight(layout, stage))
             for stage, (start, stop) in enumerate(pairwise(bounds))
         ),
-        dollars_per_second=prices.cluster.dollars_per_second,
+        dollars_per_second=prices.cluster.part(nodes_of(slots)).dollars_per_second,
     )
 
 
@@ -144,3 +140,12 @@ def shares_node(slots: Sequence[Slot], stage: int) -> bool:
     while run < stage and slots[stage - run - 1] == slot:
         run += 1
     return run % slot.shares != 0
+
+
+def nodes_of(slots: Sequence[Slot]) -> tuple[int, ...]:
+    """Nodes of each kind that slots take together."""
+    totals = [Fraction(0)] * len(slots[0].nodes)
+    for slot in slots:
+        for kind, count in enumerate(slot.nodes):
+            totals[kind] += Fraction(count, slot.shares)
+    return tuple(int(total) for total in totals)

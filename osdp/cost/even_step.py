@@ -95,7 +95,7 @@ class EvenSteps:
             slowest = max(times)
             pipeline = layout.microbatches * slowest
             pipeline += BUBBLE_SHARE[layout.schedule] * (sum(times) - slowest)
-        return pipeline + self._end(layout, home, layers) + prices.rates.step_seconds
+        return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
 
     def _home(self, layout: Layout, slot: Slot) -> Home:
         key = (layout.degrees.tp, layout.degrees.dp, *slot.nodes)
@@ -107,13 +107,13 @@ class EvenSteps:
         degrees = layout.degrees
         key = (degrees.tp, degrees.dp, layout.samples, layout.recompute, layout.zero)
         if key not in self._parts:
-            items = (Item.EMBEDDING, Item.LAYER, Item.HEAD)
+            items = self.prices.item_prices(layout, home)
             self._parts[key] = _Parts(
-                *(self.prices.item_prices(item, layout, home).seconds for item in items)
+                *(items[item].seconds for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD))
             )
         return self._parts[key]
 
-    def _end(self, layout: Layout, home: Home, layers: int) -> float:
+    def _end(self, layout: Layout, slot: Slot, home: Home, layers: int) -> float:
         """Gradients, update and tied embedding of the slowest stage."""
         degrees = layout.degrees
         key = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
@@ -124,6 +124,6 @@ class EvenSteps:
             held[-1] += shape.parameters(Item.HEAD, degrees.tp)
             if degrees.pp == 1:
                 held -= shape.tied_copies * prices.tied_numbers(layout)
-            ends = prices.gradient_seconds(layout, home, held) + prices.update_seconds(layout, home, held)
-            self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout)
+            ends = prices.end_seconds(layout, home, held)
+            self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout, {slot: home})
         return self._ends[key]

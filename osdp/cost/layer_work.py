@@ -2,9 +2,9 @@
 
 Tensor parallelism as in Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3): each layer sums its
 output over the ranks once for attention and once for the feed-forward block, forward and backward. Bytes that
-are kept for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): of ``s b h (10 + 24 / t + 5 a s /
-(h t))`` the terms are taken apart here, for other widths than ``4 h`` and for attention that never writes its
-scores (Dao et al., arXiv:2205.14135).
+are kept for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
+``s b h (10 + 24 / t + 5 a s / (h t))`` are taken apart here, for other widths than ``4 h`` and for attention
+that never writes its scores (Dao et al., arXiv:2205.14135).
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
 Of ``n`` ranks each sends ``(n - 1) / n`` of the tensor in an all-gather or a reduce-scatter, and twice that
 in an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009). Backends change to trees where steps would cost more than bytes: latency then grows with the logarithm of the
-ranks (Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-2009).
+2009). Backends change to trees where steps would cost more than bytes: latency then grows with the logarithm
+of the ranks (Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+scan", 2009).
 """
 
 import math
