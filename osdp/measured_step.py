@@ -118,13 +118,14 @@ def read_steps(path: str | Path) -> tuple[MeasuredStep, ...]:
 
 
 def _step(row: Mapping[str, str | None]) -> MeasuredStep:
-    numbers = [_integer(column, row[column]) for column in COLUMNS[:-1]]
+    names = (field.name for field in fields(MeasuredStep))
+    numbers = {name: _integer(column, row[column]) for name, column in zip(names, COLUMNS[:-1], strict=False)}
     text = row[COLUMNS[-1]]
     try:
         milliseconds = float(text or "")
     except ValueError:
         raise ValueError(f"{COLUMNS[-1]!r} is {text!r}, not a number") from None
-    return MeasuredStep(*numbers, seconds=milliseconds * _MILLISECOND)
+    return MeasuredStep(**numbers, seconds=milliseconds * _MILLISECOND)
 
 
 def _integer(column: str, text: str | None) -> int:
