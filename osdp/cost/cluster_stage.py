@@ -140,6 +140,7 @@ class ClusterPrices:
         self.kinds = tuple(dict.fromkeys(self.items))
         #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
         self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
+        self._homes: dict[tuple[int, int, Slot], Home] = {}
         self._work: dict[tuple[Item, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
 
@@ -151,6 +152,13 @@ class ClusterPrices:
             self._work[key] = layer_work(shape, item, layout.samples, layout.degrees.tp, flash=flash)
         return self._work[key]
 
+    def home(self, layout: Layout, slot: Slot) -> Home:
+        """The devices and links of a slot."""
+        key = (layout.degrees.tp, layout.degrees.dp, slot)
+        if key not in self._homes:
+            self._homes[key] = home_of(self.cluster, layout, slot)
+        return self._homes[key]
+
     def border_bytes(self, layout: Layout) -> Floats:
         """Bytes that go forward over the border before each item, shape ``(I + 1,)``."""
         outputs = [self.work(item, layout).output_bytes for item in self.items]
@@ -158,7 +166,7 @@ class ClusterPrices:
 
     def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
         """All stages of ``layout`` on a kind of slot."""
-        home = home_of(self.cluster, layout, slot)
+        home = self.home(layout, slot)
         items = self.item_prices(layout, home)
         parameters = self._summed([item.parameters for item in items.values()])
         # One stage that has all of them has one weight.

@@ -1,15 +1,17 @@
 """The best layouts of a transformer on a cluster, proven: branch and bound over the space of layouts.
 
-Every layout gets a lower bound (:mod:`osdp.search.cluster_bound`); in order of their bounds layouts are
-arranged exactly (:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many
-layouts as are asked for: the rest cannot be better, which is the proof. Ties go to the layout that comes first
-in the space. GPipe takes the seconds of 1F1B and never less memory, and is left out where that may be chosen.
+Families of layouts get a loose lower bound, the layouts of a family that may matter a tight one
+(:mod:`osdp.search.cluster_bound`). In order of their bounds layouts are arranged exactly
+(:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many layouts as are
+asked for: the rest cannot be better, which is the proof. GPipe takes the seconds of 1F1B and never less
+memory, and is left out where that may be chosen.
 """
 
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -25,8 +27,8 @@ from osdp.cost.cluster_step import (
     price,
     stages_per_rank,
 )
-from osdp.search.cluster_bound import lower_bound
-from osdp.search.cluster_space import Cells, Space, cells_of, layouts
+from osdp.search.cluster_bound import family_bound, lower_bound
+from osdp.search.cluster_space import Cells, Space, families
 from osdp.search.placement import CellKind, Problem, place
 
 Floats = NDArray[np.float64]
@@ -41,40 +43,12 @@ class Found:
         candidates: Layouts in the space.
         placements: Layouts times the different orders of their cells.
         arranged: Layouts that were arranged exactly; all others are proven not to be better.
-        unfit: Layouts of which no arrangement fits, as far as that was needed.
     """
 
     plans: tuple[ClusterPlan, ...]
     candidates: int
     placements: int
     arranged: int
-    unfit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A layout with its cells and what no arrangement of it can beat."""
-
-    seconds: float
-    layout: Layout
-    cells: Cells
-
-
-def bounded(prices: ClusterPrices, space: Space, counts: Sequence[int] | None = None) -> list[Bounded]:
-    """All layouts of the space with their bounds, in the order of the space.
-
-    Args:
-        prices: Of the workload on the cluster.
-        space: What may be chosen.
-        counts: Nodes of each kind to use; all if ``None``.
-    """
-    counts = prices.cluster.counts if counts is None else counts
-    found = []
-    for layout in layouts(prices.cluster, counts, prices.workload, space):
-        cells = cells_of(prices.cluster, counts, layout.degrees.tp * layout.degrees.dp)
-        if cells is not None:
-            found.append(Bounded(lower_bound(prices, layout, cells), layout, cells))
-    return found
 
 
 def best_layouts(
@@ -99,44 +73,44 @@ def best_layouts(
     Returns:
         The plans, which may be fewer, or none.
     """
-    ways = bounded(prices, space, counts)
-    order = sorted(range(len(ways)), key=lambda index: ways[index].seconds)
-    best: list[tuple[float, int, ClusterPlan]] = []
-    arranged = unfit = 0
-    for position, index in enumerate(order):
-        way = ways[index]
+    counts = prices.cluster.counts if counts is None else counts
+    known = list(families(prices.cluster, counts, prices.workload, space))
+    #: By their bounds: whole families (-1), and single ways by their number.
+    heap = [(family_bound(prices, family), index, -1) for index, family in enumerate(known)]
+    heapify(heap)
+    best: list[tuple[float, int, int, ClusterPlan]] = []
+    arranged = 0
+    while heap:
+        bound, index, number = heappop(heap)
         ceiling = min(upper, best[-1][0]) if len(best) == top else upper
-        if way.seconds >= ceiling or math.isinf(way.seconds):
-            unfit += sum(math.isinf(ways[other].seconds) for other in order[position:])
+        if bound >= ceiling or math.isinf(bound):
             break
-        if advance is not None:
-            advance(position, len(order))
-        if way.layout.schedule == "gpipe" and "1f1b" in space.schedules:
+        family = known[index]
+        if number < 0:
+            for number, way in enumerate(family.ways):
+                if way.schedule != "gpipe" or "1f1b" not in space.schedules:
+                    heappush(heap, (lower_bound(prices, way, family.cells), index, number))
             continue
-        plan = arrange(prices, way.layout, way.cells, upper=ceiling)
+        plan = arrange(prices, family.ways[number], family.cells, upper=ceiling)
         arranged += 1
-        if plan is None:
-            unfit += math.isinf(ceiling)
-        else:
-            insort(best, (plan.step_seconds, index, plan), key=lambda entry: entry[:2])
+        if plan is not None:
+            insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
             del best[top:]
-    if advance is not None:
-        advance(len(order), len(order))
+        if advance is not None:
+            advance(arranged, arranged + len(heap))
     return Found(
-        plans=tuple(replace(plan, optimal=True) for _, _, plan in best),
-        candidates=len(ways),
-        placements=sum(way.cells.num_orders for way in ways),
+        plans=tuple(replace(plan, optimal=True) for *_, plan in best),
+        candidates=sum(len(family.ways) for family in known),
+        placements=sum(len(family.ways) * family.cells.num_orders for family in known),
         arranged=arranged,
-        unfit=unfit,
     )
 
 
 def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
     """Each layout of the space with its best arrangement; where none fits, the best without a limit."""
-    for layout in layouts(prices.cluster, prices.cluster.counts, prices.workload, space):
-        cells = cells_of(prices.cluster, prices.cluster.counts, layout.degrees.tp * layout.degrees.dp)
-        if cells is not None:
-            plan = arrange(prices, layout, cells) or arrange(prices, layout, cells, limited=False)
+    for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
+        for way in family.ways:
+            plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
             if plan is not None:
                 yield plan
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster_plan import Layout
-from osdp.cost.cluster_stage import ClusterPrices, Home, ItemPrices, home_of
+from osdp.cost.cluster_stage import ClusterPrices, Home, ItemPrices
 from osdp.cost.cluster_step import BUBBLE_SHARE, border_seconds, embedding_seconds, in_flight
-from osdp.search.cluster_space import Cells
+from osdp.search.cluster_space import Cells, Family
 from osdp.transformer import Item
 
 Floats = NDArray[np.float64]
@@ -57,7 +57,7 @@ class _Place:
 
 def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
     """Seconds that no arrangement of the layout can beat; infinite if none fits."""
-    homes = {slot: home_of(prices.cluster, layout, slot) for slot in cells.slots}
+    homes = {slot: prices.home(layout, slot) for slot in cells.slots}
     held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
     crossing = float(prices.border_bytes(layout)[1:-1].min())
     places = []
@@ -87,6 +87,24 @@ def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
     bound = (layout.microbatches - share) * slowest + share * max(total, slowest)
     bound += _end(prices, layout, places) + embedding_seconds(prices, layout, homes)
     return bound * (1 - _ROUNDING)
+
+
+def family_bound(prices: ClusterPrices, family: Family) -> float:
+    """Seconds that no arrangement of any layout of the family can beat, looser but quicker."""
+    plain, cells = family.plain, family.cells
+    homes = {slot: prices.home(plain, slot) for slot in cells.slots}
+    items = [prices.item_prices(plain, home) for home in homes.values()]
+    best = {item: min(found[item].seconds for found in items) for item in prices.kinds}
+    layers = [min(found[item].seconds for item in _LAYERS if item in found) for found in items]
+    speed = sum(
+        count * stages / layer
+        for count, stages, layer in zip(cells.counts, cells.stages, layers, strict=True)
+    )
+    slowest = max(best[Item.HEAD], sum(item in _LAYERS for item in prices.items) / speed)
+    total = sum(best[item] for item in prices.items)
+    share = min(BUBBLE_SHARE[way.schedule] for way in family.ways)
+    bound = (plain.microbatches - share) * slowest + share * max(total, slowest)
+    return (bound + embedding_seconds(prices, plain, homes)) * (1 - _ROUNDING)
 
 
 def _room(

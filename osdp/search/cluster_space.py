@@ -9,14 +9,13 @@ that each of them had already (transportation problems with whole margins have w
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.cluster import Cluster
 from osdp.cluster_plan import Layout, Recompute, Slot, Workload
 from osdp.cost.cluster_step import stages_per_rank
 from osdp.layout import Degrees
 from osdp.transformer import TransformerShape
-
 
 #: Schedules that are what they are meant to be from as many microbatches on as there are ranks.
 LATE = ("interleaved", "zb-h1")
@@ -124,7 +123,22 @@ def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[i
         left = [have - used for have, used in zip(left, taken, strict=True)]
 
 
-def layouts(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Layout]:
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layouts that differ in schedule, recomputation and ZeRO stage only.
+
+    Attributes:
+        plain: With 1F1B, without recomputation and ZeRO; it need not be in the space.
+        ways: Those in the space.
+        cells: Places for their stages.
+    """
+
+    plain: Layout
+    ways: tuple[Layout, ...]
+    cells: Cells
+
+
+def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Family]:
     """All layouts of the space on so many nodes of each kind, in a fixed order."""
     used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
@@ -136,22 +150,25 @@ def layouts(cluster: Cluster, counts: Sequence[int], workload: Workload, space: 
             pp = world // tp // dp
             if (space.dp and dp not in space.dp) or (space.pp and pp not in space.pp):
                 continue
-            if pp > len(shape.items) or cells_of(cluster, counts, tp * dp) is None:
+            cells = cells_of(cluster, counts, tp * dp) if pp <= len(shape.items) else None
+            if cells is None:
                 continue
             for samples in _divisors(batch // dp):
-                if not space.samples or samples in space.samples:
-                    yield from _ways(workload, space, Degrees(pp, dp, tp), samples)
+                if space.samples and samples not in space.samples:
+                    continue
+                plain = Layout(Degrees(pp, dp, tp), samples, batch // dp // samples)
+                if ways := tuple(_ways(workload, space, plain)):
+                    yield Family(plain, ways, cells)
 
 
-def _ways(workload: Workload, space: Space, degrees: Degrees, samples: int) -> Iterator[Layout]:
-    shape = workload.shape
-    microbatches = workload.global_batch // degrees.dp // samples
+def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
+    shape, degrees = workload.shape, plain.degrees
     for schedule in space.schedules if degrees.pp > 1 else ("1f1b",):
         if stages_per_rank(schedule) > 1 and (
             shape.decoder_layers or stages_per_rank(schedule) * degrees.pp > len(shape.items)
         ):
             continue
-        if schedule in LATE and microbatches < degrees.pp:
+        if schedule in LATE and plain.microbatches < degrees.pp:
             continue
         for recompute in space.recompute:
             if recompute is Recompute.SELECTIVE and workload.flash:
@@ -160,7 +177,7 @@ def _ways(workload: Workload, space: Space, degrees: Degrees, samples: int) -> I
                 # Gradients of weights that are computed apart can neither be reduced nor summed in time.
                 apart = schedule == "zb-h1"
                 if not apart or (degrees.dp == degrees.tp == 1 and recompute is Recompute.NONE):
-                    yield Layout(degrees, samples, microbatches, schedule, recompute, zero)
+                    yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 
 def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
