@@ -38,13 +38,11 @@ def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
 def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
     """Where each stage lies if they follow each other over nodes that are all alike.
 
-    Raises:
-        ValueError: A stage and a node do not divide each other.
+    Where neither a stage's ranks nor a node's devices divide the other, as if each stage began a node or ended
+    one.
     """
     devices = prices.cluster.groups[0].node.devices
     ranks = layout.degrees.tp * layout.degrees.dp
-    if max(ranks, devices) % min(ranks, devices):
-        raise ValueError(f"stages of {ranks} ranks do not fit nodes of {devices} devices")
     return Slot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
 
 
@@ -74,7 +72,7 @@ class EvenSteps:
             layers: Of the model; those of the workload's shape if 0.
 
         Raises:
-            ValueError: The layers or the devices cannot be dealt out evenly.
+            ValueError: The layers cannot be dealt out evenly.
         """
         prices, pp = self.prices, layout.degrees.pp
         layers = layers or prices.workload.shape.layers

@@ -1,7 +1,8 @@
 """Seconds of one item of a transformer on one kind of accelerator: a roofline with a floor of launches.
 
 Products of matrices take the longer of the operations that they occupy the device for
-(:mod:`osdp.cost.matmul`) and of moving their bytes, as those of attention's scores do; all else moves its bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
+(:mod:`osdp.cost.matmul`) and of moving their bytes, as those of attention's scores do; all else moves its
+bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
 """
 
 from dataclasses import dataclass
