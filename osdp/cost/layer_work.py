@@ -163,12 +163,15 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     # The activation, and softmax and dropout of the scores.
     moved += half_tokens * inner * (ups + 1)
     back += half_tokens * inner * (3 * ups + 1)
+    fused = flash or _softmax_is_fused(samples * heads, s)
     if not flash:
         scores_written = samples * heads * s * s * attentions
-        moved, back = moved + 9 * scores_written, back + 11 * scores_written
+        # One kernel for scale, mask and softmax, or in 32 bits: widened, scaled, masked, softmax, narrowed.
+        moved += scores_written * (5 + (4 if fused else 36))
+        back += scores_written * (5 + (6 if fused else 40))
     # A weight's gradient is added to that of the microbatches before.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * HALF
-    kernels = 9 * attentions + 7 + 2 * int(not flash) * attentions
+    kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
@@ -184,6 +187,11 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
         working_bytes=2 * stream + half_tokens * (ups * inner + queries + 2 * keys),
         output_bytes=input_bytes,
     )
+
+
+def _softmax_is_fused(matrices: int, sequence: int) -> bool:
+    """Whether Megatron-LM's kernel takes that many matrices of scores (its ``fused_softmax.py``)."""
+    return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
 def _head(shape: TransformerShape, tokens: int, tp: int, stream: int) -> LayerWork:

@@ -1,18 +1,17 @@
-"""What a product of matrices asks of a device: its operations, rounded up to whole tiles.
+"""What a product of matrices asks of a device: its operations, rounded up to whole tiles and waves.
 
 A device computes a product in tiles of its result, each on one of its multiprocessors: parts of tiles at the
-edges cost whole ones (tile quantisation), and with fewer tiles than multiprocessors the others idle (NVIDIA,
-Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1 and 3). The library picks the tile.
-Beyond one tile for each multiprocessor fractions of a wave count, since libraries split the last one along
-the summed dimension (Osama et al., "Stream-K", PPoPP 2023).
+edges cost whole ones (tile quantisation), and while the last tiles are computed the other multiprocessors
+idle (wave quantisation; NVIDIA, Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1 and
+3). The tile is the guide's most efficient one; libraries take smaller tiles where those waste less, at a lower
+rate, so that it is a good bound rather than what they do.
 """
 
 import math
 from functools import lru_cache
 
-#: Rows and columns of a tile, and what part of the largest tile's rate it reaches: the guide's section 2.3
-#: lists these sizes, the smaller the less efficient; its figure of the same section shows by about how much.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
+#: Rows and columns of a tile; as columns and rows, too.
+_TILE = (256, 128)
 
 #: 16-bit elements in the widest load of a multiprocessor (16 bytes); other rows are loaded in smaller pieces.
 _ALIGNMENT = 8
@@ -29,16 +28,17 @@ def occupied_flops(rows: int, columns: int, inner: int, count: int = 1, multipro
         count: How many such products at once.
         multiprocessors: Of the device; 0 if unknown.
 
-    >>> occupied_flops(4096, 4096, 64, 1, 108) == 2 * 4096 * 4096 * 64
+    >>> occupied_flops(256 * 9, 128 * 12, 64, 1, 108) == 2 * 256 * 9 * 128 * 12 * 64
     True
-    >>> occupied_flops(64, 64, 4096, 1, 108) / (2 * 64 * 64 * 4096) > 100
+    >>> occupied_flops(256 * 9, 128 * 13, 64, 1, 108) == 2 * occupied_flops(256 * 9, 128 * 12, 64, 1, 108)
     True
     """
-    return min(
-        max(math.ceil(rows / high) * math.ceil(columns / wide) * count, multiprocessors)
-        * (2.0 * high * wide * inner / rate)
-        for high, wide, rate in _TILES
+    high, wide = _TILE
+    tiles = min(
+        math.ceil(rows / high) * math.ceil(columns / wide), math.ceil(rows / wide) * math.ceil(columns / high)
     )
+    each = max(multiprocessors, 1)
+    return math.ceil(tiles * count / each) * each * (2.0 * high * wide * inner)
 
 
 def aligned(*sizes: int) -> bool:
