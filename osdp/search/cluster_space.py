@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from osdp.cluster import Cluster
 from osdp.cluster_plan import Layout, Recompute, Slot, Workload
 from osdp.cost.cluster_step import stages_per_rank
+from osdp.cost.layer_work import SINGLE
 from osdp.layout import Degrees
 from osdp.transformer import TransformerShape
 
@@ -174,9 +175,9 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
             if recompute is Recompute.SELECTIVE and workload.flash:
                 continue
             for zero in space.zero if degrees.dp > 1 else (0,):
-                # Gradients of weights that are computed apart can neither be reduced nor summed in time.
-                apart = schedule == "zb-h1"
-                if not apart or (degrees.dp == degrees.tp == 1 and recompute is Recompute.NONE):
+                # Gradients of weights that are computed apart can neither be reduced nor cast.
+                alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
+                if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
                     yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 

@@ -217,7 +217,8 @@ class _Search:
 
     def _entries(self, kind: int, before: int, pace: float, limit: float, of_end: bool) -> Floats:
         seconds, end = self._seconds[kind, before], self._problem.cells[kind].end
-        return np.where((seconds <= pace) & (end <= limit), end if of_end else seconds, math.inf)
+        possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
+        return np.where(possible, end if of_end else seconds, math.inf)
 
     def _sweep(
         self, join: np.ufunc, entries: Callable[[int, int], Floats]
