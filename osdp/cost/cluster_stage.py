@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster import Cluster, Gpu, Wire
 from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
+from osdp.cost.corrections import LayerCase, correction_factor
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
 from osdp.cost.rates import PUBLISHED, Rates
@@ -143,6 +144,7 @@ class ClusterPrices:
         self._homes: dict[tuple[int, int, Slot], Home] = {}
         self._work: dict[tuple[Item, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
+        self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: Layout) -> LayerWork:
         """What one rank does for one item."""
@@ -263,7 +265,7 @@ class ClusterPrices:
         again = forward if full else 0.0
         if layer and layout.recompute is Recompute.SELECTIVE:
             again = max(s.attention for s in slowest)
-        sums = work.sums * (3 if full else 2)
+        sums = work.sums * (3 if full else 2) * self._factor(layout)
         kept = work.kept_bytes
         if full:
             kept = work.input_bytes
@@ -283,8 +285,17 @@ class ClusterPrices:
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, gpu)
         if key not in self._seconds:
-            self._seconds[key] = layer_seconds(self.work(item, layout), gpu, self.rates)
+            modelled = layer_seconds(self.work(item, layout), gpu, self.rates)
+            self._seconds[key] = modelled * self._factor(layout)
         return self._seconds[key]
+
+    def _factor(self, layout: Layout) -> float:
+        """By what measured layers say to multiply seconds."""
+        shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
+        if key not in self._factors:
+            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, case)
+        return self._factors[key]
 
     def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
         """Collectives of every microbatch, as far as compute does not hide them."""

@@ -12,6 +12,8 @@ other for 1. ``blend`` is 1/p.
 
 from dataclasses import dataclass
 
+from osdp.cost.corrections import Correction
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -26,6 +28,7 @@ class Rates:
         sum_seconds: Of each sum over tensor-parallel ranks beside its link's latency: they wait for the
             slowest.
         step_seconds: Of a step, however large: data, loop, scaler.
+        corrections: What measured layers took beyond all this.
     """
 
     matrix_share: float
@@ -35,6 +38,7 @@ class Rates:
     blend: float = 0.0
     sum_seconds: float = 0.0
     step_seconds: float = 0.0
+    corrections: tuple[Correction, ...] = ()
 
     def __post_init__(self) -> None:
         shares = ("matrix_share", "unaligned_share", "memory_share")

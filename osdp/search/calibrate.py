@@ -7,12 +7,13 @@ With r_i the relative errors of the steps and x_j the logarithms of the coeffici
 The first sum is near the absolute errors, so that rows that no coefficient explains do not pull the others
 along; s is a typical error. The second holds each coefficient near what is published (p) as firmly as that
 is known (w): a coefficient that the rows say nothing about stays there, hence what a small model says about a
-large one is physics where it is not measurement. Solved by Levenberg-Marquardt steps (Moré, "The
+large one is physics where it is not measurement. What the coefficients leave is interpolated between the
+layers that were measured (:mod:`osdp.cost.corrections`). Solved by Levenberg-Marquardt steps (Moré, "The
 Levenberg-Marquardt algorithm", 1978) from p. Local, not proven optimal; the same rows give the same answer.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from osdp import codec
 from osdp.cluster import Wire
+from osdp.cost.corrections import Correction, LayerCase, corrections_of
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.step_model import Setting, StepModel
 from osdp.measured_step import MeasuredStep
@@ -42,6 +44,8 @@ _SPREAD = {
 }
 #: Where coefficients start of which nothing is published: hardly more than nothing.
 _START = {"blend": 0.2, "sum_seconds": 3e-5, "step_seconds": 5e-4, "latency": 1e-6}
+#: Relative deviation of steps with the same layer, at least: what else differs between them.
+_ALONE = 0.02
 _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
 
 
@@ -160,7 +164,7 @@ def _held_out(
 
 
 def _fit(model: StepModel, rates: Rates) -> tuple[Rates, Wire]:
-    prior = {f.name: getattr(rates, f.name) for f in fields(rates)}
+    prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
     prior |= {"bandwidth": model.setting.node.inside.bandwidth, "latency": model.setting.node.inside.latency}
     names = tuple(prior)
     start = np.log([prior[name] or _START[name] for name in names])
@@ -177,7 +181,20 @@ def _fit(model: StepModel, rates: Rates) -> tuple[Rates, Wire]:
         weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
         return np.concatenate([weighed, (x - start) / spread])
 
-    return coefficients(_least_squares(residuals, start))
+    found, inside = coefficients(_least_squares(residuals, start))
+    return replace(found, corrections=_corrections(model, found, inside)), inside
+
+
+def _corrections(model: StepModel, rates: Rates, inside: Wire) -> tuple[Correction, ...]:
+    """What the coefficients leave of each layer that was measured."""
+    logs = np.log(model.measured / model.seconds(rates, inside))
+    cases = [LayerCase(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
+    rows: dict[LayerCase, list[float]] = {}
+    for case, log in zip(cases, logs.tolist(), strict=True):
+        rows.setdefault(case, []).append(log)
+    means = np.array([np.mean(found) for found in rows.values()])
+    deviations = np.array([max(float(np.std(found)), _ALONE) / len(found) ** 0.5 for found in rows.values()])
+    return corrections_of(tuple(rows), means, deviations)
 
 
 def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
