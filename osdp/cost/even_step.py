@@ -38,8 +38,7 @@ def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
 def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
     """Where each stage lies if they follow each other over nodes that are all alike.
 
-    Where neither a stage's ranks nor a node's devices divide the other, as if each stage began a node or ended
-    one.
+    Where neither a stage's ranks nor a node's devices divide the other, each is as if it began a node.
     """
     devices = prices.cluster.groups[0].node.devices
     ranks = layout.degrees.tp * layout.degrees.dp

@@ -2,9 +2,9 @@
 
 A device computes a product in tiles of its result, each on one of its multiprocessors: parts of tiles at the
 edges cost whole ones (tile quantisation), and while the last tiles are computed the other multiprocessors
-idle (wave quantisation; NVIDIA, Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1 and
-3). The tile is the guide's most efficient one; libraries take smaller tiles where those waste less, at a lower
-rate, so that it is a good bound rather than what they do.
+idle (wave quantisation; NVIDIA, Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1
+and 3). The tile is the guide's most efficient one; libraries also take smaller tiles where those waste less,
+at a lower rate.
 """
 
 import math

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp import codec
-from osdp.cluster import Wire
+from osdp.cluster import Cluster, Wire
 from osdp.cost.corrections import Correction, LayerCase, corrections_of
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.step_model import Setting, StepModel
@@ -54,6 +54,7 @@ class Calibration:
     """Coefficients fitted to measured steps, and how far to trust them.
 
     Attributes:
+        node: Name of the kind of node they ran on.
         rates: Of devices and hosts.
         inside: The link between devices of a node.
         steps: How many steps they were fitted to.
@@ -62,6 +63,7 @@ class Calibration:
         folds: In so many parts.
     """
 
+    node: str
     rates: Rates
     inside: Wire
     steps: int
@@ -72,6 +74,21 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""
         codec.save(self, path)
+
+    def applied(self, cluster: Cluster) -> Cluster:
+        """The cluster with the link that was found.
+
+        Raises:
+            ValueError: It has other nodes than the steps ran on.
+        """
+        others = [group.node.name for group in cluster.groups if group.node.name != self.node]
+        if others:
+            raise ValueError(
+                f"the calibration is of nodes {self.node!r}, the cluster has {', '.join(others)} too; measure "
+                "steps there, or plan without it"
+            )
+        (group,) = cluster.groups
+        return Cluster((replace(group, node=replace(group.node, inside=self.inside)),))
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
@@ -95,18 +112,34 @@ def calibrate(
     """
     errors = np.abs(cross_validation(steps, setting, rates=rates, folds=folds))
     found, inside = fit(steps, setting, rates=rates)
-    return Calibration(found, inside, len(steps), float(errors.mean()), float(np.median(errors)), folds)
+    return Calibration(
+        node=setting.node.name,
+        rates=found,
+        inside=inside,
+        steps=len(steps),
+        mean_error=float(errors.mean()),
+        median_error=float(np.median(errors)),
+        folds=folds,
+    )
 
 
-def fit(steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED) -> tuple[Rates, Wire]:
+def fit(
+    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, corrected: bool = True
+) -> tuple[Rates, Wire]:
     """The coefficients, and the link inside of nodes, that fit ``steps`` best.
+
+    Args:
+        steps: Measured.
+        setting: What they have in common.
+        rates: What the coefficients are taken to be before anything is measured.
+        corrected: Whether what the coefficients leave is interpolated.
 
     Raises:
         ValueError: There are no steps.
     """
     if not steps:
         raise ValueError("a calibration needs at least 1 measured step, got none")
-    return _fit(StepModel(steps, setting), rates)
+    return _fit(StepModel(steps, setting), rates, corrected)
 
 
 def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, rates: Rates, inside: Wire) -> Floats:
@@ -117,9 +150,14 @@ def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, rates: Rate
 
 
 def cross_validation(
-    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, folds: int = 5
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    *,
+    rates: Rates = PUBLISHED,
+    folds: int = 5,
+    corrected: bool = True,
 ) -> Floats:
-    """Relative error of each step by coefficients fitted to the other parts of a random division.
+    """Relative error of each step by what was fitted to the other parts of a random division.
 
     Raises:
         ValueError: There are fewer steps than folds, or fewer folds than two.
@@ -130,7 +168,7 @@ def cross_validation(
     errors = np.empty(len(steps))
     for fold in range(folds):
         held = part == fold
-        errors[held] = _held_out(steps, setting, rates, held)
+        errors[held] = _held_out(steps, setting, held, rates, corrected)
     return errors
 
 
@@ -151,19 +189,23 @@ def leave_out(
         raise ValueError(
             f"{int(picked.sum())} of {len(steps)} steps are left out; leave some out and some in"
         )
-    return _held_out(steps, setting, rates, picked)
+    return _held_out(steps, setting, picked, rates)
 
 
 def _held_out(
-    steps: Sequence[MeasuredStep], setting: Setting, rates: Rates, held: NDArray[np.bool_]
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    held: NDArray[np.bool_],
+    rates: Rates,
+    corrected: bool = True,
 ) -> Floats:
     others = [step for step, out in zip(steps, held, strict=True) if not out]
-    fitted = fit(others, setting, rates=rates)
+    fitted = fit(others, setting, rates=rates, corrected=corrected)
     picked = [step for step, out in zip(steps, held, strict=True) if out]
     return relative_errors(picked, setting, *fitted)
 
 
-def _fit(model: StepModel, rates: Rates) -> tuple[Rates, Wire]:
+def _fit(model: StepModel, rates: Rates, corrected: bool) -> tuple[Rates, Wire]:
     prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
     prior |= {"bandwidth": model.setting.node.inside.bandwidth, "latency": model.setting.node.inside.latency}
     names = tuple(prior)
@@ -182,6 +224,8 @@ def _fit(model: StepModel, rates: Rates) -> tuple[Rates, Wire]:
         return np.concatenate([weighed, (x - start) / spread])
 
     found, inside = coefficients(_least_squares(residuals, start))
+    if not corrected:
+        return found, inside
     return replace(found, corrections=_corrections(model, found, inside)), inside
 
 
