@@ -151,10 +151,10 @@ def plan(
     if cluster is None and described is None:
         raise ValueError("say what to plan for: a folder that osdp profile wrote, or --model and --cluster")
     if cluster is None and described is not None:
-        options = _PlanOptions(
+        chosen = _PlanOptions(
             microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule
         )
-        _plan_described(described, options, memory_limit, device, out or Path("plan.json"))
+        _plan_described(described, chosen, memory_limit, device, out or Path("plan.json"))
         return
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
@@ -247,7 +247,8 @@ def _plan_described(
     if chosen.dp not in (None, device_info.world_size):
         raise ValueError(
             f"--dp {chosen.dp}: {device_info.world_size} devices were described; describe as many (torchrun "
-            f"--nproc-per-node {chosen.dp} --no-python osdp profile ...), or name a description of them by --device"
+            f"--nproc-per-node {chosen.dp} --no-python osdp profile ...), or name a description of them by "
+            "--device"
         )
     options: dict[str, Any] = {
         "training": replace(
