@@ -50,8 +50,8 @@ def _report(found: Calibration, setting: Setting) -> str:
         before, after = getattr(setting.node.inside, name), getattr(found.inside, name)
         lines.append(f"{'link ' + name:<20}{before:>14.4g}{after:>14.4g}")
     lines.append(
-        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers; left out in turn in {found.folds} parts, "
-        f"they are predicted with a mean error of {found.mean_error:.1%}, median "
+        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers; left out of the fit, in "
+        f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
         f"{found.median_error:.1%}"
     )
     return "\n".join(lines)

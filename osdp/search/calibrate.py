@@ -84,8 +84,8 @@ class Calibration:
         others = [group.node.name for group in cluster.groups if group.node.name != self.node]
         if others:
             raise ValueError(
-                f"the calibration is of nodes {self.node!r}, the cluster has {', '.join(others)} too; measure "
-                "steps there, or plan without it"
+                f"the calibration is of nodes {self.node!r}, the cluster has {', '.join(others)} too; "
+                "measure steps there, or plan without it"
             )
         (group,) = cluster.groups
         return Cluster((replace(group, node=replace(group.node, inside=self.inside)),))
