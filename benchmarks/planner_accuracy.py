@@ -3,8 +3,8 @@
 The data are measured iterations in vTrain's columns (Bang et al., MICRO 2024; see
 :data:`osdp.measured_step.COLUMNS`), on nodes of eight A100 with NVSwitch inside and 800 Gbit/s between them,
 by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, attention that writes its scores, 1F1B,
-Adam in mixed precision. The rows do not say what was recomputed: full recomputation is assumed where a row
-would not fit 80 GB otherwise, and none elsewhere.
+Adam in mixed precision. The rows do not say what was recomputed; all are taken to be set up alike, with full
+recomputation if one of them would not fit 80 GB otherwise, and with none if all do.
 
 - Zero-shot: the published rates (:data:`osdp.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
@@ -31,7 +31,7 @@ from benchmarks import harness
 from benchmarks.harness import Options, Result, Row
 from osdp.cluster import Gpu, NodeType, Wire
 from osdp.cost.rates import PUBLISHED
-from osdp.cost.step_model import Setting
+from osdp.cost.step_model import Setting, assumed_recompute
 from osdp.measured_step import MeasuredStep, read_steps
 from osdp.search.calibrate import cross_validation, fit, leave_out, relative_errors
 
@@ -90,22 +90,23 @@ def measure(options: Options) -> Result:
     """Zero-shot, cross-validated and left out."""
     result = Result(options)
     steps = read_steps(options.data or "")
+    setting = replace(SETTING, recompute=assumed_recompute(steps, SETTING))
     rows: dict[str, Row] = {}
     measured = np.array([step.seconds for step in steps])
     names = ("zero_shot", "coefficients_alone", "cross_validation", *LEFT_OUT)
     for name in harness.progress(names, len(names), "fits"):
         if name == "zero_shot":
-            row = error_row(name, relative_errors(steps, SETTING, PUBLISHED, NODE.inside))
+            row = error_row(name, relative_errors(steps, setting, PUBLISHED, NODE.inside))
         elif name in LEFT_OUT:
-            row = _extrapolated(name, steps)
+            row = _extrapolated(name, steps, setting)
         else:
             corrected = name == "cross_validation"
-            errors = cross_validation(steps, SETTING, folds=FOLDS, corrected=corrected)
+            errors = cross_validation(steps, setting, folds=FOLDS, corrected=corrected)
             tau = kendall_tau((1.0 + errors) * measured, measured)
             row = error_row(name, errors) | {"kendall_tau": tau}
         rows[name] = row
         result.add(row)
-    rates, inside = fit(steps, SETTING)
+    rates, inside = fit(steps, setting)
     result.add(
         {"name": "coefficients", "rates": repr(replace(rates, corrections=())), "inside": repr(inside)}
     )
@@ -119,12 +120,12 @@ def measure(options: Options) -> Result:
     return result
 
 
-def _extrapolated(name: str, steps: tuple[MeasuredStep, ...]) -> Row:
+def _extrapolated(name: str, steps: tuple[MeasuredStep, ...], setting: Setting) -> Row:
     field = LEFT_OUT[name]
     held = larger_half(steps, field)
     if not held:
         return {"name": name, "mape": None, "reason": f"all steps have the same {field}"}
-    errors = leave_out(steps, SETTING, lambda step: getattr(step, field) in held)
+    errors = leave_out(steps, setting, lambda step: getattr(step, field) in held)
     return error_row(f"{name} ({field} {', '.join(map(str, sorted(held)))})", errors)
 
 

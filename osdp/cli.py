@@ -285,7 +285,8 @@ def calibrate(
     vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
     flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
     recomputation: Annotated[
-        str | None, typer.Option(help="none, selective or full; by default full where nothing else fits")
+        str | None,
+        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
     ] = None,
     out: Path = Path("calibration.json"),
 ) -> None:

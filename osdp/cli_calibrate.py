@@ -1,13 +1,13 @@
 """``osdp calibrate``: from a CSV file of measured steps to coefficients of the planner's time model."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from osdp.cluster_file import load_cluster
 from osdp.cluster_plan import Recompute
 from osdp.cost.rates import PUBLISHED
-from osdp.cost.step_model import Setting
+from osdp.cost.step_model import Setting, assumed_recompute
 from osdp.measured_step import read_steps
 from osdp.search.calibrate import Calibration, calibrate
 
@@ -33,8 +33,11 @@ def calibrate_steps(
         raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
     if recompute not in (None, *Recompute):
         raise ValueError(f"--recompute {recompute}: there are {', '.join(Recompute)}")
-    setting = Setting(groups[0].node, vocabulary, flash, None if recompute is None else Recompute(recompute))
-    found = calibrate(read_steps(data), setting)
+    steps = read_steps(data)
+    setting = Setting(groups[0].node, vocabulary, flash)
+    again = assumed_recompute(steps, setting) if recompute is None else Recompute(recompute)
+    setting = replace(setting, recompute=again)
+    found = calibrate(steps, setting)
     found.save(out)
     echo(_report(found, setting))
 
@@ -50,7 +53,8 @@ def _report(found: Calibration, setting: Setting) -> str:
         before, after = getattr(setting.node.inside, name), getattr(found.inside, name)
         lines.append(f"{'link ' + name:<20}{before:>14.4g}{after:>14.4g}")
     lines.append(
-        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers; left out of the fit, in "
+        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
+        f"{setting.recompute}; left out of the fit, in "
         f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
         f"{found.median_error:.1%}"
     )

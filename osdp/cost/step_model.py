@@ -19,6 +19,9 @@ from osdp.transformer import TransformerShape
 
 Floats = NDArray[np.float64]
 
+#: A step that ran may have been estimated to need so many times the memory there is.
+_DOUBT = 1.2
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -28,14 +31,13 @@ class Setting:
         node: The machines, all alike.
         vocabulary: Entries of the embedding.
         flash: Whether scores of attention were never written.
-        recompute: What was computed again; ``None`` for all of each layer where a step would not fit the
-            memory otherwise, and nothing elsewhere.
+        recompute: What was computed again.
     """
 
     node: NodeType
     vocabulary: int = 50257
     flash: bool = False
-    recompute: Recompute | None = None
+    recompute: Recompute = Recompute.NONE
 
 
 class StepModel:
@@ -44,7 +46,7 @@ class StepModel:
     def __init__(self, steps: Sequence[MeasuredStep], setting: Setting) -> None:
         self.steps = tuple(steps)
         self.setting = setting
-        self.layouts = tuple(_layout(step, setting) for step in self.steps)
+        self.layouts = tuple(_layout(step, setting.recompute) for step in self.steps)
 
     def seconds(self, rates: Rates, inside: Wire) -> Floats:
         """A step of each row, for coefficients and a link inside of nodes; shape ``(rows,)``."""
@@ -86,19 +88,23 @@ def _prices(
     return ClusterPrices(cluster, workload, *((rates,) if rates else ()))
 
 
-def _layout(step: MeasuredStep, setting: Setting) -> Layout:
-    layout = Layout(
-        Degrees(step.pp, step.dp, step.tp),
-        step.samples,
-        step.microbatches,
-        recompute=setting.recompute or Recompute.NONE,
-    )
-    if setting.recompute is None and not _fits(step, layout, setting):
-        return replace(layout, recompute=Recompute.FULL)
-    return layout
+def _layout(step: MeasuredStep, recompute: Recompute) -> Layout:
+    degrees = Degrees(step.pp, step.dp, step.tp)
+    return Layout(degrees, step.samples, step.microbatches, recompute=recompute)
 
 
-def _fits(step: MeasuredStep, layout: Layout, setting: Setting) -> bool:
+def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recompute:
+    """What was computed again in steps that ran, if all were set up alike and nobody says how.
+
+    Nothing, unless a step would then have needed more memory than there is, even if that is estimated too high
+    by a fifth: then all of each layer.
+    """
+    needed = (_needed(step, _layout(step, Recompute.NONE), setting) for step in steps)
+    return Recompute.FULL if any(part > _DOUBT for part in needed) else Recompute.NONE
+
+
+def _needed(step: MeasuredStep, layout: Layout, setting: Setting) -> float:
+    """Memory of the fullest stage, as a part of what there is."""
     prices = _prices(step, setting, setting.node)
     stages = prices.stage_prices(layout, even_slot(prices, layout))
     bounds = even_bounds(step.layers, step.pp)
@@ -106,4 +112,4 @@ def _fits(step: MeasuredStep, layout: Layout, setting: Setting) -> bool:
         prices.stage_bytes(stages, layout, bounds[stage], bounds[stage + 1], in_flight(layout, stage))
         for stage in {0, step.pp - 1}
     )
-    return all(stage.total <= stage.limit for stage in taken)
+    return max(stage.total / stage.limit for stage in taken)
