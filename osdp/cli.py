@@ -64,6 +64,7 @@ _Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, s
 _Zero = Annotated[int | None, typer.Option(help="stage of ZeRO, 0 to 3")]
 _Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
 _Reserve = Annotated[str, typer.Option(help="of each device, for the framework")]
+_Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
 
 @app.command()
@@ -136,6 +137,7 @@ def plan(
     zero: _Zero = None,
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
+    calibration: _Calibration = None,
     objective: Annotated[str, typer.Option(help="time, cost or pareto")] = "time",
     top: Annotated[int, typer.Option(help="rows of the table")] = 10,
     subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
@@ -159,7 +161,7 @@ def plan(
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve,
+        reserve=reserve, calibration=calibration,
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
@@ -186,12 +188,13 @@ def estimate(
     fields: _Fields = [],  # noqa: B006  (typer copies it)
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
+    calibration: _Calibration = None,
 ) -> None:
     """Price one given layout of --model on --cluster, and say what each number is made of."""
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve,
+        reserve=reserve, calibration=calibration,
     )  # fmt: skip
     cli_cluster.estimate_layout(request, partition, typer.echo)
 
@@ -273,6 +276,26 @@ def _plan_described(
         )
     made.save(out)
     typer.echo(made)
+
+
+@app.command()
+def calibrate(
+    data: Annotated[Path, typer.Option(help="CSV file of measured steps, in vTrain's columns")],
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes they ran on")],
+    vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
+    flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
+    recomputation: Annotated[
+        str | None,
+        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
+    ] = None,
+    out: Path = Path("calibration.json"),
+) -> None:
+    """Fit the time model to measured steps, for osdp plan and osdp estimate; print how far to trust it."""
+    from osdp.cli_calibrate import calibrate_steps
+
+    calibrate_steps(
+        data, cluster, vocabulary=vocabulary, flash=flash, recompute=recomputation, out=out, echo=typer.echo
+    )
 
 
 @app.command()

@@ -19,6 +19,7 @@ from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of,
 from osdp.report.exports import exports
 from osdp.report.launch_sheet import batch_script, launch_sheet
 from osdp.report.pareto_plot import plot_plans
+from osdp.search.calibrate import Calibration
 from osdp.search.cluster import arrange, every_layout
 from osdp.search.cluster_faults import check_space, nothing_fits
 from osdp.search.cluster_space import Space, families
@@ -49,6 +50,7 @@ class Request:
         zero: Stage of ZeRO.
         overlap: Part of communication that compute hides.
         reserve: Bytes of each device that the framework keeps, as text.
+        calibration: File that ``osdp calibrate`` wrote.
     """
 
     model: str
@@ -65,6 +67,7 @@ class Request:
     zero: int | None = None
     overlap: float = 0.0
     reserve: str = "1GiB"
+    calibration: Path | None = None
 
     def prices(self) -> ClusterPrices:
         """The model and the cluster, priced."""
@@ -76,7 +79,11 @@ class Request:
             overlap=self.overlap,
             reserve=parse_bytes(self.reserve),
         )
-        return ClusterPrices(load_cluster(self.cluster), workload)
+        cluster = load_cluster(self.cluster)
+        if self.calibration is None:
+            return ClusterPrices(cluster, workload)
+        found = Calibration.load(self.calibration)
+        return ClusterPrices(found.applied(cluster), workload, found.rates)
 
     def space(self) -> Space:
         """What is left to choose.

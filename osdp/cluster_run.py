@@ -16,7 +16,7 @@ from osdp.api import make_plan
 from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan, Recompute, Workload
 from osdp.cost.cluster_stage import Home, home_of
-from osdp.cost.layer_seconds import MATRIX_SHARE, MEMORY_SHARE
+from osdp.cost.rates import PUBLISHED
 from osdp.cost.ring import Ring
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
 from osdp.errors import InfeasibleError
@@ -164,8 +164,8 @@ def device_of_stage(plan: ClusterPlan, cluster: Cluster, workload: Workload, kin
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
         copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
-        flops=min(gpu.flops for gpu in gpus) * MATRIX_SHARE,
-        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * MEMORY_SHARE,
+        flops=min(gpu.flops for gpu in gpus) * PUBLISHED.matrix_share,
+        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * PUBLISHED.memory_share,
     )
 
 

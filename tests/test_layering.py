@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
-    "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "layout", "model_desc", "orders",
+    "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "layout", "measured_step",
+    "model_desc", "orders",
     "pipeline_plan", "plan", "profile", "schedule", "tensor_desc", "tensor_plan", "training", "transformer",
     "units",
 }  # fmt: skip

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from osdp.cluster import Cluster, Gpu, Wire
 from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
+from osdp.cost.corrections import LayerCase, correction_factor
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
+from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.ring import Ring
 from osdp.transformer import Item
 
@@ -131,9 +133,10 @@ class StagePrices:
 class ClusterPrices:
     """Prices of one workload on one cluster; what several layouts share is computed once."""
 
-    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+    def __init__(self, cluster: Cluster, workload: Workload, rates: Rates = PUBLISHED) -> None:
         self.cluster = cluster
         self.workload = workload
+        self.rates = rates
         self.items = workload.shape.items
         self.kinds = tuple(dict.fromkeys(self.items))
         #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
@@ -141,6 +144,7 @@ class ClusterPrices:
         self._homes: dict[tuple[int, int, Slot], Home] = {}
         self._work: dict[tuple[Item, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
+        self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: Layout) -> LayerWork:
         """What one rank does for one item."""
@@ -214,7 +218,7 @@ class ClusterPrices:
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
         held = parameters / (layout.degrees.dp if layout.zero else 1)
         slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
-        seconds: Floats = held * (moved / slowest)
+        seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
     def parameter_bytes(self, layout: Layout) -> tuple[float, float, float]:
@@ -261,7 +265,7 @@ class ClusterPrices:
         again = forward if full else 0.0
         if layer and layout.recompute is Recompute.SELECTIVE:
             again = max(s.attention for s in slowest)
-        sums = work.sums * (3 if full else 2)
+        sums = work.sums * (3 if full else 2) * self._factor(layout)
         kept = work.kept_bytes
         if full:
             kept = work.input_bytes
@@ -271,7 +275,7 @@ class ClusterPrices:
         return ItemPrices(
             compute=forward + backward,
             again=again,
-            tensor=sums * home.tensor.reduce_seconds(work.summed_bytes),
+            tensor=sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
             shards=self._shards(layout, home, parameters, forward, backward + again),
             parameters=parameters,
             kept=kept,
@@ -281,8 +285,17 @@ class ClusterPrices:
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, gpu)
         if key not in self._seconds:
-            self._seconds[key] = layer_seconds(self.work(item, layout), gpu)
+            modelled = layer_seconds(self.work(item, layout), gpu, self.rates)
+            self._seconds[key] = modelled * self._factor(layout)
         return self._seconds[key]
+
+    def _factor(self, layout: Layout) -> float:
+        """By what measured layers say to multiply seconds."""
+        shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
+        if key not in self._factors:
+            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, case)
+        return self._factors[key]
 
     def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
         """Collectives of every microbatch, as far as compute does not hide them."""

@@ -120,7 +120,7 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
             sends=m * sends[slowest],
             bubble=share * (sum(times) - times[slowest]),
             gradients=float(prices.gradient_seconds(layout, final.home, held)[0]),
-            optimizer=float(prices.update_seconds(layout, final.home, held)[0]),
+            optimizer=float(prices.update_seconds(layout, final.home, held)[0]) + prices.rates.step_seconds,
             embedding=embedding_seconds(prices, layout, {slot: p.home for slot, p in by_slot.items()}),
         ),
         stages=tuple(

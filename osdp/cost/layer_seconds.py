@@ -1,25 +1,16 @@
 """Seconds of one item of a transformer on one kind of accelerator: a roofline with a floor of launches.
 
-A product of matrices takes its operations at :data:`MATRIX_SHARE` of the specified speed and
-:data:`RAMP_SECONDS` to fill and drain the device; all else moves its bytes at :data:`MEMORY_SHARE` of the
-specified bandwidth. No pass takes less than launching its kernels, one after the other.
+Products of matrices take the longer of the operations that they occupy the device for
+(:mod:`osdp.cost.matmul`) and of moving their bytes, as those of attention's scores do; all else moves its
+bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
 """
 
 from dataclasses import dataclass
 
 from osdp.cluster import Gpu
-from osdp.cost.layer_work import LayerWork
-
-#: Calculon (Isaev et al., SC 2023, its A100 system file) takes 0.95 of the peak above 128 GFLOP, 0.9 at 16
-#: and 0.6 at 1: with an A100's 312 TFLOP/s that is this share, and so many seconds for each product.
-MATRIX_SHARE, RAMP_SECONDS = 0.95, 2.5e-6
-
-#: Share of the specified memory bandwidth that streaming kernels reach: between 0.87 and 0.92 for copies on
-#: V100 and A100 (Jia et al., arXiv:1804.06826; NVIDIA, "A100 whitepaper", 2020).
-MEMORY_SHARE = 0.9
-
-#: Seconds between two launches from eager PyTorch on a fast host, as in :mod:`osdp.profiler.estimate`.
-LAUNCH_SECONDS = 1e-5
+from osdp.cost.layer_work import Gemm, LayerWork
+from osdp.cost.matmul import aligned, occupied_flops
+from osdp.cost.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +27,29 @@ class LayerSeconds:
     backward: float
     attention: float
 
+    def __mul__(self, factor: float) -> "LayerSeconds":
+        """All of them, longer by a factor."""
+        return LayerSeconds(self.forward * factor, self.backward * factor, self.attention * factor)
 
-def layer_seconds(work: LayerWork, gpu: Gpu) -> LayerSeconds:
+
+def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
     """The compute of one item."""
-    products = sum(_gemm(gemm.flops, gpu) for gemm in work.gemms)
-    moving = work.moved_bytes / (gpu.memory_bandwidth * MEMORY_SHARE)
-    launching = work.kernels * LAUNCH_SECONDS
+    bandwidth = gpu.memory_bandwidth * rates.memory_share
+    calling = work.kernels * rates.call_seconds
+    forward = sum(_seconds(gemm, gpu, rates) for gemm in work.gemms) + work.moved_bytes / bandwidth
+    backward = work.backward_bytes / bandwidth
+    for gemm in work.gemms:
+        backward += sum(_seconds(part, gpu, rates) for part in gemm.gradients)
     return LayerSeconds(
-        forward=max(products + moving, launching),
-        backward=max(2 * (products + moving), 2 * launching),
-        attention=sum(_gemm(gemm.flops, gpu) for gemm in work.attention),
+        forward=rates.together(forward, calling),
+        backward=rates.together(backward, calling),
+        attention=sum(_seconds(gemm, gpu, rates) for gemm in work.attention),
     )
 
 
-def _gemm(flops: float, gpu: Gpu) -> float:
-    return flops / (gpu.flops * MATRIX_SHARE) + RAMP_SECONDS
+def _seconds(gemm: Gemm, gpu: Gpu, rates: Rates) -> float:
+    """Of one product."""
+    rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
+    share = rates.matrix_share * (1.0 if aligned(rows, columns, inner) else rates.unaligned_share)
+    occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)
+    return max(occupied / (gpu.flops * share), gemm.moved_bytes / (gpu.memory_bandwidth * rates.memory_share))

@@ -29,6 +29,20 @@ class Gemm:
         """Multiplications and additions."""
         return 2.0 * self.count * self.rows * self.columns * self.inner
 
+    @property
+    def moved_bytes(self) -> int:
+        """Both factors and the result, each once."""
+        rows, columns, inner = self.rows, self.columns, self.inner
+        return HALF * self.count * (rows * inner + columns * inner + rows * columns)
+
+    @property
+    def gradients(self) -> "tuple[Gemm, Gemm]":
+        """The products that give the gradients of both factors."""
+        return (
+            Gemm(self.rows, self.inner, self.columns, self.count),
+            Gemm(self.inner, self.columns, self.rows, self.count),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
@@ -39,6 +53,7 @@ class LayerWork:
         attention: Those of them that compute scores and what they weigh, which selective recomputation
             repeats.
         moved_bytes: Read and written in a forward by all else.
+        backward_bytes: Read and written in a backward by all else, to add up gradients as well.
         kernels: Kernels that a forward launches.
         sums: All-reduces over the tensor-parallel ranks in a forward, and as many in a backward.
         summed_bytes: Of each of them.
@@ -52,6 +67,7 @@ class LayerWork:
     gemms: tuple[Gemm, ...]
     attention: tuple[Gemm, ...]
     moved_bytes: int
+    backward_bytes: int
     kernels: int
     sums: int
     summed_bytes: int
@@ -78,20 +94,23 @@ def layer_work(
     stream = tokens * shape.hidden * HALF
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
-            return _embedding(item, tokens, tp, stream)
+            return _embedding(shape, item, tokens, tp, stream)
         case Item.HEAD:
             return _head(shape, tokens, tp, stream)
         case Item.LAYER | Item.CROSS_LAYER:
             return _layer(shape, item, samples, tp, flash)
 
 
-def _embedding(item: Item, tokens: int, tp: int, stream: int) -> LayerWork:
+def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream: int) -> LayerWork:
     indices = 8 * tokens
+    # Autograd makes the gradient of an embedding dense and adds it to what is there.
+    weight = -(-shape.vocabulary // tp) * shape.hidden * HALF
     return LayerWork(
         gemms=(),
         attention=(),
-        moved_bytes=3 * stream,
-        kernels=3,
+        moved_bytes=8 * stream,
+        backward_bytes=5 * stream + 4 * weight,
+        kernels=5,
         sums=int(tp > 1),
         summed_bytes=stream,
         kept_bytes=indices,
@@ -135,14 +154,30 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     # Inputs of two norms and of two blocks of products, and two masks of dropout of one byte.
     stream_kept = (attentions + 1) * (2 * stream + stream // 2)
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
-    # Two norms, two residuals with dropout, the activation: each reads and writes.
-    moved = (attentions + 1) * 6 * stream + half_tokens * inner * (2 * ups + 1) + 3 * score_bytes
-    kernels = 9 * attentions + 7 + 2 * int(not flash) * attentions
+    # Forward: norms, residuals with dropout, and copies of queries, keys and values and of what they give.
+    moved = (attentions + 1) * (2 * stream + 7 * stream // 2)
+    moved += attentions * half_tokens * (2 * (queries + 2 * keys) + 2 * queries)
+    # Backward: the same, and sums of biases' gradients and of both branches of each residual.
+    back = (attentions + 1) * (3 * stream + 11 * stream // 2 + stream)
+    back += attentions * half_tokens * (3 * (queries + 2 * keys) + 2 * queries)
+    # The activation, and softmax and dropout of the scores.
+    moved += half_tokens * inner * (ups + 1)
+    back += half_tokens * inner * (3 * ups + 1)
+    fused = flash or _softmax_is_fused(samples * heads, s)
+    if not flash:
+        scores_written = samples * heads * s * s * attentions
+        # One kernel for scale, mask and softmax, or in 32 bits: widened, scaled, masked, softmax, narrowed.
+        moved += scores_written * (5 + (4 if fused else 36))
+        back += scores_written * (5 + (6 if fused else 40))
+    # A weight's gradient is added to that of the microbatches before.
+    back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * HALF
+    kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
         attention=scores,
         moved_bytes=moved,
+        backward_bytes=back,
         kernels=kernels,
         sums=(attentions + 1) * int(tp > 1),
         summed_bytes=stream,
@@ -154,14 +189,20 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     )
 
 
+def _softmax_is_fused(matrices: int, sequence: int) -> bool:
+    """Whether Megatron-LM's kernel takes that many matrices of scores (its ``fused_softmax.py``)."""
+    return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
+
+
 def _head(shape: TransformerShape, tokens: int, tp: int, stream: int) -> LayerWork:
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
     return LayerWork(
         gemms=(Gemm(tokens, vocabulary, shape.hidden),),
         attention=(),
-        # Logits are widened, shifted, exponentiated and summed.
-        moved_bytes=2 * stream + logits * (2 * HALF + 4 * SINGLE),
+        # The softmax of the logits is read twice and written once, in its backward as well.
+        moved_bytes=2 * stream + 3 * logits * HALF,
+        backward_bytes=3 * stream + 3 * logits * HALF + 3 * vocabulary * shape.hidden * HALF,
         kernels=8,
         # The stream's gradient is summed over the ranks; forward exchanges numbers of tokens only.
         sums=int(tp > 1),
