@@ -22,7 +22,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["osdp", "osdp.*"]),
-    package_data={"osdp": ["py.typed"]},
+    package_data={"osdp": ["py.typed", "data/*.json"]},
     install_requires=["torch>=2.11", "numpy", "networkx>=3", "fairscale>=0.4.13"],
     extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF]},
     entry_points={"console_scripts": ["osdp=osdp.cli:main"]},

@@ -84,6 +84,7 @@ def plan_at(
     rules: Rules,
     layout: Degrees,
     schedule: str,
+    tensor: RankDesc | None = None,
 ) -> PipelinePlan:
     """The plan with given cuts, priced as those of :func:`best_pipeline` are.
 
@@ -95,14 +96,14 @@ def plan_at(
         device: As for :func:`best_pipeline`, as ``rules`` and ``layout``.
         rules: What may be used.
         layout: Degrees.
-        schedule: Name of the schedule.
+        schedule: Its name.
+        tensor: As for :func:`best_pipeline`.
 
     Raises:
         InfeasibleError: A stage does not fit.
-        ValueError: The steps cannot be cut there, or the schedule has other stages.
+        ValueError: The steps cannot be cut there.
     """
-    search = CutSearch(model_desc, flow, candidate, device, rules, layout, schedule, None)
-    plan = search.plan_at(tuple(bounds))
-    if plan is None:
+    search = CutSearch(model_desc, flow, candidate, device, rules, layout, schedule, tensor)
+    if (plan := search.plan_at(tuple(bounds))) is None:
         raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
-    return plan
+    return plan if tensor is None else replace(plan, tensor=tensor.plan)
