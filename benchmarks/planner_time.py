@@ -4,8 +4,8 @@ The spaces of two published planners come first: ZeROSearch's Llama-2-13B on 16 
 4 A6000 (4,128 candidates there) and FASOP's GPT-2 XL on 1 node with 4 A100 and 7 with 4 A10 (592), then 1,024
 and 16,384 devices of two kinds. Each contains all degrees, microbatches and ZeRO stages of theirs, with every
 order of the nodes, and schedules and recomputation beside them. No device is needed: "simulated" in every
-row. The time is that of pricing and searching, best of several runs. On a small space the proof is checked against
-the price of every layout with every cut in every order of the nodes.
+row. The time is that of pricing and searching, best of several runs. On a small space the proof is checked
+against the price of every layout with every cut in every order of the nodes.
 
     python -m benchmarks.planner_time [--quick] [--json FILE]
 """
@@ -194,7 +194,8 @@ def _cells(row: Row) -> list[object]:
     degrees = [row.get(name) for name in ("tp", "pp", "dp", "samples", "schedule", "zero", "recompute")]
     return [
         row["name"], row.get("devices"), row["candidates"], row.get("placements"), row.get("arranged"),
-        row["seconds"], row.get("their_candidates"), row.get("their_seconds"), row.get("step_seconds"), *degrees,
+        row["seconds"], row.get("their_candidates"), row.get("their_seconds"), row.get("step_seconds"),
+        *degrees,
     ]  # fmt: skip
 
 

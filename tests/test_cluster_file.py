@@ -116,7 +116,7 @@ def test_a_configuration_of_transformers_is_a_shape() -> None:
 
 
 def test_an_unknown_model_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match="unknown model 'gpt2-xxl'; there are gpt2, .*did you mean gpt2-xl"):
+    with pytest.raises(ValueError, match=r"unknown model 'gpt2-xxl'; there are gpt2, .*did you mean gpt2-xl"):
         shape_of("gpt2-xxl")
     with pytest.raises(ValueError, match=r"a model has no depth; there are name, layers"):
         shape_of("gpt2", {"depth": 3})

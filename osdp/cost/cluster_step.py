@@ -44,7 +44,8 @@ def in_flight(layout: Layout, rank: int) -> float:
         case "zb-h1":
             return min(m, pp)
         case "interleaved":
-            warmup = 2 * (pp - 1 - rank) + (INTERLEAVED - 1) * max(pp, m // max(1, m // pp))
+            longest_run = -(-m // max(1, m // pp))
+            warmup = 2 * (pp - 1 - rank) + (INTERLEAVED - 1) * longest_run
             return min(m * INTERLEAVED, warmup + 1) / INTERLEAVED
         case _:
             return min(m, pp - rank)

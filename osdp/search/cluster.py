@@ -132,6 +132,7 @@ def arrange(
     """
     by_slot = slot_prices(prices, layout, cells.slots)
     fixed = embedding_seconds(prices, layout, {slot: found.home for slot, found in by_slot.items()})
+    fixed += prices.rates.step_seconds
     share = BUBBLE_SHARE[layout.schedule]
     problem = Problem(
         cells=tuple(

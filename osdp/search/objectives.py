@@ -16,6 +16,8 @@ from osdp.cost.cluster_stage import ClusterPrices
 from osdp.search.cluster import Found, best_layouts
 from osdp.search.cluster_space import Space
 
+_ROUNDING = 1e-12
+
 
 class Objective(StrEnum):
     """What is least."""
@@ -72,12 +74,12 @@ def best_plans(
         upper = wish.step_seconds
         if rate is not None:
             upper = min(upper, wish.step_dollars / rate)
+        # A layout that takes just as long as it may is wanted, whatever was rounded.
+        upper *= 1 + _ROUNDING
         if len(best) == wish.top:
             worst = _value(best[-1], wish)
             upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)
-        # A layout that takes just as long as it may is wanted.
-        limit = math.nextafter(upper, math.inf) if len(best) < wish.top else upper
-        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=limit)
+        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
         best = sorted([*best, *found.plans], key=lambda plan: _value(plan, wish))[: wish.top]
         if advance is not None:
