@@ -108,7 +108,12 @@ def measure(options: Options) -> Result:
         result.add(row)
     rates, inside = fit(steps, setting)
     result.add(
-        {"name": "coefficients", "rates": repr(replace(rates, corrections=())), "inside": repr(inside)}
+        {
+            "name": "coefficients",
+            "recompute": str(setting.recompute),
+            "rates": repr(replace(rates, corrections=())),
+            "inside": repr(inside),
+        }
     )
     result.summary = {
         "mape_zero_shot": rows["zero_shot"]["mape"],
