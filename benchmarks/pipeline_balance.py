@@ -212,7 +212,7 @@ def measure(options: Options) -> Result:
     names = QUICK if options.quick else tuple(CONTESTS)
     result = Result(options, world_size=max(CONTESTS[name].ranks for name in names), backend="gloo")
     for name in harness.progress(names, len(names), "pipeline_balance"):
-        result.add(*rows_of(name, 3 if options.quick else 11))
+        result.add(*rows_of(name, 3 if options.quick else 7))
     ours = [row for row in result.rows if row.get("cut") == OURS]
     whole = not any(row.get("error") for row in result.rows)
     ratios = [row["ratio"] for row in ours]
