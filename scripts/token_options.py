@@ -14,7 +14,7 @@ from osdp.profiler.token_latency import DecoderStage
 def add_stage(parser: argparse.ArgumentParser) -> None:
     """Flags of the stage that is measured."""
     parser.add_argument("--model", default="gpt2", help="gpt2, gpt2-medium, ... or a model_type, as llama")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of its configuration")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of its config")
     parser.add_argument("--layers", type=int, default=1, help="layers of the stage")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--dtype", default="float32", help="of parameters and activations")

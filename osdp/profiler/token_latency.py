@@ -8,6 +8,7 @@ its own, and the gradients are those of the whole sequence.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -78,14 +79,20 @@ def measure_token_latency(
             f"{length} tokens, a grid of {granularity}, {repeats} repeats and batches {list(batches)}: each "
             "must be at least 1"
         )
-    places = sample_places(length, granularity)
-    bar = progress_bar(len(places) * len(batches), "slices", shown=progress)
-    samples = []
-    for batch in batches:
-        for size, context in places:
-            samples.append(_sample(stage, batch, size, context, repeats))
+    places = [(batch, *place) for batch in batches for place in sample_places(length, granularity)]
+    contexts = {(batch, context): _context(stage, batch, context) for batch, _, context in places}
+    seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {place: [] for place in places}
+    bar = progress_bar(len(places) * (repeats + 1), "slices", shown=progress)
+    # In rounds over all slices: what disturbs the machine for a while disturbs no slice more than others.
+    for _ in range(repeats + 1):
+        for batch, size, context in places:
+            seconds[batch, size, context].append(_sample(stage, batch, size, contexts[batch, context]))
             bar.update()
     bar.close()
+    samples = [
+        SliceSample(*place, *(median(run[which] for run in runs[1:]) for which in (0, 1)))
+        for place, runs in seconds.items()
+    ]
     like = stage.like
     token_bytes = stage.hidden_size * like.element_size()
     return TokenSamples(stage.name, device_kind(like.device), stage.num_layers, token_bytes, tuple(samples))
@@ -120,28 +127,26 @@ def measure_slices(
     )
 
 
-def _sample(stage: DecoderStage, batch: int, length: int, context: int, repeats: int) -> SliceSample:
-    clock = Clock(stage.like.device)
-    before = stage.new_cache()
-    if context:
+def _context(stage: DecoderStage, batch: int, length: int) -> Any:
+    """A cache with so many tokens."""
+    cache = stage.new_cache()
+    if length:
         with torch.no_grad():
-            stage.module(inputs_embeds=_hidden(stage, batch, context), past_key_values=before, use_cache=True)
-    forwards, backwards = [], []
-    for repeat in range(repeats + 1):
-        cache = copy.deepcopy(before)
-        leaves = _detached(cache)
-        x = _hidden(stage, batch, length).requires_grad_()
-        forward, (output, handed_on) = timed(clock, lambda x=x, cache=cache: _forward(stage, x, cache))
-        gradients = [torch.ones_like(tensor) for tensor in (output, *handed_on)]
-        backward, _ = timed(
-            clock,
-            lambda roots=(output, *handed_on), gradients=gradients: torch.autograd.backward(roots, gradients),
-        )
-        del leaves
-        if repeat:
-            forwards.append(forward)
-            backwards.append(backward)
-    return SliceSample(batch, length, context, median(forwards), median(backwards))
+            stage.module(inputs_embeds=_hidden(stage, batch, length), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _sample(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple[float, float]:
+    """Seconds of forward and backward of one slice after what a cache holds."""
+    clock = Clock(stage.like.device)
+    cache = copy.deepcopy(context)
+    _detached(cache)
+    x = _hidden(stage, batch, length).requires_grad_()
+    forward, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
+    roots = [output, *handed_on]
+    gradients = [torch.ones_like(root) for root in roots]
+    backward, _ = timed(clock, partial(torch.autograd.backward, roots, gradients))
+    return forward, backward
 
 
 def _sequence(
@@ -153,7 +158,7 @@ def _sequence(
     for length in slices.lengths:
         leaves = _detached(cache)
         x = _hidden(stage, batch, length).requires_grad_()
-        seconds, (output, handed_on) = timed(clock, lambda x=x: _forward(stage, x, cache))
+        seconds, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
         done.append((seconds, output, leaves, handed_on))
     found = []
     gradients: list[torch.Tensor] | None = None
@@ -162,7 +167,7 @@ def _sequence(
         if gradients is not None:
             roots += handed_on
             grads += gradients
-        backward, _ = timed(clock, lambda roots=roots, grads=grads: torch.autograd.backward(roots, grads))
+        backward, _ = timed(clock, partial(torch.autograd.backward, roots, grads))
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         found.append((forward, backward))
     return found[::-1]
