@@ -50,8 +50,8 @@ GRANULARITY = 8
 #: Bytes of each parameter that a slice's forward and backward move: half-precision weights read twice, their
 #: gradient written, then added to what there is (read both, write one).
 WEIGHT_TRAFFIC = 2 + 2 + 2 + 3 * 2
-#: Bytes of each entry of attention's matrices: half-precision scores, single-precision probabilities and their
-#: half-precision copy are written and read once in forward, and as much again for each of two gradients.
+#: Bytes of each entry of attention's matrices: half-precision scores, single-precision probabilities and
+#: their half-precision copy are written and read once in forward, and twice as often in backward.
 ATTENTION_TRAFFIC = 3 * 2 * (2 + 4 + 2)
 #: Bytes of each parameter that the optimizer moves: weight, copy and two moments of single precision read and
 #: written, half-precision gradient read and weight written.
@@ -132,15 +132,14 @@ def seconds_of(setting: Setting, curve: Curve, slices: TokenSlices, machine: Mac
 
 def formula_seconds(setting: Setting, costs: SliceTables, slices: TokenSlices, machine: Machine) -> float:
     """The paper's own formula (its equation 5, for each microbatch), which the curve is fitted with."""
-    each = [
-        2 * cost.send_seconds + cost.forward_seconds + cost.backward_seconds for cost in costs.costs(slices)
-    ]
+    found = costs.costs(slices)
+    each = [2 * cost.send_seconds + cost.forward_seconds + cost.backward_seconds for cost in found]
     parts = setting.batch // setting.dp
     return parts * sum(each) + (setting.pp - 1) * max(each) + end_seconds(setting, machine)
 
 
 def calibrate(machine: Machine = P3_16XLARGE) -> Curve:
-    """The curve with the least squares of logarithmic errors on the slice counts of the calibration setting."""
+    """The curve with the least squares of logarithmic errors on the calibration setting's slice counts."""
     setting, published = BY_NUMBER[CALIBRATION], UNIFORM[CALIBRATION]
     slicings = {count: TokenSlices.uniform(setting.length, count, GRANULARITY) for count in published}
 
@@ -214,7 +213,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def summarize(rows: list[Row], curve: Curve) -> dict[str, float | int | None]:
-    """The rank correlation of predicted and published speed-ups, and the errors of all that was not fitted."""
+    """The rank correlation of predicted and published speed-ups, and errors of all that was not fitted."""
     settings = [row for row in rows if row["kind"] == "setting" and not row["fitted"]]
     speedups = ([row[key] for row in settings] for key in ("speedup", "published_speedup"))
     errors = {

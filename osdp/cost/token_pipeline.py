@@ -4,17 +4,20 @@ A slice is one that ends at one point of a grid and begins at an earlier one: ta
 begin]``.
 
 For *K* equal stages and any schedule of theirs in which slices go forward in their order and backward against
-it, and which reduces nothing before all is done, a step takes at least ::
+it, a step takes at least ::
 
     sum of (f + b) of all slices of all microbatches + (K - 1) max (f + b + 2 c)
 
 with *f*, *b* and *c* of forward, backward and sending: before the longest slice *q* of the first microbatch
 the first stage works on those before it; *q* goes through all stages; the last stage works on everything but
 what comes before the forward of that *q* and after the backward of the last microbatch's; *q* goes back
-through all stages; the first stage works on the gradients of those before it. Where sends hold up the sender
-each slice of the sum but one *q* has one of its two sends in it as well.
+through all stages; the first stage works on the gradients of those before it. With free sends, and forwards
+longest where backwards are, GPipe's order takes just that.
 
-With free sends, and forwards longest where backwards are, GPipe's order takes just that.
+Where a sender waits, the stages in the middle have both sends of each slice in their work: the second and the
+last but one take the parts of the first and the last, beside the way of the first slice to the second stage
+and back from it. In GPipe's order, where backwards begin when all forwards have ended, it is one wave
+after the other, each with *K - 1* stages that send and one that does not.
 """
 
 from collections.abc import Sequence
@@ -57,17 +60,6 @@ class SliceTables:
     def length(self) -> int:
         """Tokens of the sequence."""
         return int(self.points[-1])
-
-    @property
-    def weights(self) -> Floats:
-        """What each slice adds to the sum in the lower bound of a step."""
-        return self.forward + self.backward + self.blocking * self.send
-
-    def times(self, num_stages: int) -> Floats:
-        """What the longest slice adds to it for each stage but one."""
-        both = self.forward + self.backward + 2 * self.send
-        # Where senders wait, its own send is not in the sum: its way through the stages has them all.
-        return both - self.send / (num_stages - 1) if self.blocking and num_stages > 1 else both
 
     def slices(self, bounds: Sequence[int]) -> TokenSlices:
         """The slices between points of the grid."""
@@ -166,3 +158,43 @@ def simulate_slices(tables: SliceTables, slices: TokenSlices, schedule: Schedule
         ValueError: The slices do not fit the sequence, the grid or the schedule.
     """
     return simulate(schedule, [tables.costs(slices)] * schedule.num_stages, blocking_send=tables.blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """A lower bound of a step: the sum of its slices' weights, and so many times the largest of their times.
+
+    Attributes:
+        weights: Seconds, shape ``(n + 1, n + 1)``.
+        times: Seconds, the same shape; infinite where a slice is not allowed.
+        bottleneck: What the largest time counts.
+    """
+
+    weights: Floats
+    times: Floats
+    bottleneck: int
+
+
+def step_bound(tables: SliceTables, *, num_stages: int, num_microbatches: int, schedule: str) -> StepBound:
+    """The lower bound of a step without what comes after its last slice; see the module's text.
+
+    Args:
+        tables: Costs of slices of one microbatch.
+        num_stages: Equal stages.
+        num_microbatches: Microbatches.
+        schedule: ``"gpipe"``, or another in which slices go forward in their order and backward against it.
+    """
+    forward, backward, send = tables.forward, tables.backward, tables.send
+    work, whole = forward + backward, forward + backward + 2 * send
+    if not tables.blocking or num_stages == 1:
+        return StepBound(num_microbatches * work, whole, num_stages - 1)
+    if schedule == "gpipe":
+        weights = num_microbatches * whole
+        weights[-1] += forward[-1]
+        weights[:, 0] += backward[:, 0]
+        return StepBound(weights, whole, num_stages - 2)
+    if num_stages > 2:
+        weights = num_microbatches * whole
+        weights[:, 0] += work[:, 0] + send[:, 0]
+        return StepBound(weights, whole, num_stages - 3)
+    return StepBound(num_microbatches * (work + send), work + send, 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.token_pipeline import SliceTables, simulate_slices
+from osdp.cost.token_pipeline import SliceTables, StepBound, simulate_slices, step_bound
 from osdp.schedule import Schedule, make_schedule
 from osdp.search.token_slices import slice_grid
 from osdp.token_slices import TokenSlices
@@ -58,6 +58,15 @@ class TokenProblem:
     def parts(self) -> tuple[int, ...]:
         """Possible numbers of microbatches, ascending."""
         return tuple(sorted(self.batch // size for size in self.tables if self.batch % size == 0))
+
+    def bound(self, parts: int) -> StepBound:
+        """The lower bound of a step of so many microbatches, without its end."""
+        return step_bound(
+            self.tables[self.batch // parts],
+            num_stages=self.num_stages,
+            num_microbatches=parts,
+            schedule=self.schedule,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +155,8 @@ def solve_tokens(problem: TokenProblem) -> TokenOutcome:
     for parts in reversed(problem.parts):
         tables = problem.tables[problem.batch // parts]
         upper = best.seconds - problem.end_seconds if best else math.inf
-        times = tables.times(problem.num_stages)
-        found = slice_grid(parts * tables.weights, times, problem.num_stages - 1, upper=upper)
+        least = problem.bound(parts)
+        found = slice_grid(least.weights, least.times, least.bottleneck, upper=upper)
         num_paths += found.num_paths
         bounds.append(found.bound)
         candidates = [_Candidate(path.value, parts, tables.slices(path.bounds)) for path in found.paths]
@@ -246,15 +255,15 @@ class _Judge:
 def _uniform(problem: TokenProblem, parts: int, most: int | None = None) -> list[_Candidate]:
     """Every number of slices as equal as can be, up to ``most``, that the tables allow."""
     tables = problem.tables[problem.batch // parts]
-    weights, times = tables.weights, tables.times(problem.num_stages)
+    least = problem.bound(parts)
     found = []
     steps = len(tables.points) - 1
     for num_slices in range(1, min(steps, most or steps) + 1):
         bounds = _even_bounds(steps, num_slices)
         ends, begins = bounds[1:], bounds[:-1]
-        largest = float(times[ends, begins].max())
+        largest = float(least.times[ends, begins].max())
         if math.isfinite(largest):
-            value = parts * float(weights[ends, begins].sum()) + (problem.num_stages - 1) * largest
+            value = float(least.weights[ends, begins].sum()) + least.bottleneck * largest
             found.append(_Candidate(value, parts, tables.slices(bounds.tolist())))
     return found
 
