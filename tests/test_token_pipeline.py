@@ -230,6 +230,10 @@ def refusals() -> None:
         step(mean_loss, token_slices=3)
     with pytest.raises(ValueError, match="the loss mixes positions"):
         step(reversed_loss, token_slices=3)
+    # Labels of a reply alone: the first positions count for nothing.
+    reply = torch.cat([torch.full_like(labels[:, :5], -100), labels[:, 5:]], dim=1)
+    with pytest.raises(ValueError, match="the loss mixes positions"):
+        model.train_step(inputs, reply, reversed_loss, token_slices=3)
     with pytest.raises(ValueError, match="token slices need loss_fn="):
         step(None, token_slices=3)
     with pytest.raises(ValueError, match="labels cannot be an input of token slices"):
