@@ -27,18 +27,20 @@ from benchmarks.models import Case, gpt2
 from benchmarks.pipeline_schedules import known_link
 from benchmarks.stages import agreed
 from benchmarks.timing import paired_ratio
-from benchmarks.token_stages import measure_stage, napping, norm_error, without_labels
+from benchmarks.token_stages import napping, norm_error, without_labels
 from benchmarks.turns import take_turns
 from osdp import OSDP, ModelDesc, TokenSlices, Training, codec
 from osdp.cost.token_latency import fit
 from osdp.cost.token_pipeline import SliceTables, simulate_slices, slice_tables
 from osdp.device_info import StageLink
+from osdp.integrations.decoder_stage import decoder_stage
 from osdp.integrations.huggingface import causal_lm_loss
 from osdp.layout import Degrees
 from osdp.pipeline_plan import PipelinePlan
 from osdp.profiler.estimate import estimate
 from osdp.profiler.flow import trace_flow
 from osdp.profiler.stage_link import measure_stage_link
+from osdp.profiler.token_latency import measure_token_latency
 from osdp.runtime.mesh import parallel_mesh
 from osdp.schedule import make_schedule
 from osdp.search.pipeline import plan_at
@@ -62,6 +64,11 @@ def decoder(layers: int, width: int, length: int = LENGTH) -> Case:
 
 #: Layers of each stage that computes, their width, and how many times as much a sleeping stage holds.
 LAYERS, WIDTH, SLEEPING = 3, 256, 2
+#: The same stage for the latency model.
+STAGE = {
+    "n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": LENGTH,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,10 @@ def compare(rank: int, world_size: int, **given: Any) -> dict[str, Any]:
     link = measure_stage_link(mesh["pp"].get_group(), torch.device("cpu"))
     if contest.samples is None:
         # All ranks measure at a time, as they will compute; one's figures are taken.
-        measured = measure_stage(decoder(LAYERS, WIDTH), LENGTH, LAYERS)
+        measured = measure_token_latency(
+            decoder_stage("gpt2", STAGE, num_layers=LAYERS, length=LENGTH),
+            LENGTH, granularity=GRANULARITY, repeats=3, progress=False,
+        )  # fmt: skip
         samples = codec.from_json(TokenSamples, agreed(codec.to_json(measured)))
         latency, case = fit(samples), decoder(LAYERS * world_size, WIDTH)
     else:
@@ -308,9 +318,10 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     cells = [
         [
-            row["ranks"], row["batch"], row["way"], row["compute"], short(row["slices"]), median(row["seconds"]),
-            row["predicted_seconds"], row["time_error"],
-            f"{row['speedup']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]", row["gradient_error"],
+            row["ranks"], row["batch"], row["way"], row["compute"], short(row["slices"]),
+            median(row["seconds"]), row["predicted_seconds"], row["time_error"],
+            f"{row['speedup']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]",
+            row["gradient_error"],
         ]
         for row in result.rows
         if "way" in row

@@ -1,4 +1,4 @@
-"""What the claim about token slices is made of: slices of a stage timed alone, decoders that sleep instead.
+"""Decoders that sleep instead of computing, for the claim about token slices.
 
 A sleeping decoder is a narrow GPT-2 of stock blocks. Each takes, in forward and in backward, as long as a
 stage was measured to take for a slice of that length after that much context, and sleeps for what its own
@@ -8,7 +8,6 @@ compute leaves of that; masks, caches, messages and gradients are real. A core c
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,57 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.models import Case
 from osdp.cost.token_latency import pass_seconds
-from osdp.integrations.slice_cache import SliceCache
-from osdp.runtime.prefix import Prefix
-from osdp.token_latency import BatchLatency, SliceSample, TokenSamples
-
-#: Parts of a sequence at which slices without context are measured.
-ALONE = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
-#: Lengths and contexts, as parts of a sequence, at which slices with context are.
-AFTER = [(length, context) for length in (1 / 32, 1 / 8, 1 / 4) for context in (1 / 8, 3 / 8, 3 / 4)]
-
-
-def measure_stage(case: Case, length: int, layers: int, *, batch: int = 1, repeats: int = 5) -> TokenSamples:
-    """Time slices on a stage: a whole decoder of as few layers as a stage has.
-
-    Args:
-        case: The decoder.
-        length: Tokens of a sequence.
-        layers: Its layers.
-        batch: Sequences at a time.
-        repeats: Of each measurement, of which the median counts.
-    """
-    model: Any = case.model()
-    points = [(round(part * length), 0) for part in ALONE]
-    points += [(round(part * length), round(context * length)) for part, context in AFTER]
-    # In turn, so that whatever disturbs one turn disturbs no measurement twice.
-    turns = [[_slice_seconds(model, batch, *point) for point in points] for _ in range(repeats + 1)][1:]
-    samples = []
-    for (size, context), seconds in zip(points, zip(*turns, strict=True), strict=True):
-        forward, backward = (median(column) for column in zip(*seconds, strict=True))
-        samples.append(SliceSample(batch, size, context, forward, backward))
-    width = model.config.hidden_size
-    return TokenSamples(case.name, "cpu", layers, 4 * width, tuple(samples))
-
-
-def _slice_seconds(model: Any, batch: int, size: int, context: int) -> tuple[float, float]:
-    """A slice's forward and backward, with gradients of its keys and values as from later slices."""
-    prefix = Prefix(SliceCache.of(model)())
-
-    def run(length: int) -> Any:
-        tokens = torch.ones(batch, length, dtype=torch.int64)
-        return prefix.forward(lambda more: model(input_ids=tokens, **more).logits, length)
-
-    if context:
-        run(context)
-    start = time.perf_counter()
-    keys, logits = run(size)
-    middle = time.perf_counter()
-    added = [tensor for pair in keys.added.values() for tensor in pair]
-    roots = [logits, *added]
-    prefix.collect(keys)
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    return middle - start, time.perf_counter() - middle
+from osdp.token_latency import BatchLatency
 
 
 class _Clock:

@@ -1,6 +1,8 @@
 """Sequences in slices: gradients against a single process that takes them whole; refusals."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,20 +11,24 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP, ModelDesc, Training, codec
-from osdp.integrations.huggingface import causal_lm_loss
+from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.layout import Degrees, slice_bounds
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Mode
 from osdp.profiler.estimate import estimate
 from osdp.profiler.flow import trace_flow
+from osdp.runtime.prefix import Prefix
 from osdp.search.pipeline import plan_at
 from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
 from tests import distributed
+from tests.plans import plan_by_hand
 from tests.test_pipeline import devices, whole
 
 pytest.importorskip("transformers")
 
+from osdp.integrations.slice_cache import SliceCache, check_sliceable
+from osdp.integrations.token_loss import next_token_labels
 from tests import transformer_models
 
 DECODERS = ("gpt2", "gpt_neo", "gptj", "opt", "llama", "qwen2", "mistral")
@@ -159,3 +165,115 @@ def beside_other_axes(sharded: str, four: str) -> None:
 def test_slices_beside_data_and_tensor_parallelism() -> None:
     sharded = plan_of("gpt2", Degrees(2, 2, 1), Mode.FULL_SHARD)
     distributed.run(4, beside_other_axes, sharded, plan_of("llama", Degrees(4, 1, 1)), timeout=120)
+
+
+# -- recomputation, memory ---------------------------------------------------------------------------------
+
+
+def recomputed(plan: str) -> None:
+    model = staged("gpt2", plan)
+    assert isinstance(model.plan, PipelinePlan)
+    assert any(stage.plan.recomputed for stage in model.plan.stages)
+    check("gpt2", model, (UNEVEN, EVEN), 1e-5)
+
+
+def test_recomputation_finds_the_keys_and_values_of_before_the_slice() -> None:
+    plan = codec.from_json(PipelinePlan, plan_of("gpt2", Degrees(1, 1, 1)))
+    everything = replace(plan.stages[0].plan, recomputed=("transformer.h.0", "transformer.h.1"))
+    plan = replace(plan, stages=(replace(plan.stages[0], plan=everything),))
+    distributed.run(1, recomputed, codec.to_json(plan))
+
+
+def test_gradients_of_keys_and_values_are_kept_once_for_all_slices() -> None:
+    model = decoder("llama")
+    prefix, tokens = Prefix(SliceCache.of(model)()), torch.ones(1, 8, dtype=torch.int64)
+    passes = []
+    for _ in range(4):
+        call = partial(model, input_ids=tokens[:, :2])
+        passes.append(prefix.forward(lambda more, call=call: call(**more).logits.sum(), 2))
+    held: set[int] = set()
+    for keys, loss in reversed(passes):
+        roots = list(prefix.roots(keys))
+        held |= {gradient.untyped_storage().data_ptr() for _, gradient in roots}
+        prefix.collect(keys)
+        tensors, gradients = zip((loss, None), *roots, strict=True)
+        torch.autograd.backward(tensors, gradients)
+        assert all(leaf.grad is None for pair in keys.past.values() for leaf in pair)
+    # Keys and values of two layers, whatever the number of slices.
+    assert len(held) == 4
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def mean_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    total, count = causal_lm_loss(output, labels)
+    return total / count
+
+
+def reversed_loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return causal_lm_loss(output.logits.flip(1), labels)
+
+
+def refusals() -> None:
+    model = OSDP(decoder("gpt2"), plan=plan_by_hand(decoder("gpt2"), Mode.NO_SHARD, 1))
+    inputs, labels = batch("gpt2")
+    step = partial(model.train_step, inputs, labels, num_microbatches=1)
+    for slices, message in (
+        ([3, 3], "add up to 6 tokens, and the sequence has 9"),
+        (10, "a sequence of 9 tokens cannot be cut into 10 slices"),
+        ([9, 0], "each has at least one token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(causal_lm_loss, token_slices=slices)
+    with pytest.raises(ValueError, match=r"must be a pair \(sum, count\)"):
+        step(mean_loss, token_slices=3)
+    with pytest.raises(ValueError, match="the loss mixes positions"):
+        step(reversed_loss, token_slices=3)
+    # Labels of a reply alone: the first positions count for nothing.
+    reply = torch.cat([torch.full_like(labels[:, :5], -100), labels[:, 5:]], dim=1)
+    with pytest.raises(ValueError, match="the loss mixes positions"):
+        model.train_step(inputs, reply, reversed_loss, token_slices=3)
+    with pytest.raises(ValueError, match="token slices need loss_fn="):
+        step(None, token_slices=3)
+    with pytest.raises(ValueError, match="labels cannot be an input of token slices"):
+        model.train_step({**inputs, "labels": labels}, labels, causal_lm_loss, token_slices=3)
+    packed = {"input_ids": inputs["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}
+    with pytest.raises(ValueError, match="several sequences packed into one"):
+        model.train_step(packed, labels, causal_lm_loss, token_slices=3)
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(samples, 9\)"):
+        wide = {**inputs, "attention_mask": torch.ones(SAMPLES, 1, LENGTH, LENGTH)}
+        model.train_step(wide, labels, causal_lm_loss, token_slices=3)
+    with pytest.raises(ValueError, match=r"targets of shape \(samples, 9\) are needed"):
+        model.train_step(inputs, labels[:, :4], partial(by_heart, None), token_slices=3)
+    model.train_step(inputs, next_token_labels(labels), masked_lm_loss, num_microbatches=1, token_slices=3)
+
+
+def by_heart(_: None, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return causal_lm_loss(output, labels)
+
+
+def test_slices_and_losses_that_do_not_fit_are_refused() -> None:
+    distributed.run(1, refusals)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bert", r"its attention \(BertAttention, BertSelfAttention\) looks at later tokens too"),
+        ("vit", "looks at later tokens too"),
+        ("t5", "looks at later tokens too"),
+        ("plain", "has no cache as transformers' decoders have"),
+    ],
+)
+def test_models_whose_sequences_cannot_be_cut_are_refused_with_the_reason(name: str, reason: str) -> None:
+    model = nn.Linear(2, 2) if name == "plain" else transformer_models.build(name)
+    with pytest.raises(ValueError, match=reason):
+        check_sliceable(model)
+
+
+def test_a_cache_that_training_would_drop_is_refused() -> None:
+    model: Any = decoder("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="drops its cache in training"):
+        check_sliceable(model)

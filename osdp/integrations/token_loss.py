@@ -11,8 +11,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.runtime.losses import LossFn
 
-#: Positions of the sequences that a loss is tried on.
-_TRIED = 4
+#: Positions that a loss is tried on together, and places in a sequence where that may be.
+_TRIED, _PLACES = 4, 16
 
 
 def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
@@ -49,7 +49,7 @@ def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
 def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> None:
     """Refuse a loss that is not, with its count, the sum of those of the parts of a sequence.
 
-    It is tried on random logits, the same on all ranks.
+    It is tried on random logits for a few positions, the same on all ranks.
 
     Args:
         loss_fn: The loss function.
@@ -58,49 +58,59 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         vocabulary: Channels of the logits.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not, or the targets have other shapes.
     """
-    samples, tried = _samples(targets, length), min(length, _TRIED)
-    if tried < 2:
+    like = _like(targets, length)
+    if length < 2:
         return
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(samples, tried, vocabulary, generator=generator)
+    tried = min(length, _TRIED)
+    logits = torch.randn(len(like), tried, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(like.device)
 
-    def values(start: int, stop: int) -> tuple[float, float]:
+    def values(begin: int, start: int, stop: int) -> tuple[float, float]:
         def part(leaf: Any) -> Any:
             along = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
-            return leaf[:samples, start:stop].cpu() if along else leaf
+            return leaf[: len(like), begin + start : begin + stop] if along else leaf
 
-        output = CausalLMOutputWithPast(logits=logits[:, start:stop])
         given = () if targets is None else (tree_map(part, targets),)
         with torch.no_grad():
-            loss = loss_fn(output, *given)
-        if not isinstance(loss, tuple) or len(loss) != 2:
+            return _sum_and_count(loss_fn(CausalLMOutputWithPast(logits=logits[:, start:stop]), *given))
+
+    for begin in range(0, length - tried + 1, max(1, (length - tried) // _PLACES)):
+        whole, halves = (
+            values(begin, 0, tried),
+            (values(begin, 0, tried // 2), values(begin, tried // 2, tried)),
+        )
+        sums = [sum(column) for column in zip(*halves, strict=True)]
+        if any(abs(a - b) > 1e-3 * max(1.0, abs(b)) for a, b in zip(sums, whole, strict=True)):
             raise ValueError(
-                "the loss of token slices must be a pair (sum, count), over which slices add up; this "
-                f"loss_fn returns {type(loss).__name__}, as a mean would be"
+                f"the loss mixes positions: over {tried} positions it is {whole[0]:.6g} of {whole[1]:g}, "
+                f"over its two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole sequence "
+                "first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each position "
+                "for itself"
             )
-        return float(loss[0]), float(loss[1])
+        if whole[1]:
+            return  # where nothing counts nothing shows
 
-    (total, count), halves = values(0, tried), (values(0, tried // 2), values(tried // 2, tried))
-    sums = [sum(column) for column in zip(*halves, strict=True)]
-    if abs(sums[0] - total) > 1e-3 * max(1.0, abs(total)) or abs(sums[1] - count) > 1e-3 * max(1.0, count):
+
+def _sum_and_count(loss: Any) -> tuple[float, float]:
+    if not isinstance(loss, tuple) or len(loss) != 2:
         raise ValueError(
-            f"the loss mixes positions: over {tried} positions it is {total:.6g} of {count:g}, over its two "
-            f"halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole sequence first "
-            "(osdp.integrations.token_loss.next_token_labels) and let loss_fn take each position for itself"
+            "the loss of token slices must be a pair (sum, count), over which slices add up; this loss_fn "
+            f"returns {type(loss).__name__}, as a mean would be"
         )
+    return float(loss[0]), float(loss[1])
 
 
-def _samples(targets: Any, length: int) -> int:
-    found = [
-        leaf
-        for leaf in tree_leaves(targets)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
-    ]
-    if targets is not None and not found:
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
+def _like(targets: Any, length: int) -> torch.Tensor:
+    """A sample or two of what is cut, for their number and device."""
+    tensors = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
+    found = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] == length]
+    if targets is None:
+        return torch.empty(1)
+    if not found:
         raise ValueError(
-            f"targets of shape (samples, {length}) are needed, cut as the sequences are; got {shapes}"
+            f"targets of shape (samples, {length}) are needed, cut as the sequences are; got "
+            f"{[tuple(tensor.shape) for tensor in tensors]}"
         )
-    return min(2, len(found[0])) if found else 1
+    return found[0][:2]
