@@ -117,7 +117,7 @@ def command_line(options: Options) -> str:
     words = ["python", "-m", f"benchmarks.{options.claim}"]
     words += ["--quick"] if options.quick else []
     words += ["--device", options.device] if options.device != "cpu" else []
-    words += ["--data", str(options.data)] if options.data else []
+    words += ["--data", options.data.name] if options.data else []
     return " ".join(words)
 
 

@@ -76,4 +76,4 @@ def test_steps_of_megatron_are_met(row: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("devices", "measured"), TURING)
 def test_steps_of_megatron_turing_are_met(devices: int, measured: float) -> None:
-    assert seconds(gpt(105, 20480, 128), 8, 35, devices, 1920) == pytest.approx(measured, rel=0.15)
+    assert seconds(gpt(105, 20480, 128), 8, 35, devices, 1920) == pytest.approx(measured, rel=0.2)

@@ -96,8 +96,8 @@ def _layout(step: MeasuredStep, recompute: Recompute) -> Layout:
 def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recompute:
     """What was computed again in steps that ran, if all were set up alike and nobody says how.
 
-    Nothing, unless a step would then have needed more memory than there is, even if that is estimated too high
-    by a fifth: then all of each layer.
+    Nothing, unless a step would then have needed more memory than there is, even if that is estimated too
+    high by a fifth: then all of each layer.
     """
     needed = (_needed(step, _layout(step, Recompute.NONE), setting) for step in steps)
     return Recompute.FULL if any(part > _DOUBT for part in needed) else Recompute.NONE
