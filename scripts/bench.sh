@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
-    pipeline_schedules pipeline_balance planner_time)
+    pipeline_schedules pipeline_balance planner_time planner_heterogeneous)
 [ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
 DEVICE="${DEVICE:-cpu}"
 
