@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from osdp import cli_cluster, codec
 from osdp.device_info import DeviceInfo
+from osdp.layer_profile import layer_profile, merged
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
@@ -63,6 +64,9 @@ _Micro = Annotated[int | None, typer.Option(help="samples of a microbatch")]
 _Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective or full")]
 _Zero = Annotated[int | None, typer.Option(help="stage of ZeRO, 0 to 3")]
 _Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
+_LayerTimes = Annotated[
+    list[Path], typer.Option("--layer-times", help="file that osdp layers wrote; one for each kind of GPU")
+]
 _Reserve = Annotated[str, typer.Option(help="of each device, for the framework")]
 _Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
@@ -138,6 +142,7 @@ def plan(
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
+    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
     objective: Annotated[str, typer.Option(help="time, cost or pareto")] = "time",
     top: Annotated[int, typer.Option(help="rows of the table")] = 10,
     subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
@@ -161,7 +166,7 @@ def plan(
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve, calibration=calibration,
+        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
@@ -189,14 +194,35 @@ def estimate(
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
+    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Price one given layout of --model on --cluster, and say what each number is made of."""
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve, calibration=calibration,
+        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
     )  # fmt: skip
     cli_cluster.estimate_layout(request, partition, typer.echo)
+
+
+@app.command()
+def layers(
+    described: Annotated[
+        list[Path], typer.Argument(help="folders that osdp profile wrote, of several batches")
+    ],
+    gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
+    model: Annotated[str, typer.Option(help="name of the model in osdp plan --model")],
+    out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
+) -> None:
+    """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
+    measured = [
+        layer_profile(ModelDesc.load(folder / _MODEL), Profile.load(folder / _PROFILE), gpu, model)
+        for folder in described
+    ]
+    found = merged(measured)
+    found.save(out)
+    batches = ", ".join(str(batch) for batch in sorted({time.samples for time in found.times}))
+    typer.echo(f"{model} on {gpu}: layers at batches of {batches} in {out}")
 
 
 def _request(

@@ -15,6 +15,7 @@ from osdp.cluster_file import load_cluster
 from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import BUBBLE_SHARE, price
+from osdp.layer_profile import LayerProfile
 from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
 from osdp.report.exports import exports
 from osdp.report.launch_sheet import batch_script, launch_sheet
@@ -51,6 +52,7 @@ class Request:
         overlap: Part of communication that compute hides.
         reserve: Bytes of each device that the framework keeps, as text.
         calibration: File that ``osdp calibrate`` wrote.
+        layer_times: Files that ``osdp layers`` wrote, one for each kind of device.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Request:
     overlap: float = 0.0
     reserve: str = "1GiB"
     calibration: Path | None = None
+    layer_times: tuple[Path, ...] = ()
 
     def prices(self) -> ClusterPrices:
         """The model and the cluster, priced."""
@@ -80,10 +83,11 @@ class Request:
             reserve=parse_bytes(self.reserve),
         )
         cluster = load_cluster(self.cluster)
+        profiles = [LayerProfile.load(path) for path in self.layer_times]
         if self.calibration is None:
-            return ClusterPrices(cluster, workload)
+            return ClusterPrices(cluster, workload, profiles=profiles)
         found = Calibration.load(self.calibration)
-        return ClusterPrices(found.applied(cluster), workload, found.rates)
+        return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
 
     def space(self) -> Space:
         """What is left to choose.

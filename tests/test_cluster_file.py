@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from osdp.cluster import Cluster
 from osdp.cluster_file import known_gpus, load_cluster, make_gpu
+from osdp.report.graph import topology
 from osdp.transformer import TransformerShape
 from osdp.transformer_shapes import SHAPES, shape_from_config, shape_of
 
@@ -44,6 +46,20 @@ def test_a_file_becomes_a_cluster_that_is_saved_and_loaded(tmp_path: Path) -> No
     assert cluster.part((2, 0)).dollars_per_second == pytest.approx(21 / 3600)
     cluster.save(tmp_path / "saved.json")
     assert load_cluster(tmp_path / "saved.json") == cluster
+
+
+def test_its_topology_is_a_tree(tmp_path: Path) -> None:
+    links = topology(read(tmp_path, GOOD))
+    assert links.number_of_nodes() == 1 + 5 + 32
+    assert nx.is_tree(links)
+    assert links.edges["A100-0/3", "A100-0"]["bandwidth"] == 230e9
+    assert nx.shortest_path(links, "A100-0/0", "Mine-2/7") == [
+        "A100-0/0",
+        "A100-0",
+        "network",
+        "Mine-2",
+        "Mine-2/7",
+    ]
 
 
 def test_every_known_gpu_has_a_source_and_can_be_used() -> None:

@@ -21,8 +21,10 @@ from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
 from osdp.cost.corrections import LayerCase, correction_factor
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
+from osdp.cost.measured_layers import measured_seconds
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.ring import Ring
+from osdp.layer_profile import LayerProfile
 from osdp.transformer import Item
 
 Floats = NDArray[np.float64]
@@ -133,8 +135,16 @@ class StagePrices:
 class ClusterPrices:
     """Prices of one workload on one cluster; what several layouts share is computed once."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, rates: Rates = PUBLISHED) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        rates: Rates = PUBLISHED,
+        profiles: Sequence[LayerProfile] = (),
+    ) -> None:
         self.cluster = cluster
+        #: What was measured of this model, by the name of the device.
+        self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
         self.workload = workload
         self.rates = rates
         self.items = workload.shape.items
@@ -285,9 +295,20 @@ class ClusterPrices:
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, gpu)
         if key not in self._seconds:
-            modelled = layer_seconds(self.work(item, layout), gpu, self.rates)
-            self._seconds[key] = modelled * self._factor(layout)
+            modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
+            self._seconds[key] = self._measured(item, layout, gpu) or modelled
         return self._seconds[key]
+
+    def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+        if gpu.name not in self._profiles:
+            return None
+
+        def modelled(samples: int, tp: int) -> LayerSeconds:
+            work = layer_work(self.workload.shape, item, samples, tp, flash=self.workload.flash)
+            return layer_seconds(work, gpu, self.rates)
+
+        profile = self._profiles[gpu.name]
+        return measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
 
     def _factor(self, layout: Layout) -> float:
         """By what measured layers say to multiply seconds."""
