@@ -18,6 +18,7 @@ from osdp.pipeline_plan import PipelinePlan
 from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
+from osdp.runtime.channels import Channel, ordered_channels
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
 from osdp.runtime.owners import Owned, owned_parameters
@@ -63,6 +64,7 @@ class AppliedPipeline:
                 plan.transfers,
                 group,
                 device_of(mesh),
+                channels=self._channels(group),
                 reduces_each=any(stage.plan.reduce_each_microbatch for stage in plan.stages)
                 and plan.training.microbatches > 1,
             ),
@@ -89,6 +91,11 @@ class AppliedPipeline:
         for tied in copies:
             tied.start_equal()
         return copies
+
+    def _channels(self, group: dist.ProcessGroup) -> Mapping[Channel, dist.ProcessGroup]:
+        if self.mesh.device_type == "cpu":
+            return {}  # gloo tells messages apart by their tags
+        return ordered_channels(self.plan, self.plan.make_schedule().placement, group, self._level)
 
     def _level(self) -> None:
         level_groups(self.mesh, device_of(self.mesh))

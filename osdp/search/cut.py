@@ -3,11 +3,12 @@
 Stages are contiguous steps of the flow; each is planned as a model of its own (:mod:`osdp.search.sharding`)
 with the activations of as many microbatches as its schedule has in flight. The cut minimises
 ``(m - 1) max_s t_s + sum_s t_s`` (:mod:`osdp.search.stages`), *t* being a stage's seconds for a microbatch
-with its share of what ends the step; what the schedule makes of it is simulated (:mod:`osdp.cost.pipeline`).
+with its share of what ends the step; what the schedule makes of it is simulated (:mod:`osdp.cost.pipeline`), by
+which neighbouring cuts are compared in the end.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -37,6 +38,10 @@ from osdp.tensor_desc import RankDesc
 
 #: Exact prices of stages after which the best cut known is taken.
 _MAX_EVALUATIONS = 64
+#: How often the cut is moved to a neighbour that the simulated schedule finds faster.
+_MOVES = 4
+#: How often stages are planned again within less where a rank's peak exceeds the limit.
+_TIGHTENINGS = 4
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,21 @@ class CutSearch:
 
     def plan(self) -> PipelinePlan | None:
         """The best plan; ``None`` if none fits."""
+        return self._within_limit(self._best)
+
+    def _within_limit(self, make: Callable[[], PipelinePlan | None]) -> PipelinePlan | None:
+        """What ``make`` returns; planned again where the walk over a rank's stages exceeds the limit."""
+        for _ in range(_TIGHTENINGS):
+            plan = make()
+            if plan is None or plan.predicted.peak_bytes <= self._device.memory_limit:
+                return plan
+            self._limit -= plan.predicted.peak_bytes - self._device.memory_limit
+            self._planned.clear()
+            if self._limit <= 0:
+                return None
+        return None
+
+    def _best(self) -> PipelinePlan | None:
         microbatches = self._training.microbatches
         found = partition(
             len(self._flow.steps),
@@ -108,10 +128,34 @@ class CutSearch:
             cuts={cut: self._cut_seconds(cut) for cut in self._flow.cuts},
             max_evaluations=_MAX_EVALUATIONS,
         )
-        return None if found is None else self.plan_at(found.bounds, proven=found.optimal)
+        if found is None:
+            return None
+        best = self._cut_at(found.bounds, proven=found.optimal)
+        bounds = found.bounds
+        # The formula is not the schedule: unequal stages and messages may make a neighbour better.
+        for _ in range(_MOVES):
+            tried = [(self._cut_at(near, proven=found.optimal), near) for near in self._neighbours(bounds)]
+            moved = [(plan, near) for plan, near in tried if plan is not None]
+            faster = max(moved, key=lambda pair: pair[0].samples_per_second, default=None)
+            if best is None or faster is None or faster[0].samples_per_second <= best.samples_per_second:
+                break
+            best, bounds = faster
+        return best
 
-    def plan_at(self, bounds: tuple[int, ...], *, proven: bool = False) -> PipelinePlan | None:
+    def _neighbours(self, bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The bounds with one cut at the next place before or after."""
+        found = []
+        for at in range(1, len(bounds) - 1):
+            before = [cut for cut in self._flow.cuts if bounds[at - 1] < cut < bounds[at]]
+            after = [cut for cut in self._flow.cuts if bounds[at] < cut < bounds[at + 1]]
+            found += [(*bounds[:at], cut, *bounds[at + 1 :]) for cut in (*before[-1:], *after[:1])]
+        return found
+
+    def plan_at(self, bounds: tuple[int, ...]) -> PipelinePlan | None:
         """The plan with these cuts; ``None`` if a stage does not fit."""
+        return self._within_limit(lambda: self._cut_at(bounds, proven=False))
+
+    def _cut_at(self, bounds: tuple[int, ...], *, proven: bool) -> PipelinePlan | None:
         if len(bounds) != self._schedule.num_stages + 1:
             raise ValueError(
                 f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
