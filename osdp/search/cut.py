@@ -3,8 +3,8 @@
 Stages are contiguous steps of the flow; each is planned as a model of its own (:mod:`osdp.search.sharding`)
 with the activations of as many microbatches as its schedule has in flight. The cut minimises
 ``(m - 1) max_s t_s + sum_s t_s`` (:mod:`osdp.search.stages`), *t* being a stage's seconds for a microbatch
-with its share of what ends the step; what the schedule makes of it is simulated (:mod:`osdp.cost.pipeline`), by
-which neighbouring cuts are compared in the end.
+with its share of what ends the step. What the schedule makes of it is simulated (:mod:`osdp.cost.pipeline`);
+by that neighbouring cuts are compared in the end.
 """
 
 import math
