@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from osdp.profile import Profile
     from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
     from osdp.runtime.split_modules import LMHeadLoss, SplitEmbedding, SplitLinear
+    from osdp.token_slices import TokenSlices
     from osdp.training import Training
     from osdp.wrapper import OSDP, OptimalShardedDataParallel
 
@@ -40,6 +41,7 @@ __all__ = [
     "Profile",
     "SplitEmbedding",
     "SplitLinear",
+    "TokenSlices",
     "Training",
     "gen_fsdp_args",
     "make_pipeline_plan",
@@ -67,6 +69,7 @@ _HOME = {
     "Plan": "osdp.plan",
     "PipelinePlan": "osdp.pipeline_plan",
     "Profile": "osdp.profile",
+    "TokenSlices": "osdp.token_slices",
     "Training": "osdp.training",
     "LMHeadLoss": "osdp.runtime.split_modules",
     "SplitEmbedding": "osdp.runtime.split_modules",

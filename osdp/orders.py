@@ -40,7 +40,8 @@ class Action:
     Attributes:
         kind: What is computed.
         stage: Of which stage.
-        microbatch: On which microbatch.
+        microbatch: On which microbatch. Where sequences are cut into *k* slices, on which slice of which
+            microbatch: *k* times its number and the slice's.
 
     >>> str(Action(Kind.FORWARD, 0, 3))
     'F0.3'
@@ -58,54 +59,91 @@ class Action:
 Orders = list[list[Action]]
 
 
-def _gpipe(num_ranks: int, num_microbatches: int, _: int) -> tuple[Sequence[int], Orders]:
-    runs = [range(num_microbatches)]
-    return range(num_ranks), [_alternate([rank], runs, num_microbatches) for rank in range(num_ranks)]
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What an order is made for.
+
+    Attributes:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of a step.
+        per_rank: Stages that each rank holds.
+        num_slices: Slices of each sequence.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    per_rank: int = 1
+    num_slices: int = 1
 
 
-def _one_forward_one_backward(num_ranks: int, num_microbatches: int, _: int) -> tuple[Sequence[int], Orders]:
-    runs = [range(num_microbatches)]
-    return range(num_ranks), [_alternate([rank], runs, num_ranks - 1 - rank) for rank in range(num_ranks)]
+def _gpipe(size: Size) -> tuple[Sequence[int], Orders]:
+    placement = range(size.num_ranks)
+    return placement, [
+        _alternate([rank], [range(size.num_microbatches)], size.num_microbatches * size.num_slices, size)
+        for rank in placement
+    ]
 
 
-def _interleaved(num_ranks: int, num_microbatches: int, per_rank: int) -> tuple[Sequence[int], Orders]:
+def _one_forward_one_backward(size: Size) -> tuple[Sequence[int], Orders]:
+    """With slices the first backward is that of a sequence's last one: so many more forwards come before."""
+    placement = range(size.num_ranks)
+    return placement, [
+        _alternate([rank], [range(size.num_microbatches)], size.num_ranks - 2 - rank + size.num_slices, size)
+        for rank in placement
+    ]
+
+
+def _interleaved(size: Size) -> tuple[Sequence[int], Orders]:
     """Runs of microbatches go through one stage of a rank after the other.
 
     The paper's runs have as many microbatches as there are ranks. Shorter ones stall, so what does not divide
     lengthens the runs instead; the warm-up grows with the longest, which is the first.
     """
-    num_runs = max(1, num_microbatches // num_ranks)
-    runs = [range(*bounds) for bounds in slice_bounds(num_microbatches, num_runs)]
+    num_ranks, per_rank = size.num_ranks, size.per_rank
+    num_runs = max(1, size.num_microbatches // num_ranks)
+    runs = [range(*bounds) for bounds in slice_bounds(size.num_microbatches, num_runs)]
     num_stages = num_ranks * per_rank
     orders = [
         _alternate(
             range(rank, num_stages, num_ranks),
             runs,
             2 * (num_ranks - 1 - rank) + (per_rank - 1) * len(runs[0]),
+            size,
         )
         for rank in range(num_ranks)
     ]
     return [stage % num_ranks for stage in range(num_stages)], orders
 
 
-def _alternate(stages: Sequence[int], runs: Sequence[range], warmup: int) -> list[Action]:
-    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    forwards = [Action(Kind.FORWARD, stage, mb) for run in runs for stage in stages for mb in run]
-    backwards = [Action(Kind.BACKWARD, stage, mb) for run in runs for stage in stages[::-1] for mb in run]
+def _alternate(stages: Sequence[int], runs: Sequence[range], warmup: int, size: Size) -> list[Action]:
+    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    A slice needs what those before it computed, and its gradient what those after it did: inside a microbatch
+    slices go forward in their order and backward against it.
+    """
+    slices = range(size.num_slices)
+    forwards = [
+        Action(Kind.FORWARD, stage, mb * size.num_slices + at)
+        for run in runs for stage in stages for mb in run for at in slices
+    ]  # fmt: skip
+    backwards = [
+        Action(Kind.BACKWARD, stage, mb * size.num_slices + at)
+        for run in runs for stage in stages[::-1] for mb in run for at in slices[::-1]
+    ]  # fmt: skip
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
     return order + backwards[len(forwards[warmup:]) :]
 
 
-def _zb_h1(num_ranks: int, num_microbatches: int, _: int) -> tuple[Sequence[int], Orders]:
-    placement = range(num_ranks)
-    return placement, _fill_bubbles(placement, num_microbatches)
+def _zb_h1(size: Size) -> tuple[Sequence[int], Orders]:
+    placement = range(size.num_ranks)
+    return placement, _fill_bubbles(placement, size.num_microbatches)
 
 
-def _zb_v(num_ranks: int, num_microbatches: int, _: int) -> tuple[Sequence[int], Orders]:
-    placement = [*range(num_ranks), *reversed(range(num_ranks))]
-    return placement, _fill_bubbles(placement, num_microbatches)
+def _zb_v(size: Size) -> tuple[Sequence[int], Orders]:
+    placement = [*range(size.num_ranks), *reversed(range(size.num_ranks))]
+    return placement, _fill_bubbles(placement, size.num_microbatches)
 
 
 def _fill_bubbles(placement: Sequence[int], num_microbatches: int) -> Orders:
@@ -168,15 +206,16 @@ def _can_run(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a schedule is made, and for how many stages per rank."""
+    """How a schedule is made, for how many stages per rank, and whether sequences may be cut into slices."""
 
-    build: Callable[[int, int, int], tuple[Sequence[int], Orders]]
+    build: Callable[[Size], tuple[Sequence[int], Orders]]
     stages_per_rank: int
+    slices: bool = False
 
 
 RECIPES = {
-    "gpipe": Recipe(_gpipe, 1),
-    "1f1b": Recipe(_one_forward_one_backward, 1),
+    "gpipe": Recipe(_gpipe, 1, slices=True),
+    "1f1b": Recipe(_one_forward_one_backward, 1, slices=True),
     "interleaved": Recipe(_interleaved, 2),
     "zb-h1": Recipe(_zb_h1, 1),
     "zb-v": Recipe(_zb_v, 2),

@@ -135,7 +135,9 @@ class PipelinePlan:
         """FQNs of the modules of all stages."""
         return tuple(module for stage in self.stages for module in stage.modules)
 
-    def make_schedule(self, num_microbatches: int | None = None, name: str | None = None) -> "Schedule":
+    def make_schedule(
+        self, num_microbatches: int | None = None, name: str | None = None, *, num_slices: int = 1
+    ) -> "Schedule":
         """Its schedule, or another one of as many stages, for ``num_microbatches`` or as planned."""
         from osdp.schedule import make_schedule
 
@@ -144,6 +146,7 @@ class PipelinePlan:
             self.pp,
             num_microbatches or self.training.microbatches,
             stages_per_rank=self.stages_per_rank,
+            num_slices=num_slices,
         )
 
     def save(self, path: str | Path) -> None:

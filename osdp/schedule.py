@@ -9,13 +9,22 @@ microbatches, written down::
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from osdp.orders import RECIPES, Action, Kind
+from osdp.orders import RECIPES, Action, Kind, Size
 
-__all__ = ["AHEAD", "SCHEDULES", "Action", "Kind", "Schedule", "default_stages_per_rank", "make_schedule"]
+__all__ = [
+    "AHEAD",
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "default_stages_per_rank",
+    "generation_schedule",
+    "make_schedule",
+]
 
 #: The names that :func:`make_schedule` knows.
 SCHEDULES: tuple[str, ...] = tuple(RECIPES)
@@ -37,6 +46,9 @@ class Schedule:
         num_microbatches: Microbatches of a step.
         placement: The rank of each stage, in the order of the model.
         orders: The actions of each rank.
+        num_slices: Slices of each sequence, which go through the stages one after the other (TeraPipe, Li et
+            al., ICML 2021; in the order of ``1f1b``, Seq1F1B, Sun et al., 2024). A slice goes forward on a
+            stage after the one before it, and backward after the one behind it.
 
     Raises:
         ValueError: An action is missing, twice or on another rank than its stage, or ranks would wait for
@@ -48,6 +60,7 @@ class Schedule:
     num_microbatches: int
     placement: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         faults = [*self._wrong_sizes()] or [*self._wrong_actions()] or self._execution[1]
@@ -64,6 +77,11 @@ class Schedule:
     def num_stages(self) -> int:
         """Stages of the model."""
         return len(self.placement)
+
+    @property
+    def num_units(self) -> int:
+        """What goes through the stages one after the other: slices of microbatches, or whole ones."""
+        return self.num_microbatches * self.num_slices
 
     @property
     def trains(self) -> bool:
@@ -85,7 +103,7 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def in_flight(self, stage: int, *, until_weights: bool = False) -> int:
-        """Most microbatches at a time whose forward on a stage has begun and whose backward has not ended.
+        """Most microbatches, or slices of such, at a time between forward and backward on a stage.
 
         Args:
             stage: The stage.
@@ -109,13 +127,13 @@ class Schedule:
     def forward_only(self) -> "Schedule":
         """The same stages and order without backwards, for evaluation and inference."""
         orders = tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in self.orders)
-        return Schedule(f"{self.name} forward", self.num_ranks, self.num_microbatches, self.placement, orders)
+        return replace(self, name=f"{self.name} forward", orders=orders)
 
     def _wrong_sizes(self) -> Iterator[str]:
-        if min(self.num_ranks, self.num_microbatches, self.num_stages) < 1:
+        if min(self.num_ranks, self.num_microbatches, self.num_stages, self.num_slices) < 1:
             yield (
-                f"{self.num_ranks} ranks, {self.num_stages} stages and {self.num_microbatches} microbatches: "
-                "at least one of each is needed"
+                f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches and "
+                f"{self.num_slices} token slices: at least one of each is needed"
             )
         if len(self.orders) != self.num_ranks:
             yield f"{self.num_ranks} ranks have {len(self.orders)} orders; one each is needed"
@@ -127,13 +145,13 @@ class Schedule:
         known: dict[tuple[int, int], list[Kind]] = {
             (stage, microbatch): []
             for stage in range(self.num_stages)
-            for microbatch in range(self.num_microbatches)
+            for microbatch in range(self.num_units)
         }
         for rank, order in enumerate(self.orders):
             for action in order:
                 kinds = known.get((action.stage, action.microbatch))
                 if kinds is None:
-                    yield f"{action} is beyond {self.num_stages} stages, {self.num_microbatches} microbatches"
+                    yield f"{action} is beyond {self.num_stages} stages, {self.num_units} microbatches"
                 elif self.placement[action.stage] != rank:
                     yield f"{action} is on rank {rank}, its stage on rank {self.placement[action.stage]}"
                 else:
@@ -159,7 +177,8 @@ class Schedule:
             order = self.orders[rank]
             while position[rank] < len(order):
                 action = order[position[rank]]
-                missing = [result for result in _needs(action, self.num_stages) if result not in done]
+                wanted = _needs(action, self.num_stages, self.num_slices)
+                missing = [result for result in wanted if result not in done]
                 if missing:
                     waiting.setdefault(missing[0], []).append(rank)
                     break
@@ -178,19 +197,26 @@ class Schedule:
         return tuple(sequence), faults
 
 
-def _needs(action: Action, num_stages: int) -> list[_Result]:
+def _needs(action: Action, num_stages: int, num_slices: int) -> list[_Result]:
     """What must be there before an action can start."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
-        return [(True, stage - 1, microbatch)] if stage else []
+        context = [(True, stage, microbatch - 1)] if microbatch % num_slices else []
+        return [(True, stage - 1, microbatch), *context] if stage else context
     if action.kind is Kind.BACKWARD_WEIGHT:
         return [(False, stage, microbatch)]
     after = [(False, stage + 1, microbatch)] if stage + 1 < num_stages else []
-    return [(True, stage, microbatch), *after]
+    behind = [(False, stage, microbatch + 1)] if (microbatch + 1) % num_slices else []
+    return [(True, stage, microbatch), *after, *behind]
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, *, stages_per_rank: int | None = None
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    stages_per_rank: int | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """A schedule by its name.
 
@@ -199,6 +225,7 @@ def make_schedule(
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of a step, any number from 1.
         stages_per_rank: Stages that each rank holds; by default what the schedule is made for.
+        num_slices: Slices of each sequence, any number from 1.
 
     Raises:
         ValueError: The name is unknown, a number is not positive, or the schedule has no such form.
@@ -206,21 +233,56 @@ def make_schedule(
     >>> print(make_schedule("1f1b", 2, 3))
     rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2
     rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+
+    Slices go backward against their order:
+
+    >>> print(make_schedule("1f1b", 2, 2, num_slices=2))
+    rank 0: F0.0 F0.1 F0.2 B0.1 F0.3 B0.0 B0.3 B0.2
+    rank 1: F1.0 F1.1 B1.1 F1.2 B1.0 F1.3 B1.3 B1.2
     """
     usual = default_stages_per_rank(name)
     per_rank = usual if stages_per_rank is None else stages_per_rank
-    if min(num_ranks, num_microbatches) < 1:
+    if min(num_ranks, num_microbatches, num_slices) < 1:
         raise ValueError(
-            f"{num_ranks} ranks and {num_microbatches} microbatches: at least one of each is needed"
+            f"{num_ranks} ranks, {num_microbatches} microbatches and {num_slices} token slices: at least one "
+            "of each is needed"
         )
+    if num_slices > 1 and not RECIPES[name].slices:
+        able = " or ".join(repr(other) for other, recipe in RECIPES.items() if recipe.slices)
+        raise ValueError(f"schedule {name!r} takes sequences whole; for token slices pass schedule={able}")
     if per_rank != usual and (name != "interleaved" or per_rank < usual):
         least = "at least " if name == "interleaved" else ""
         raise ValueError(
             f"schedule {name!r} has {least}{usual} stage{'s' * (usual > 1)} per rank, not {per_rank}; "
             "'interleaved' takes any number from 2"
         )
-    placement, orders = RECIPES[name].build(num_ranks, num_microbatches, per_rank)
-    return Schedule(name, num_ranks, num_microbatches, tuple(placement), tuple(map(tuple, orders)))
+    placement, orders = RECIPES[name].build(Size(num_ranks, num_microbatches, per_rank, num_slices))
+    return Schedule(
+        name, num_ranks, num_microbatches, tuple(placement), tuple(map(tuple, orders)), num_slices
+    )
+
+
+def generation_schedule(placement: Sequence[int], num_groups: int, num_tokens: int) -> Schedule:
+    """Forwards of generation: groups of prompts in turn, a token of each after the other.
+
+    A token is to its group what a slice is to a sequence.
+
+    >>> print(generation_schedule((0, 1), 2, 3))
+    rank 0: F0.0 F0.3 F0.1 F0.4 F0.2 F0.5
+    rank 1: F1.0 F1.3 F1.1 F1.4 F1.2 F1.5
+    """
+    num_ranks = max(placement) + 1
+    orders = tuple(
+        tuple(
+            Action(Kind.FORWARD, stage, group * num_tokens + token)
+            for token in range(num_tokens)
+            for group in range(num_groups)
+            for stage, holder in enumerate(placement)
+            if holder == rank
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule("generation", num_ranks, num_groups, tuple(placement), orders, num_tokens)
 
 
 def default_stages_per_rank(name: str) -> int:

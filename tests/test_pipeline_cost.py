@@ -175,3 +175,36 @@ def test_wrong_costs_are_refused() -> None:
         StageCost(1.0, 2.0, 3.0)
     with pytest.raises(ValueError, match="need 9 of 8 bytes"):
         StageCost(1.0, 2.0, activation_bytes=8, weight_bytes=9)
+
+
+# -- slices of sequences ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@given(p=st.integers(1, 6), m=st.integers(1, 4), k=st.integers(1, 6), forward=SECONDS, backward=SECONDS)
+@settings(max_examples=40, deadline=None)
+def test_slices_divide_the_bubble(name: str, p: int, m: int, k: int, forward: float, backward: float) -> None:
+    outcome = equal_stages(make_schedule(name, p, m, num_slices=k), forward, backward)
+    assert outcome.seconds == (m * k + p - 1) * (forward + backward)
+
+
+@given(p=st.integers(1, 4), seconds=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_one_sequence_of_unequal_slices_takes_their_sum_and_the_longest_for_each_further_stage(
+    p: int, seconds: list[tuple[float, float]]
+) -> None:
+    # TeraPipe, section 3.3: forwards and backwards of one sequence run in two waves.
+    costs = [StageCost(forward, backward) for forward, backward in seconds]
+    outcome = simulate(make_schedule("gpipe", p, 1, num_slices=len(costs)), [costs] * p)
+    waves = [[cost.forward_seconds for cost in costs], [cost.backward_seconds for cost in costs]]
+    assert outcome.seconds == sum(sum(wave) + (p - 1) * max(wave) for wave in waves)
+
+
+def test_activations_of_slices_in_the_order_of_1f1b() -> None:
+    costs = [[StageCost(1.0, 2.0, activation_bytes=size) for size in (5, 7)]] * 2
+    outcome = simulate(make_schedule("1f1b", 2, 3, num_slices=2), costs)
+    assert outcome.peak_activation_bytes == (17, 12)
+    whole = simulate(make_schedule("1f1b", 2, 3), [StageCost(2.0, 4.0, activation_bytes=12)] * 2)
+    assert whole.peak_activation_bytes == (24, 12)
+    with pytest.raises(ValueError, match="stage 0 is priced for 3 slices and schedule '1f1b' has 2"):
+        simulate(make_schedule("1f1b", 1, 1, num_slices=2), [[StageCost(1.0, 1.0)] * 3])

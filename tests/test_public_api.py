@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
         "Profile",
         "SplitEmbedding",
         "SplitLinear",
+        "TokenSlices",
         "Training",
         "gen_fsdp_args",
         "make_pipeline_plan",

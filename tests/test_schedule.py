@@ -161,7 +161,7 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
 def test_stages_without_a_rank_are_refused() -> None:
     with pytest.raises(ValueError, match="stage 1 is on rank 2; there are ranks 0 to 1"):
         Schedule("mine", 2, 1, (0, 2), written("0: F0.0 B0.0\n1: F1.0 B1.0"))
-    with pytest.raises(ValueError, match="1 ranks, 0 stages and 1 microbatches"):
+    with pytest.raises(ValueError, match="1 ranks, 0 stages, 1 microbatches and 1 token slices"):
         Schedule("mine", 1, 1, (), ((),))
 
 
@@ -174,5 +174,47 @@ def test_what_cannot_be_made_is_refused_with_what_can() -> None:
         make_schedule("gpipe", 2, 2, stages_per_rank=2)
     with pytest.raises(ValueError, match="'interleaved' has at least 2 stages per rank, not 1"):
         make_schedule("interleaved", 2, 2, stages_per_rank=1)
-    with pytest.raises(ValueError, match="0 ranks and 2 microbatches"):
+    with pytest.raises(ValueError, match="0 ranks, 2 microbatches and 1 token slices"):
         make_schedule("1f1b", 0, 2)
+
+
+# -- slices of sequences ---------------------------------------------------------------------------------
+
+SLICED = ("gpipe", "1f1b")
+
+
+def test_slices_go_forward_in_their_order_and_backward_against_it() -> None:
+    assert make_schedule("gpipe", 2, 2, num_slices=2).orders == written("""
+        rank 0: F0.0 F0.1 F0.2 F0.3 B0.1 B0.0 B0.3 B0.2
+        rank 1: F1.0 F1.1 F1.2 F1.3 B1.1 B1.0 B1.3 B1.2""")
+    assert make_schedule("1f1b", 3, 2, num_slices=3).orders == written("""
+        rank 0: F0.0 F0.1 F0.2 F0.3 F0.4 B0.2 F0.5 B0.1 B0.0 B0.5 B0.4 B0.3
+        rank 1: F1.0 F1.1 F1.2 F1.3 B1.2 F1.4 B1.1 F1.5 B1.0 B1.5 B1.4 B1.3
+        rank 2: F2.0 F2.1 F2.2 B2.2 F2.3 B2.1 F2.4 B2.0 F2.5 B2.5 B2.4 B2.3""")
+
+
+@pytest.mark.parametrize("name", SLICED)
+@given(num_ranks=st.integers(1, 6), microbatches=st.integers(1, 6), slices=st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_slices_wait_for_what_they_need(name: str, num_ranks: int, microbatches: int, slices: int) -> None:
+    schedule = make_schedule(name, num_ranks, microbatches, num_slices=slices)
+    at = {action: place for place, action in enumerate(schedule.sequence)}
+    assert len(at) == 2 * num_ranks * microbatches * slices == 2 * num_ranks * schedule.num_units
+    for action, place in at.items():
+        behind = Action(action.kind, action.stage, action.microbatch + 1)
+        if behind.microbatch % slices:
+            assert (place < at[behind]) is (action.kind is Kind.FORWARD)
+    if name == "1f1b":
+        for stage in range(num_ranks):
+            assert schedule.in_flight(stage) == min(num_ranks - 1 - stage + slices, schedule.num_units)
+
+
+def test_slices_that_need_each_other_the_wrong_way_round_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 waits forever at B0\.0 for the input gradient of stage 0"):
+        Schedule("mine", 1, 1, (0,), written("0: F0.0 F0.1 B0.0 B0.1"), num_slices=2)
+    with pytest.raises(ValueError, match=r"waits forever at F0\.1 for the output of stage 0 on microbatch 0"):
+        Schedule("mine", 1, 1, (0,), written("0: F0.1 F0.0 B0.1 B0.0"), num_slices=2)
+    with pytest.raises(ValueError, match=r"takes sequences whole.*'gpipe' or '1f1b'"):
+        make_schedule("zb-h1", 2, 2, num_slices=2)
+    with pytest.raises(ValueError, match="0 token slices"):
+        make_schedule("1f1b", 2, 2, num_slices=0)

@@ -17,7 +17,7 @@ from osdp.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage costs for one microbatch; seconds and bytes on the rank that holds it.
+    """What one stage costs for one microbatch, or one slice of it; on the rank that holds the stage.
 
     Attributes:
         forward_seconds: Of a forward.
@@ -100,9 +100,11 @@ class PipelineOutcome:
     timeline: tuple[tuple[Span, ...], ...]
 
 
-def simulate(
-    schedule: Schedule, stages: Sequence[StageCost], *, blocking_send: bool = False
-) -> PipelineOutcome:
+#: What a stage costs: the same for whatever goes through it, or by slice of the sequence.
+Costs = StageCost | Sequence[StageCost]
+
+
+def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool = False) -> PipelineOutcome:
     """Play a schedule.
 
     What one rank sends another leaves one after the other, both ways at once; between stages of one rank
@@ -110,22 +112,22 @@ def simulate(
 
     Args:
         schedule: The schedule.
-        stages: What each stage costs, in the order of the model.
+        stages: What each stage costs, in the order of the model; where sequences are cut into slices that
+            differ, for each stage what it costs by slice. Seconds at the end are those of its first slice.
         blocking_send: Whether a rank can compute only when its send has arrived, as where the thread that
             computes also copies; otherwise sends run beside compute.
 
     Raises:
-        ValueError: There are not as many costs as stages.
+        ValueError: There are not as many costs as stages, or of a stage not as many as slices.
     """
-    if len(stages) != schedule.num_stages:
-        raise ValueError(
-            f"{len(stages)} stages are priced and schedule {schedule.name!r} has {schedule.num_stages}; "
-            "give one cost for each"
-        )
-    clock = _Clock(schedule, stages, blocking_send)
+    prices = _Prices.of(schedule, stages)
+    clock = _Clock(schedule, prices, blocking_send)
     for action in schedule.sequence:
         clock.run(action)
-    ends = [sum(stages[stage].end_seconds for stage in schedule.stages_of(r)) for r in range(len(clock.free))]
+    ends = [
+        sum(prices.by_slice[stage][0].end_seconds for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    ]
     finish = tuple(free + end for free, end in zip(clock.free, ends, strict=True))
     busy = tuple(work + end for work, end in zip(clock.busy, ends, strict=True))
     seconds = max(finish)
@@ -139,11 +141,40 @@ def simulate(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """The costs of each stage, by slice."""
+
+    by_slice: tuple[tuple[StageCost, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, stages: Sequence[Costs]) -> "_Prices":
+        if len(stages) != schedule.num_stages:
+            raise ValueError(
+                f"{len(stages)} stages are priced and schedule {schedule.name!r} has {schedule.num_stages}; "
+                "give one cost for each"
+            )
+        found = []
+        for stage, costs in enumerate(stages):
+            own = (costs,) * schedule.num_slices if isinstance(costs, StageCost) else tuple(costs)
+            if len(own) != schedule.num_slices:
+                raise ValueError(
+                    f"stage {stage} is priced for {len(own)} slices and schedule {schedule.name!r} has "
+                    f"{schedule.num_slices}; give one cost for each slice"
+                )
+            found.append(own)
+        return cls(tuple(found))
+
+    def __getitem__(self, action: Action) -> StageCost:
+        costs = self.by_slice[action.stage]
+        return costs[action.microbatch % len(costs)]
+
+
 class _Clock:
     """The time on each rank and link, action by action."""
 
-    def __init__(self, schedule: Schedule, stages: Sequence[StageCost], blocking_send: bool) -> None:
-        self._placement, self._stages, self._blocking = schedule.placement, stages, blocking_send
+    def __init__(self, schedule: Schedule, prices: _Prices, blocking_send: bool) -> None:
+        self._placement, self._prices, self._blocking = schedule.placement, prices, blocking_send
         self.free = [0.0] * schedule.num_ranks
         self.busy = [0.0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in self.free]
@@ -161,39 +192,40 @@ class _Clock:
             # The first stage's input and the last one's loss are there from the start.
             source = stage - 1 if forward else stage + 1
             start = max(start, self._arrived.get((forward, source, microbatch), 0.0))
-        end = start + self._stages[stage].seconds(action.kind)
+        end = start + self._prices[action].seconds(action.kind)
         self.spans[rank].append(Span(action, start, end))
         self.busy[rank] += end - start
         self.free[rank] = end
         if action.kind is not Kind.BACKWARD_WEIGHT:
-            arrival = self._send(stage, forward, end)
+            arrival = self._send(action, end)
             self._arrived[forward, stage, microbatch] = arrival
             if self._blocking:
                 self.free[rank] = arrival
 
-    def _send(self, stage: int, forward: bool, end: float) -> float:
-        """When what a stage made until ``end`` is at the stage that needs it."""
+    def _send(self, action: Action, end: float) -> float:
+        """When what an action made until ``end`` is at the stage that needs it."""
+        stage, forward = action.stage, action.kind is Kind.FORWARD
         target = stage + 1 if forward else stage - 1
         if not 0 <= target < len(self._placement) or self._placement[target] == self._placement[stage]:
             return end
         link = (self._placement[stage], self._placement[target])
-        cost = self._stages[stage]
+        cost = self._prices[action]
         begin = max(end, self._links.get(link, 0.0))
         self._links[link] = begin + (cost.send_seconds if forward else cost.send_gradient_seconds)
         return self._links[link]
 
 
-def peak_activations(schedule: Schedule, stages: Sequence[StageCost]) -> list[int]:
+def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
     """Most bytes of activations that each rank keeps at a time; it depends on the order alone.
 
     Without backwards only what the running forward needs is kept.
     """
-    trains = schedule.trains
+    trains, prices = schedule.trains, _Prices.of(schedule, stages)
     peaks = []
     for order in schedule.orders:
         held = peak = 0
         for action in order:
-            cost = stages[action.stage]
+            cost = prices[action]
             match action.kind:
                 case Kind.FORWARD:
                     held = cost.activation_bytes + (held if trains else 0)

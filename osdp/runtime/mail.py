@@ -68,7 +68,14 @@ class Mail:
         if peer == self._here:
             self._at_home[address.number] = tensor
             return
-        if address.kind not in self.known:
+        agreed = self.known.get(address.kind)
+        if agreed is not None and agreed != (tensor.shape, tensor.dtype):
+            raise RuntimeError(
+                f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
+                f"{agreed[1]} for inputs of the same shapes: shapes and dtypes of what modules return must "
+                "follow from those of the inputs, since other ranks are not told"
+            )
+        if agreed is None:
             self.known[address.kind] = (tensor.shape, tensor.dtype)
             self._post_send(_header(tensor, self._device), peer, 2 * address.number)
         self._post_send(tensor.contiguous(), peer, 2 * address.number + 1)

@@ -20,18 +20,24 @@ class Microbatch:
         kwargs: Keyword inputs.
         targets: What the loss function gets beside the output; ``None`` if there is none.
         samples: How many there are.
+        tokens: Of each sequence, if this is a slice of sequences; else 0.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
     samples: int
+    tokens: int = 0
 
     @property
     def signature(self) -> object:
         """Equal for microbatches whose values have equal shapes."""
         return tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if isinstance(leaf, (str, int, float, bool, type(None)))
+            else type(leaf)
             for leaf in tree_leaves((self.args, self.kwargs))
         )
 

@@ -1,6 +1,6 @@
 """Training, evaluation and inference steps, alike for a whole model and for one in stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from osdp.runtime.generation import Choice, Generation, Sequences
 from osdp.runtime.losses import LossFn
 from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
-from osdp.runtime.ties import TiedCopy
-from osdp.schedule import Schedule
+from osdp.runtime.prefix import KeyValues
+from osdp.runtime.ties import TiedCopies
+from osdp.runtime.tokens import Slicing
+from osdp.schedule import Schedule, generation_schedule
 
 
 class Steps:
@@ -22,10 +25,12 @@ class Steps:
 
     Args:
         pipeline: The stages of this rank.
-        make_schedule: The schedule for a number of microbatches (``None``: as planned) and a name.
+        make_schedule: The schedule for a number of microbatches (``None``: as planned), a name and a number
+            of token slices.
         parameters: Returns the parameters as the optimizer sees them.
         data_group: The data-parallel ranks of a stage.
         stage_group: The ranks of a pipeline; ``None`` if there is one.
+        tensor_group: The ranks that compute a layer together; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         device: This rank's device.
     """
@@ -33,12 +38,13 @@ class Steps:
     def __init__(
         self,
         pipeline: Pipeline,
-        make_schedule: Callable[[int | None, str | None], Schedule],
+        make_schedule: Callable[[int | None, str | None, int], Schedule],
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
         data_group: dist.ProcessGroup,
         stage_group: dist.ProcessGroup | None = None,
-        tied: Sequence[TiedCopy] = (),
+        tensor_group: dist.ProcessGroup | None = None,
+        tied: Sequence[TiedCopies] = (),
         device: torch.device,
     ) -> None:
         self._pipeline = pipeline
@@ -46,9 +52,10 @@ class Steps:
         self._parameters = parameters
         self._data_group = data_group
         self._stage_group = stage_group
+        self._tensor_group = tensor_group
         self._tied = tuple(tied)
         self._device = device
-        self._schedules: dict[tuple[int | None, str | None], Schedule] = {}
+        self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = False
 
     def train_step(
@@ -59,6 +66,7 @@ class Steps:
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
+        slicing: Slicing | None = None,
     ) -> torch.Tensor:
         """Leave the gradient of the mean loss over all ranks' samples; that loss, on every rank."""
         if any(parameter.grad is not None for parameter in self._parameters()):
@@ -66,11 +74,14 @@ class Steps:
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
             )
-        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule)
-        losses = self._pipeline.train(plan, parts, loss_fn)
+        num_slices = slicing.slices.num_slices if slicing else 1
+        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
+        if slicing:
+            parts = tuple(part for whole in parts for part in slicing.cut(whole))
+        losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
-        for copy in self._tied:
-            copy.add_gradients()
+        for copies in self._tied:
+            copies.add_gradients()
         # Data-parallel reduction has averaged over ranks. Nothing counted leaves gradients of zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
         return (total / count).float()
@@ -79,18 +90,69 @@ class Steps:
         self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, num_microbatches: int | None
     ) -> torch.Tensor:
         """The mean loss over all ranks' samples, on every rank; no gradients."""
-        plan, parts = self._prepared(inputs, targets, num_microbatches, None)
+        plan, parts = self._prepared(inputs, targets, num_microbatches)
         losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
         total, count = losses.join(self._data_group, self._stage_group)
         return (total / count).float()
 
     def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
         """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
-        plan, parts = self._prepared(inputs, None, num_microbatches, None)
-        outputs = joined(self._pipeline.predict(plan.forward_only(), parts))
+        plan, parts = self._prepared(inputs, None, num_microbatches)
+        found = self._pipeline.predict(plan.forward_only(), parts)
+        outputs = joined(found, [part.samples for part in parts])
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
         return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
+
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_tokens: int,
+        choice: Choice,
+        *,
+        num_groups: int | None,
+        takes: Collection[str],
+        empty: Callable[[], KeyValues],
+    ) -> torch.Tensor:
+        """Prompts and what follows them, on all ranks of a pipeline.
+
+        Args:
+            prompt: Tokens of shape ``(samples, length)``.
+            mask: Which of them are no padding; ``None``: all.
+            num_tokens: How many to generate at most.
+            choice: How they are chosen.
+            num_groups: Groups in which prompts go through the stages; one for each stage if ``None``.
+            takes: Names of the model's inputs.
+            empty: Makes what a stage holds of a sequence before the prompt.
+
+        Raises:
+            ValueError: There are fewer prompts than groups.
+        """
+        one = self._make_schedule(1, None, 1)
+        count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
+        parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
+        if self._stage_group is not None:
+            check_same(parts, self._stage_group, self._device)
+        run = Generation(
+            self._pipeline,
+            generation_schedule(one.placement, count, num_tokens),
+            choice,
+            takes,
+            empty,
+            self._device,
+            self._data_group,
+            self._tensor_group,
+        )
+        groups = [Sequences(part.kwargs["tokens"], part.kwargs["mask"]) for part in parts]
+        run.run(groups)
+        longest = max(group.result.shape[1] for group in groups)
+        return torch.cat(
+            [
+                nn.functional.pad(group.result, (0, longest - group.result.shape[1]), value=choice.pad)
+                for group in groups
+            ]
+        )
 
     @property
     def messages(self) -> Messages:
@@ -98,15 +160,22 @@ class Steps:
         return self._pipeline.messages
 
     def _prepared(
-        self, inputs: Any, targets: Any, num_microbatches: int | None, name: str | None
+        self,
+        inputs: Any,
+        targets: Any,
+        num_microbatches: int | None,
+        name: str | None = None,
+        num_slices: int = 1,
     ) -> tuple[Schedule, tuple[Microbatch, ...]]:
-        key = (num_microbatches, name)
+        key = (num_microbatches, name, num_slices)
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(*key)
         plan = self._schedules[key]
         parts = split(inputs, targets, plan.num_microbatches, self._device)
-        if not self._compared and self._stage_group is not None:
-            check_same(parts, self._stage_group, self._device)
+        if not self._compared:
+            for group in (self._stage_group, self._tensor_group):
+                if group is not None and group.size() > 1:
+                    check_same(parts, group, self._device)
             self._compared = True
         return plan, parts
 
@@ -114,43 +183,53 @@ class Steps:
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         with torch.no_grad():
-            for device in {grad.device for grad in local}:
-                here = [grad for grad in local if grad.device == device]
-                torch._foreach_mul_(here, factor.to(device, torch.float32))
+            for device, dtype in {(grad.device, grad.dtype) for grad in local}:
+                here = [grad for grad in local if (grad.device, grad.dtype) == (device, dtype)]
+                torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
-def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as those of the batch: tensors joined along dim 0."""
-    if not outputs:
-        return None
+def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+    """The outputs of all microbatches as those of the batch.
+
+    Tensors are joined along dim 0, single numbers are averaged over the samples; what cannot be joined, such
+    as a cache, is ``None``.
+    """
+    if len(outputs) < 2:
+        return outputs[0] if outputs else None
     trees = [tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    return tree_unflatten([_join(column) for column in columns], trees[0][1])
+    return tree_unflatten([_join(column, samples) for column in columns], trees[0][1])
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
     first = leaves[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        return torch.cat(list(leaves))
-    return first
+    if not isinstance(first, torch.Tensor):
+        plain = isinstance(first, (str, int, float, bool))
+        return first if plain and all(leaf == first for leaf in leaves) else None
+    if first.dim():
+        whole = all(len(leaf) == count for leaf, count in zip(leaves, samples, strict=True))
+        return torch.cat(list(leaves)) if whole else first
+    if not first.is_floating_point():
+        return first
+    return sum(leaf * count for leaf, count in zip(leaves, samples, strict=True)) / sum(samples)
 
 
 def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise unless all ranks of a pipeline were given the same inputs.
+    """Raise unless all ranks of ``group`` were given the same inputs.
 
     Raises:
         ValueError: They were not.
     """
     tensors = [leaf for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
-    sums = [float(t.double().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+    sums = [float(t.double().nan_to_num().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
     mine = torch.tensor([float(len(sums)), sum(sums)], dtype=torch.float64, device=device)
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     if not torch.equal(least, most):
         raise ValueError(
-            "the ranks of a pipeline were given different batches: each stage makes its own masks and "
-            "positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
+            "the ranks of a pipeline, or of a layer, were given different batches: each makes its own masks "
+            "and positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
             '(mesh["dp"].get_local_rank()), not by global rank'
         )
 

@@ -1,0 +1,133 @@
+"""Fit measured slices and find the best ones: ``python -m scripts.solve_token_slices token_latency.json``.
+
+Several ``--stages`` and ``--schedules`` are compared for the same devices, layers and batch.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from osdp import codec
+from osdp.cost.token_latency import fit
+from osdp.cost.token_pipeline import slice_tables
+from osdp.device_info import DeviceInfo, StageLink
+from osdp.search.token_pipeline import TokenChoice, TokenOutcome, TokenProblem, solve_jointly
+from osdp.token_latency import TokenLatency, TokenSamples
+from osdp.units import format_seconds
+from scripts.token_options import numbers
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found.
+
+    Attributes:
+        latency: The fitted model, with its residuals.
+        length: Tokens of a sequence.
+        granularity: Tokens between places where slices may end.
+        layers: Layers of the model.
+        link: The way from stage to stage; ``None`` is free.
+        outcomes: Of each number of stages and schedule, fastest first.
+    """
+
+    latency: TokenLatency
+    length: int
+    granularity: int
+    layers: int
+    link: StageLink | None
+    outcomes: tuple[TokenOutcome, ...]
+
+
+def solve(
+    latency: TokenLatency,
+    *,
+    length: int,
+    granularity: int,
+    layers: int,
+    devices: int,
+    stages: Sequence[int],
+    batch: int,
+    schedules: Sequence[str],
+    link: StageLink | None,
+) -> Solution:
+    """The best slices for each number of stages that divides the devices, whose pipelines share the batch.
+
+    Raises:
+        ValueError: A number does not divide what it must.
+    """
+    problems = []
+    for num_stages in stages:
+        pipelines, rest = divmod(devices, num_stages)
+        if rest or layers % num_stages or batch % max(pipelines, 1):
+            raise ValueError(
+                f"{num_stages} stages must divide {devices} devices and {layers} layers, and the {pipelines} "
+                f"pipelines the batch of {batch}"
+            )
+        own = batch // pipelines
+        tables = {
+            entry.batch: slice_tables(
+                latency,
+                entry.batch,
+                length,
+                granularity=granularity,
+                num_layers=layers // num_stages,
+                link=link if num_stages > 1 else None,
+            )
+            for entry in latency.batches
+        }
+        problems += [TokenProblem(tables, own, num_stages, schedule) for schedule in schedules]
+    return Solution(latency, length, granularity, layers, link, solve_jointly(problems))
+
+
+def _line(what: str, choice: TokenChoice | None) -> str:
+    if choice is None:
+        return f"  {what:8s} not measured"
+    lengths = choice.slices.lengths
+    return (
+        f"  {what:8s} {format_seconds(choice.seconds):>8s}  {choice.num_microbatches} microbatches, "
+        f"{len(lengths)} slices {list(lengths)}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="solve_token_slices", description=__doc__.splitlines()[0])
+    parser.add_argument("latency", type=Path, help="what collect_token_latency wrote")
+    parser.add_argument("--length", type=int, help="tokens of a sequence; by default the longest measured")
+    parser.add_argument("--granularity", type=int, default=8, help="tokens between places to cut")
+    parser.add_argument("--layers", type=int, help="layers of the model; by default those measured per stage")
+    parser.add_argument("--devices", type=int, help="by default the largest number of stages")
+    parser.add_argument("--stages", type=numbers, default=[4], help="numbers of stages, as in 2,4")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step, of all pipelines")
+    parser.add_argument("--schedules", default="gpipe,1f1b", help="as in gpipe,1f1b")
+    parser.add_argument("--device-info", type=Path, help="JSON of a DeviceInfo whose stage_link is the way")
+    parser.add_argument("--out", type=Path, default=Path("token_slices.json"), help="where to write")
+    options = parser.parse_args(arguments)
+    latency = fit(TokenSamples.load(options.latency))
+    most = max(options.stages)
+    solution = solve(
+        latency,
+        length=options.length or max(entry.forward.lengths[-1] for entry in latency.batches),
+        granularity=options.granularity,
+        layers=options.layers or latency.num_layers * most,
+        devices=options.devices or most,
+        stages=options.stages,
+        batch=options.batch,
+        schedules=options.schedules.split(","),
+        link=DeviceInfo.load(options.device_info).stage_link if options.device_info else None,
+    )
+    codec.save(solution, options.out)
+    for entry in latency.batches:
+        print(
+            f"{latency.model}, {entry.batch} at a time: the fit is off by {entry.forward.mean_residual:.1%} "
+            f"(at most {entry.forward.residual:.1%}) in forward, {entry.backward.mean_residual:.1%} (at most "
+            f"{entry.backward.residual:.1%}) in backward"
+        )
+    for outcome in solution.outcomes:
+        best = outcome.best
+        print(f"{best.num_stages} stages, {best.schedule}: at most {outcome.gap:.2%} from the best")
+        print(_line("best", best), _line("uniform", outcome.uniform), _line("whole", outcome.whole), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
