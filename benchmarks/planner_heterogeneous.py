@@ -47,7 +47,7 @@ from osdp.transformer import Item, TransformerShape
 
 GIB = 2**30
 LAYERS, SAMPLES, GLOBAL_BATCH = 12, 2, 16
-NAPS = Naps(0.006, 0.006, 0.006)
+NAPS = Naps(0.010, 0.010, 0.010)
 #: How much slower the second host is.
 SLOWNESS = 3
 MEGABITS = 500
@@ -234,7 +234,7 @@ def measure(options: Options) -> Result:
         "planned_over_even": None,
         "time_error": None,
     }
-    arguments = {"rounds": 3 if options.quick else 9, "quick": options.quick}
+    arguments = {"rounds": 3 if options.quick else 7, "quick": options.quick}
     try:
         worker = "benchmarks.planner_heterogeneous:compare"
         found = launch_over(MEGABITS * 10**6, worker, 4, arguments, timeout=1500)[0]
