@@ -106,9 +106,9 @@ def plan(
     slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
     recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
     offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
-    pp: Annotated[int, typer.Option(help="ranks of a pipeline, each with stages of the model")] = 1,
-    dp: Annotated[int | None, typer.Option(help="data-parallel ranks, those described")] = None,
-    tp: Annotated[int, typer.Option(help="ranks that compute each layer together")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="ranks of a pipeline, each with stages of the model")] = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks, those described")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")] = 1,
     schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
     out: _Out = Path("plan.json"),
 ) -> None:
