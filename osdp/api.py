@@ -177,6 +177,7 @@ def make_pipeline_plan(
     data = mesh["dp"] if mesh is not None else None
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
+    names = usable_schedules(schedule, layout, training)
     device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes), mesh)
     rules = rules_of(allowed_modes(strategy, two_step), slices, recompute, False, two_step, False, device)
     batch = sample or SampleBatch.from_desc(description)
@@ -185,7 +186,6 @@ def make_pipeline_plan(
     measure = profiler_of(part.model, part.desc, batch, device, profile, data, loss_fn, cache_dir)
     measure = part.profiler(description, device, measure)
     candidates = batches(training, local_batches, microbatches, measure)
-    names = usable_schedules(schedule, layout, training)
 
     def search() -> PipelinePlan:
         with allowed_to_run(model):

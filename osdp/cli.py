@@ -126,9 +126,11 @@ def plan(
     slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
     recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
     offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
-    pp: Annotated[int | None, typer.Option(help="ranks of a pipeline, each with stages of the model")] = None,
-    dp: Annotated[int | None, typer.Option(help="data-parallel ranks, those described")] = None,
-    tp: Annotated[int | None, typer.Option(help="ranks that compute each layer together")] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, help="ranks of a pipeline, each with stages of the model")
+    ] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks, those described")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="ranks that compute each layer together")] = None,
     schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
     out: Annotated[Path | None, typer.Option(help="where to write; plan.json for what was described")] = None,
     model: _Shape = None,

@@ -88,6 +88,15 @@ def test_degrees_that_do_not_fit_are_one_message(arguments: list[str], message: 
         run("plan", str(described), *arguments)
 
 
+@pytest.mark.parametrize("axis", ["--pp", "--dp", "--tp"])
+def test_a_degree_of_nothing_is_refused(
+    axis: str, described: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(described), axis, "0", "--out", str(tmp_path / "plan.json")])
+    assert "greater than or equal to 1" in capfd.readouterr().err
+
+
 def test_a_limit_that_nothing_fits_is_explained(described: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"error: nothing fits the memory limit of 1\.00 KiB"):
         run("plan", str(described), "--memory-limit", "1KiB", "--out", str(tmp_path / "plan.json"))

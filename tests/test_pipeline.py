@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
+from osdp.api import make_pipeline_plan
 from osdp.device_info import StageLink
 from osdp.errors import PlanMismatchError
 from osdp.inputs import usable_schedules
@@ -329,6 +330,14 @@ def refusals() -> None:
 
 def test_what_stages_cannot_do_is_refused() -> None:
     distributed.run(2, refusals, timeout=120)
+
+
+def test_a_schedule_that_cannot_run_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("osdp.api.stage_devices", lambda *_: pytest.fail("devices are measured first"))
+    with pytest.raises(ValueError, match="'1F1B' is unknown"):
+        make_pipeline_plan(net(), batch(2), pp=2, dp=1, schedule="1F1B")
 
 
 def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:
