@@ -84,8 +84,8 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
             raise ValueError(
                 f"the loss mixes positions: over {tried} of them it is {whole[0]:.6g} of {whole[1]:g}, "
                 f"over their two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole "
-                "sequence first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each position "
-                "for itself"
+                "sequence first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each "
+                "position for itself"
             )
         if whole[1]:
             return  # where nothing counts nothing shows
