@@ -9,13 +9,22 @@ microbatches, written down::
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from osdp.orders import RECIPES, Action, Kind, Size
 
-__all__ = ["AHEAD", "SCHEDULES", "Action", "Kind", "Schedule", "default_stages_per_rank", "make_schedule"]
+__all__ = [
+    "AHEAD",
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "default_stages_per_rank",
+    "generation_schedule",
+    "make_schedule",
+]
 
 #: The names that :func:`make_schedule` knows.
 SCHEDULES: tuple[str, ...] = tuple(RECIPES)
@@ -251,6 +260,29 @@ def make_schedule(
     return Schedule(
         name, num_ranks, num_microbatches, tuple(placement), tuple(map(tuple, orders)), num_slices
     )
+
+
+def generation_schedule(placement: Sequence[int], num_groups: int, num_tokens: int) -> Schedule:
+    """Forwards of generation: groups of prompts in turn, a token of each after the other.
+
+    A token is to its group what a slice is to a sequence.
+
+    >>> print(generation_schedule((0, 1), 2, 3))
+    rank 0: F0.0 F0.3 F0.1 F0.4 F0.2 F0.5
+    rank 1: F1.0 F1.3 F1.1 F1.4 F1.2 F1.5
+    """
+    num_ranks = max(placement) + 1
+    orders = tuple(
+        tuple(
+            Action(Kind.FORWARD, stage, group * num_tokens + token)
+            for token in range(num_tokens)
+            for group in range(num_groups)
+            for stage, holder in enumerate(placement)
+            if holder == rank
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule("generation", num_ranks, num_groups, tuple(placement), orders, num_tokens)
 
 
 def default_stages_per_rank(name: str) -> int:

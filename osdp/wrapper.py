@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +29,8 @@ from osdp.wrapping import applied_model, check_reuse
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
+    from osdp.integrations.token_step import Slicer
+    from osdp.token_slices import TokenSlices
 
 
 class OSDP(nn.Module):
@@ -197,6 +200,7 @@ class OSDP(nn.Module):
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
+        token_slices: "int | Sequence[int] | TokenSlices | None" = None,
     ) -> torch.Tensor:
         """Forward and backward of one batch, whatever the layout; the mean loss over all ranks.
 
@@ -212,6 +216,10 @@ class OSDP(nn.Module):
                 the output's own ``loss``, which counts as a mean over samples.
             num_microbatches: Parts of the batch, as planned if ``None``.
             schedule: Another schedule than the plan's, of as many stages for each rank.
+            token_slices: How many slices each sequence is cut into, or their lengths: stages then work on
+                several slices of a sequence at a time. For causal decoders of transformers, with ``"gpipe"``
+                or ``"1f1b"`` and a loss that is a pair of sums over positions; of
+                :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand.
 
         Returns:
             The loss, a scalar, on every rank.
@@ -219,12 +227,24 @@ class OSDP(nn.Module):
         Raises:
             RuntimeError: There are gradients of an earlier step.
             ValueError: The batch is smaller than ``num_microbatches``, differs between ranks that share it,
-                or the schedule cannot run.
+                or the schedule cannot run; or sequences cannot be cut so.
         """
         self._optimizer_check.end_if_accepted()
+        slicing = None
+        if token_slices is not None:
+            inputs = self._slicer.named(inputs)
+            slicing = self._slicer.slicing(inputs, token_slices)
+            loss_fn, targets = self._slicer.loss(loss_fn, targets, slicing.slices.sequence_length)
         return self._steps.train_step(
-            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule
+            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule, slicing=slicing
         )
+
+    @cached_property
+    def _slicer(self) -> "Slicer":
+        # Needs transformers, which nothing else here does.
+        from osdp.integrations.token_step import Slicer
+
+        return Slicer(self.module)
 
     def eval_step(
         self,
@@ -246,6 +266,43 @@ class OSDP(nn.Module):
         What is not there on the last stage, such as hidden states of earlier ones, is ``None``.
         """
         return self._steps.predict(inputs, num_microbatches=num_microbatches)
+
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        num_microbatches: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        **sampling: Any,
+    ) -> torch.Tensor:
+        """Prompts and what the model says after them, whatever the layout; greedy as transformers has it.
+
+        Prompts go through the stages in groups, so that all stages work. Modules stay in the mode they are
+        in: call ``model.eval()`` before.
+
+        Args:
+            prompt: Tokens of shape ``(samples, length)``, those of this data-parallel rank; all ranks of a
+                pipeline pass the same. Data-parallel ranks have as many samples, and ask for as many tokens.
+            max_new_tokens: How many tokens to add at most.
+            attention_mask: 0 where the prompt is padding, which comes first; of the shape of ``prompt``.
+            num_microbatches: Groups of prompts; one for each stage if ``None``.
+            eos_token_id: What ends a sequence, as the model is configured if ``None``; ``()``: nothing does.
+            pad_token_id: What comes after that, likewise.
+            sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
+                :class:`osdp.runtime.generation.Choice`.
+
+        Returns:
+            Tokens of shape ``(samples, length + at most max_new_tokens)``, until all sequences have ended.
+
+        Raises:
+            ValueError: The model has no cache, padding comes last, or the model has too few positions.
+        """
+        request = self._slicer.request(prompt, max_new_tokens, attention_mask)
+        choice = self._slicer.choice(eos_token_id, pad_token_id, sampling)
+        return self._steps.generate(choice=choice, num_groups=num_microbatches, **request)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
-    pipeline_schedules pipeline_balance slice_search token_pipeline_paper)
+    pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper)
 DEVICE="${DEVICE:-cpu}"
 
 hardware() {

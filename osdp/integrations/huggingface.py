@@ -71,7 +71,7 @@ def causal_lm_loss(
         ignore_index: Label of positions that do not count.
 
     Returns:
-        The sum in nats, in float32, and the number of labels that count.
+        The sum in nats, in float32 or what is wider, and the number of labels that count.
 
     Raises:
         ValueError: The shapes of logits and labels differ.
@@ -106,9 +106,8 @@ def _sum_and_count(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     flat = labels.flatten().to(logits.device)
-    total = nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), flat, ignore_index=ignore_index, reduction="sum"
-    )
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    total = nn.functional.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="sum")
     return total, (flat != ignore_index).sum()
 
 

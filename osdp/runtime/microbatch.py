@@ -20,12 +20,14 @@ class Microbatch:
         kwargs: Keyword inputs.
         targets: What the loss function gets beside the output; ``None`` if there is none.
         samples: How many there are.
+        tokens: Of each sequence, if this is a slice of sequences; else 0.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
     samples: int
+    tokens: int = 0
 
     @property
     def signature(self) -> object:

@@ -8,6 +8,7 @@ sequence length may change from step to step.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.mail import Address, Mail, Messages
 from osdp.runtime.microbatch import Microbatch
+from osdp.runtime.prefix import KeyValues, Prefix
 from osdp.runtime.split_backward import WeightPass, backward_inputs
-from osdp.runtime.stage import Stage, WholeModel
+from osdp.runtime.stage import Stage, StageOutput, WholeModel
 from osdp.schedule import AHEAD, Action, Kind, Schedule
 
 
@@ -35,32 +37,61 @@ class RunningStage:
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch between its forward and its backward.
+    """A microbatch, or a slice of its sequences, between its forward and its backward.
 
     Attributes:
         received: What came in, one for each incoming transfer.
         sent: What went out.
+        keys: Of a slice of sequences, what it shares with other slices.
         loss: In the last stage, the sum of its loss.
         weights: After the first part of a split backward, the second.
     """
 
     received: list[torch.Tensor]
     sent: tuple[torch.Tensor, ...]
+    keys: KeyValues | None = None
     loss: torch.Tensor | None = None
     weights: WeightPass | None = None
 
 
 @dataclass
-class _Step:
-    """What one step is made of."""
+class Step:
+    """What one step is made of.
+
+    Attributes:
+        schedule: The order of its actions.
+        microbatches: What goes through the stages, by the number in actions.
+        loss_fn: The loss function.
+        losses: Their sum so far.
+        trains: Whether there are backwards.
+        empty: Of slices of sequences, makes what a stage holds before the first one.
+        outputs: What the model returned, where that is kept.
+        flights: What is between forward and backward, by stage and number.
+        prefixes: What slices share, by stage and microbatch.
+    """
 
     schedule: Schedule
-    microbatches: Sequence[Microbatch]
+    microbatches: Sequence[Microbatch] | Mapping[int, Microbatch]
     loss_fn: LossFn | None
     losses: LossSum
     trains: bool
+    empty: Callable[[], KeyValues] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
+
+    def prefix(self, action: Action) -> Prefix | None:
+        """The slices before and after that of an action; ``None`` if sequences are whole."""
+        if self.empty is None:
+            return None
+        key = (action.stage, action.microbatch // self.schedule.num_slices)
+        if key not in self.prefixes:
+            self.prefixes[key] = Prefix(self.empty())
+        return self.prefixes[key]
+
+    def begins(self, action: Action) -> bool:
+        """Whether an action is on the beginning of sequences, the last in backward."""
+        return action.microbatch % self.schedule.num_slices == 0
 
 
 class Pipeline:
@@ -72,6 +103,12 @@ class Pipeline:
         group: The ranks of this pipeline, in order; ``None`` if there is one.
         device: This rank's device.
         reduces_each: Whether gradients are reduced after every microbatch.
+
+    Attributes:
+        stages: Those of this rank, by number.
+        mail: Messages to and from other ranks.
+        rank: This rank's place in the pipeline.
+        num_transfers: How many transfers there are, each with two messages for whatever goes through.
     """
 
     def __init__(
@@ -83,18 +120,30 @@ class Pipeline:
         *,
         reduces_each: bool = False,
     ) -> None:
-        self._stages = dict(stages)
+        self.stages = dict(stages)
         self._number = {transfer: index for index, transfer in enumerate(transfers)}
-        self._mail = Mail(group, device)
-        self._rank = group.rank() if group is not None else 0
+        self.num_transfers = len(transfers)
+        self.mail = Mail(group, device)
+        self.rank = group.rank() if group is not None else 0
         self._device = device
         self._reduces_each = reduces_each
 
     def train(
-        self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn | None,
+        empty: Callable[[], KeyValues] | None = None,
     ) -> LossSum:
-        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches."""
-        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), True)
+        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches.
+
+        Args:
+            schedule: The order of forwards and backwards.
+            microbatches: All microbatches, or all slices of all of them.
+            loss_fn: The loss function.
+            empty: Of slices, makes what a stage holds of a sequence before the first one.
+        """
+        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), True, empty)
         with torch.enable_grad():
             self._run(step)
         return step.losses
@@ -103,14 +152,14 @@ class Pipeline:
         self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
     ) -> LossSum:
         """The losses of this rank's microbatches, without gradients."""
-        step = _Step(schedule, microbatches, loss_fn, LossSum(self._device), False)
+        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), False)
         with torch.no_grad():
             self._run(step)
         return step.losses
 
     def predict(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
         """The outputs of all microbatches on the rank of the last stage, nothing on the others."""
-        step = _Step(schedule, microbatches, None, LossSum(self._device), False)
+        step = Step(schedule, microbatches, None, LossSum(self._device), False)
         with torch.no_grad():
             self._run(step, keep=True)
         return [step.outputs[index] for index in sorted(step.outputs)]
@@ -118,11 +167,11 @@ class Pipeline:
     @property
     def messages(self) -> Messages:
         """Shape and dtype of each kind of message so far (:attr:`osdp.runtime.mail.Mail.known`)."""
-        return self._mail.known
+        return self.mail.known
 
-    def _run(self, step: _Step, *, keep: bool = False) -> None:
-        order = step.schedule.orders[self._rank]
-        perform: dict[Kind, Callable[[_Step, Action], None]] = {
+    def _run(self, step: Step, *, keep: bool = False) -> None:
+        order = step.schedule.orders[self.rank]
+        perform: dict[Kind, Callable[[Step, Action], None]] = {
             Kind.FORWARD: self._evaluate if not step.trains else self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -133,83 +182,95 @@ class Pipeline:
         try:
             for at, action in enumerate(order):
                 for later in order[at : at + 1 + AHEAD]:
-                    self._expect(step, later)
+                    self.expect(step, later)
                 perform[action.kind](step, action)
-            self._mail.finish()
+            self.mail.finish()
         except BaseException:
-            self._mail.reset()
+            self.mail.reset()
             raise
 
     # Messages
 
-    def _address(self, step: _Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
+    def _address(self, step: Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
         number = self._number[transfer]
         kind = (number, back, step.microbatches[microbatch].signature)
-        return Address(2 * (microbatch * len(self._number) + number) + back, kind)
+        return Address(2 * (microbatch * self.num_transfers + number) + back, kind)
 
-    def _expect(self, step: _Step, action: Action) -> None:
-        stage = self._stages[action.stage].stage
+    def expect(self, step: Step, action: Action) -> None:
+        """Get ready for the messages of an action."""
+        stage = self.stages[action.stage].stage
         placement = step.schedule.placement
         if action.kind is Kind.FORWARD:
             for transfer in stage.incoming:
                 address = self._address(step, transfer, action.microbatch, back=False)
-                self._mail.expect(placement[transfer.source], address)
+                self.mail.expect(placement[transfer.source], address)
         elif action.kind is not Kind.BACKWARD_WEIGHT:
             for transfer in stage.outgoing:
                 if transfer.differentiable:
                     address = self._address(step, transfer, action.microbatch, back=True)
-                    self._mail.expect(placement[transfer.target], address)
+                    self.mail.expect(placement[transfer.target], address)
 
     # Actions
 
-    def _run_stage(self, step: _Step, action: Action) -> tuple[_Flight, Any]:
-        stage, microbatch = self._stages[action.stage].stage, step.microbatches[action.microbatch]
+    def run_stage(self, step: Step, action: Action) -> tuple[_Flight, Any]:
+        """A forward: take what other stages sent, send what they need; the result is the last stage's."""
+        stage, microbatch = self.stages[action.stage].stage, step.microbatches[action.microbatch]
         placement = step.schedule.placement
         received = []
         for transfer in stage.incoming:
             address = self._address(step, transfer, action.microbatch, back=False)
-            tensor = self._mail.take(placement[transfer.source], address)
+            tensor = self.mail.take(placement[transfer.source], address)
             received.append(tensor.detach().requires_grad_(transfer.differentiable and step.trains))
-        output = stage.forward(received, microbatch.args, microbatch.kwargs)
+        run = partial(_forward, stage, received, microbatch)
+        prefix = step.prefix(action)
+        keys, output = prefix.forward(run, microbatch.tokens) if prefix else (None, run({}))
         for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
             address = self._address(step, transfer, action.microbatch, back=False)
-            self._mail.send(tensor, placement[transfer.target], address)
-        return _Flight(received, output.sent), output.result
+            self.mail.send(tensor, placement[transfer.target], address)
+        return _Flight(received, output.sent, keys), output.result
 
-    def _predict(self, step: _Step, action: Action) -> None:
-        _, result = self._run_stage(step, action)
-        if self._stages[action.stage].stage.is_last:
+    def _predict(self, step: Step, action: Action) -> None:
+        _, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
             step.outputs[action.microbatch] = result
 
-    def _evaluate(self, step: _Step, action: Action) -> None:
-        _, result = self._run_stage(step, action)
-        if self._stages[action.stage].stage.is_last:
+    def _evaluate(self, step: Step, action: Action) -> None:
+        _, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
             self._loss(step, action, result)
 
-    def _forward(self, step: _Step, action: Action) -> None:
-        flight, result = self._run_stage(step, action)
-        if self._stages[action.stage].stage.is_last:
+    def _forward(self, step: Step, action: Action) -> None:
+        flight, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
             flight.loss = self._loss(step, action, result)
         step.flights[action.stage, action.microbatch] = flight
 
-    def _loss(self, step: _Step, action: Action, result: Any) -> torch.Tensor:
+    def _loss(self, step: Step, action: Action, result: Any) -> torch.Tensor:
         microbatch = step.microbatches[action.microbatch]
         total, count = loss_parts(result, microbatch.targets, microbatch.samples, step.loss_fn)
         step.losses.add(total, count)
         return total
 
-    def _backward(self, step: _Step, action: Action) -> None:
+    def _backward(self, step: Step, action: Action) -> None:
         flight = step.flights.pop((action.stage, action.microbatch))
         tensors, gradients = self._roots(step, action, flight)
+        prefix = step.prefix(action)
+        if prefix and flight.keys is not None:
+            for root, gradient in prefix.roots(flight.keys):
+                tensors.append(root)
+                gradients.append(gradient)
+            prefix.collect(flight.keys)
         with self._reducing(step, action):
             if tensors:
                 torch.autograd.backward(tensors, gradients)
+        if prefix and step.begins(action):
+            del step.prefixes[action.stage, action.microbatch // step.schedule.num_slices]
         self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)
 
-    def _backward_input(self, step: _Step, action: Action) -> None:
+    def _backward_input(self, step: Step, action: Action) -> None:
         flight = step.flights[action.stage, action.microbatch]
         tensors, gradients = self._roots(step, action, flight)
-        model = self._stages[action.stage].stage.model
+        model = self.stages[action.stage].stage.model
         inputs = [tensor for tensor in flight.received if tensor.requires_grad]
         roots = list(zip(tensors, gradients, strict=True))
         found, flight.weights = backward_inputs(roots, inputs, list(model.parameters()))
@@ -219,14 +280,14 @@ class Pipeline:
         )
         flight.sent, flight.loss = (), None
 
-    def _backward_weight(self, step: _Step, action: Action) -> None:
+    def _backward_weight(self, step: Step, action: Action) -> None:
         flight = step.flights.pop((action.stage, action.microbatch))
         assert flight.weights is not None
         with self._reducing(step, action):
             flight.weights.run()
 
     def _roots(
-        self, step: _Step, action: Action, flight: _Flight
+        self, step: Step, action: Action, flight: _Flight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """What a backward starts from, with the gradients that came back."""
         tensors: list[torch.Tensor] = []
@@ -234,39 +295,46 @@ class Pipeline:
         if flight.loss is not None and flight.loss.requires_grad:
             tensors.append(flight.loss)
             gradients.append(None)
-        stage = self._stages[action.stage].stage
+        stage = self.stages[action.stage].stage
         for transfer, tensor in zip(stage.outgoing, flight.sent, strict=True):
             if not transfer.differentiable:
                 continue
             address = self._address(step, transfer, action.microbatch, back=True)
-            gradient = self._mail.take(step.schedule.placement[transfer.target], address)
+            gradient = self.mail.take(step.schedule.placement[transfer.target], address)
             if tensor.requires_grad:
                 tensors.append(tensor)
                 gradients.append(gradient)
         return tensors, gradients
 
     def _send_back(
-        self, step: _Step, action: Action, gradients: Sequence[torch.Tensor | None], flight: _Flight
+        self, step: Step, action: Action, gradients: Sequence[torch.Tensor | None], flight: _Flight
     ) -> None:
-        stage = self._stages[action.stage].stage
+        stage = self.stages[action.stage].stage
         for transfer, gradient, tensor in zip(stage.incoming, gradients, flight.received, strict=True):
             if transfer.differentiable:
                 address = self._address(step, transfer, action.microbatch, back=True)
                 given = torch.zeros_like(tensor) if gradient is None else gradient
-                self._mail.send(given, step.schedule.placement[transfer.source], address)
+                self.mail.send(given, step.schedule.placement[transfer.source], address)
 
     @contextmanager
-    def _reducing(self, step: _Step, action: Action) -> Iterator[None]:
+    def _reducing(self, step: Step, action: Action) -> Iterator[None]:
         """Let the stage reduce its gradients in the backward inside if it is its last one."""
-        running = self._stages[action.stage]
-        last = _last_backward(step.schedule, self._rank, action.stage) == action
-        running.applied.set_requires_gradient_sync(last or self._reduces_each)
+        running = self.stages[action.stage]
+        last = _last_backward(step.schedule, self.rank, action.stage) == action
+        each = self._reduces_each and step.begins(action)
+        running.applied.set_requires_gradient_sync(last or each)
         if isinstance(running.stage.model, FSDPModule):
             running.stage.model.set_is_last_backward(last)
         try:
             yield
         finally:
             running.applied.set_requires_gradient_sync(True)
+
+
+def _forward(
+    stage: Stage | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
+) -> StageOutput:
+    return stage.forward(received, part.args, {**part.kwargs, **more})
 
 
 def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:

@@ -69,6 +69,7 @@ class AppliedPipeline:
             stage_group=group,
             tied=self._tied,
             device=device_of(mesh),
+            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
         )
 
     def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopy, ...]:
@@ -89,8 +90,8 @@ class AppliedPipeline:
     def _level(self) -> None:
         level_groups(self.mesh, device_of(self.mesh))
 
-    def _schedule(self, num_microbatches: int | None, name: str | None) -> Schedule:
-        schedule = self.plan.make_schedule(num_microbatches, name)
+    def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+        schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
         alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
         if schedule.splits_backward and not alone:
             raise ValueError(
@@ -242,7 +243,9 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
         ),
         # One stage has one order, whatever it is called.
-        lambda count, _name: make_schedule("1f1b", 1, count or microbatches),
+        lambda count, _name, num_slices: make_schedule(
+            "1f1b", 1, count or microbatches, num_slices=num_slices
+        ),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,

@@ -1,6 +1,6 @@
 """Training, evaluation and inference steps, alike for a whole model and for one in stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from osdp.runtime.generation import Choice, Generation, Sequences
 from osdp.runtime.losses import LossFn
 from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
+from osdp.runtime.prefix import KeyValues
 from osdp.runtime.ties import TiedCopy
-from osdp.schedule import Schedule
+from osdp.runtime.tokens import Slicing
+from osdp.schedule import Schedule, generation_schedule
 
 
 class Steps:
@@ -22,24 +25,27 @@ class Steps:
 
     Args:
         pipeline: The stages of this rank.
-        make_schedule: The schedule for a number of microbatches (``None``: as planned) and a name.
+        make_schedule: The schedule for a number of microbatches (``None``: as planned), a name and a number
+            of token slices.
         parameters: Returns the parameters as the optimizer sees them.
         data_group: The data-parallel ranks of a stage.
         stage_group: The ranks of a pipeline; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         device: This rank's device.
+        tensor_group: The ranks that compute layers together; ``None`` if there is one.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        make_schedule: Callable[[int | None, str | None], Schedule],
+        make_schedule: Callable[[int | None, str | None, int], Schedule],
         parameters: Callable[[], Sequence[nn.Parameter]],
         *,
         data_group: dist.ProcessGroup,
         stage_group: dist.ProcessGroup | None = None,
         tied: Sequence[TiedCopy] = (),
         device: torch.device,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._make_schedule = make_schedule
@@ -48,7 +54,8 @@ class Steps:
         self._stage_group = stage_group
         self._tied = tuple(tied)
         self._device = device
-        self._schedules: dict[tuple[int | None, str | None], Schedule] = {}
+        self._tensor_group = tensor_group
+        self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = False
 
     def train_step(
@@ -59,6 +66,7 @@ class Steps:
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
+        slicing: Slicing | None = None,
     ) -> torch.Tensor:
         """Leave the gradient of the mean loss over all ranks' samples; that loss, on every rank."""
         if any(parameter.grad is not None for parameter in self._parameters()):
@@ -66,8 +74,11 @@ class Steps:
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
             )
-        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule)
-        losses = self._pipeline.train(plan, parts, loss_fn)
+        num_slices = slicing.slices.num_slices if slicing else 1
+        plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
+        if slicing:
+            parts = tuple(part for whole in parts for part in slicing.cut(whole))
+        losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
         for copy in self._tied:
             copy.add_gradients()
@@ -79,18 +90,68 @@ class Steps:
         self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, num_microbatches: int | None
     ) -> torch.Tensor:
         """The mean loss over all ranks' samples, on every rank; no gradients."""
-        plan, parts = self._prepared(inputs, targets, num_microbatches, None)
+        plan, parts = self._prepared(inputs, targets, num_microbatches)
         losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
         total, count = losses.join(self._data_group, self._stage_group)
         return (total / count).float()
 
     def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
         """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
-        plan, parts = self._prepared(inputs, None, num_microbatches, None)
+        plan, parts = self._prepared(inputs, None, num_microbatches)
         outputs = joined(self._pipeline.predict(plan.forward_only(), parts))
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
         return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
+
+    def generate(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_tokens: int,
+        choice: Choice,
+        *,
+        num_groups: int | None,
+        takes: Collection[str],
+        empty: Callable[[], KeyValues],
+    ) -> torch.Tensor:
+        """Prompts and what follows them, on all ranks of a pipeline.
+
+        Args:
+            prompt: Tokens of shape ``(samples, length)``.
+            mask: Which of them are no padding; ``None``: all.
+            num_tokens: How many to generate at most.
+            choice: How they are chosen.
+            num_groups: Groups in which prompts go through the stages; one for each stage if ``None``.
+            takes: Names of the model's inputs.
+            empty: Makes what a stage holds of a sequence before the prompt.
+
+        Raises:
+            ValueError: There are fewer prompts than groups.
+        """
+        one = self._make_schedule(1, None, 1)
+        count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
+        parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
+        if self._stage_group is not None:
+            check_same(parts, self._stage_group, self._device)
+        run = Generation(
+            self._pipeline,
+            generation_schedule(one.placement, count, num_tokens),
+            choice,
+            takes,
+            empty,
+            self._device,
+            self._data_group,
+            self._tensor_group,
+        )
+        groups = [Sequences(part.kwargs["tokens"], part.kwargs["mask"]) for part in parts]
+        run.run(groups)
+        longest = max(group.result.shape[1] for group in groups)
+        return torch.cat(
+            [
+                nn.functional.pad(group.result, (0, longest - group.result.shape[1]), value=choice.pad)
+                for group in groups
+            ]
+        )
 
     @property
     def messages(self) -> Messages:
@@ -98,9 +159,14 @@ class Steps:
         return self._pipeline.messages
 
     def _prepared(
-        self, inputs: Any, targets: Any, num_microbatches: int | None, name: str | None
+        self,
+        inputs: Any,
+        targets: Any,
+        num_microbatches: int | None,
+        name: str | None = None,
+        num_slices: int = 1,
     ) -> tuple[Schedule, tuple[Microbatch, ...]]:
-        key = (num_microbatches, name)
+        key = (num_microbatches, name, num_slices)
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(*key)
         plan = self._schedules[key]
@@ -114,9 +180,9 @@ class Steps:
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         with torch.no_grad():
-            for device in {grad.device for grad in local}:
-                here = [grad for grad in local if grad.device == device]
-                torch._foreach_mul_(here, factor.to(device, torch.float32))
+            for device, dtype in {(grad.device, grad.dtype) for grad in local}:
+                here = [grad for grad in local if (grad.device, grad.dtype) == (device, dtype)]
+                torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -1,0 +1,114 @@
+"""Losses of slices of a sequence: sums over positions, whose labels were shifted over the whole sequence."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
+from osdp.runtime.losses import LossFn
+
+#: Positions that a loss is tried on together, and places in a sequence where that may be.
+_TRIED, _PLACES = 4, 16
+
+
+def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
+    """For each position the label of the next one, for the last one ``ignore_index``.
+
+    Args:
+        labels: Token ids of whole sequences, of shape ``(samples, length)``.
+        ignore_index: Label of positions that do not count.
+
+    >>> next_token_labels(torch.tensor([[5, 6, 7]])).tolist()
+    [[6, 7, -100]]
+    """
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+
+
+def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
+    """A loss that is a sum over positions, and what it wants: the given ones, or the same shifted before.
+
+    Raises:
+        ValueError: There is no loss function.
+    """
+    plain = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    if plain is causal_lm_loss and isinstance(targets, torch.Tensor):
+        options = loss_fn.keywords if isinstance(loss_fn, partial) else {}
+        return partial(masked_lm_loss, **options), next_token_labels(targets, **options)
+    if loss_fn is None:
+        raise ValueError(
+            "token slices need loss_fn=: the model's own loss shifts labels inside of each slice and takes "
+            "means; pass labels as targets, with osdp.integrations.huggingface.causal_lm_loss"
+        )
+    return loss_fn, targets
+
+
+def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> None:
+    """Refuse a loss that is not, with its count, the sum of those of the parts of a sequence.
+
+    It is tried on random logits for a few positions, the same on all ranks.
+
+    Args:
+        loss_fn: The loss function.
+        targets: What it gets beside the output, of ``length`` positions along dim 1.
+        length: Positions of a sequence.
+        vocabulary: Channels of the logits.
+
+    Raises:
+        ValueError: It is not, or the targets have other shapes.
+    """
+    like = _like(targets, length)
+    if length < 2:
+        return
+    tried = min(length, _TRIED)
+    logits = torch.randn(len(like), tried, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(like.device)
+
+    def values(begin: int, start: int, stop: int) -> tuple[float, float]:
+        def part(leaf: Any) -> Any:
+            along = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
+            return leaf[: len(like), begin + start : begin + stop] if along else leaf
+
+        given = () if targets is None else (tree_map(part, targets),)
+        with torch.no_grad():
+            return _sum_and_count(loss_fn(CausalLMOutputWithPast(logits=logits[:, start:stop]), *given))
+
+    for begin in range(0, length - tried + 1, max(1, (length - tried) // _PLACES)):
+        whole = values(begin, 0, tried)
+        halves = values(begin, 0, tried // 2), values(begin, tried // 2, tried)
+        sums = [sum(column) for column in zip(*halves, strict=True)]
+        if any(abs(a - b) > 1e-3 * max(1.0, abs(b)) for a, b in zip(sums, whole, strict=True)):
+            raise ValueError(
+                f"the loss mixes positions: over {tried} of them it is {whole[0]:.6g} of {whole[1]:g}, "
+                f"over their two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole "
+                "sequence first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each "
+                "position for itself"
+            )
+        if whole[1]:
+            return  # where nothing counts nothing shows
+
+
+def _sum_and_count(loss: Any) -> tuple[float, float]:
+    if not isinstance(loss, tuple) or len(loss) != 2:
+        raise ValueError(
+            "the loss of token slices must be a pair (sum, count), over which slices add up; this loss_fn "
+            f"returns {type(loss).__name__}, as a mean would be"
+        )
+    return float(loss[0]), float(loss[1])
+
+
+def _like(targets: Any, length: int) -> torch.Tensor:
+    """A sample or two of what is cut, for their number and device."""
+    tensors = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
+    found = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] == length]
+    if targets is None:
+        return torch.empty(1)
+    if not found:
+        raise ValueError(
+            f"targets of shape (samples, {length}) are needed, cut as the sequences are; got "
+            f"{[tuple(tensor.shape) for tensor in tensors]}"
+        )
+    return found[0][:2]

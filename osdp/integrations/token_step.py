@@ -1,0 +1,150 @@
+"""What ``train_step`` needs to cut the sequences of a model of transformers into slices."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.integrations.slice_cache import SliceCache, check_sliceable
+from osdp.integrations.token_loss import by_position, check_by_position
+from osdp.runtime.generation import Choice
+from osdp.runtime.losses import LossFn
+from osdp.runtime.tokens import MASK, Slicing
+from osdp.token_slices import TokenSlices
+
+_REFUSED = {
+    "labels": (
+        "the model would shift them inside of each slice; pass them as targets, with "
+        "osdp.integrations.huggingface.causal_lm_loss as loss_fn"
+    ),
+    "past_key_values": "token slices bring their own",
+}
+
+
+class Slicer:
+    """Cuts the sequences of a model.
+
+    Args:
+        model: A decoder of transformers, whole or the modules of some stages.
+
+    Raises:
+        ValueError: Its sequences cannot be cut.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_sliceable(model)
+        self._model: Any = model
+        self._names = tuple(inspect.signature(model.forward).parameters)
+        self._empty = SliceCache.of(model)
+        self._tried: LossFn | None = None
+
+    def named(self, inputs: Any) -> dict[str, Any]:
+        """Inputs by name, as a model of transformers calls them."""
+        if isinstance(inputs, Mapping):
+            return {str(name): value for name, value in inputs.items()}
+        args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        return dict(zip(self._names, args, strict=False))
+
+    def slicing(self, inputs: Mapping[str, Any], token_slices: int | TokenSlices | Sequence[int]) -> Slicing:
+        """The slices of a batch.
+
+        Args:
+            inputs: By name.
+            token_slices: Their number, their lengths, or they themselves.
+
+        Raises:
+            ValueError: They do not add up to the sequences, or an input cannot be cut.
+        """
+        length = _length(inputs)
+        _check(inputs, length)
+        if isinstance(token_slices, int):
+            slices = TokenSlices.uniform(length, token_slices)
+        else:
+            given = (
+                token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
+            )
+            given.check(length)
+            slices = given
+        return Slicing(slices, self._empty)
+
+    def loss(self, loss_fn: LossFn | None, targets: Any, length: int) -> tuple[LossFn, Any]:
+        """Loss function and targets of slices.
+
+        Raises:
+            ValueError: The loss is no sum over positions.
+        """
+        found, wanted = by_position(loss_fn, targets)
+        if loss_fn is not self._tried:
+            check_by_position(found, wanted, length, self._model.config.get_text_config().vocab_size)
+            self._tried = loss_fn
+        return found, wanted
+
+    def request(self, prompt: torch.Tensor, num_tokens: int, mask: torch.Tensor | None) -> dict[str, Any]:
+        """What :meth:`osdp.runtime.steps.Steps.generate` wants.
+
+        Raises:
+            ValueError: Padding comes last, no token is asked for, or the model has too few positions.
+        """
+        if num_tokens < 1 or prompt.dim() != 2:
+            raise ValueError(
+                f"a prompt of shape (samples, length) and at least one token more are needed, got "
+                f"{tuple(prompt.shape)} and max_new_tokens={num_tokens}"
+            )
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        if most is not None and prompt.shape[1] + num_tokens > most:
+            raise ValueError(
+                f"{prompt.shape[1]} tokens of the prompt and max_new_tokens={num_tokens} are more than the "
+                f"{most} positions of the model"
+            )
+        if mask is not None and (mask.shape != prompt.shape or bool((mask[:, -1] == 0).any())):
+            raise ValueError(
+                "attention_mask must have the shape of the prompt, and padding must come first: pad prompts "
+                "on the left, so that the last position is what the next token follows"
+            )
+        padded = mask is not None and bool((mask == 0).any())
+        return {
+            "prompt": prompt,
+            "mask": mask if padded else None,
+            "num_tokens": num_tokens,
+            "takes": self._names,
+            "empty": self._empty,
+        }
+
+    def choice(
+        self, ends: int | Sequence[int] | None, pad: int | None, sampling: Mapping[str, Any]
+    ) -> Choice:
+        """How tokens are chosen; what is not given is as the model is configured."""
+        configured = getattr(self._model, "generation_config", self._model.config)
+        if ends is None:
+            ends = configured.eos_token_id
+        found = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        if pad is None:
+            pad = configured.pad_token_id
+        if pad is None:
+            pad = found[0] if found else 0
+        return Choice(ends=found, pad=pad, **sampling)
+
+
+def _length(inputs: Mapping[str, Any]) -> int:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(inputs.get(name), torch.Tensor):
+            return int(inputs[name].shape[1])
+    raise ValueError(f"token slices cut input_ids or inputs_embeds; there are {', '.join(inputs) or 'none'}")
+
+
+def _check(inputs: Mapping[str, Any], length: int) -> None:
+    for name, reason in _REFUSED.items():
+        if inputs.get(name) is not None:
+            raise ValueError(f"{name} cannot be an input of token slices: {reason}")
+    mask, positions = inputs.get(MASK), inputs.get("position_ids")
+    if mask is not None and tuple(mask.shape[1:]) != (length,):
+        raise ValueError(
+            f"token slices take an attention_mask of shape (samples, {length}), got {tuple(mask.shape)}"
+        )
+    if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            "position_ids that do not rise by one mark several sequences packed into one, which slices with "
+            "a cache would mix: pass the sequences apart, or an attention_mask if it is padding"
+        )

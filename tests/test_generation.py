@@ -1,0 +1,66 @@
+"""Generation through stages against transformers' own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from osdp import OSDP
+from osdp.layout import Degrees
+from tests import distributed
+from tests.test_token_pipeline import decoder, plan_of, staged
+
+SAMPLES, LENGTH, NEW = 3, 5, 12
+
+
+def prompts(*, padded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, 257, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(tokens)
+    if padded:
+        tokens[1, :2], mask[1, :2] = 0, 0
+    return tokens, mask
+
+
+def wanted(name: str, *, padded: bool = False, **options: Any) -> torch.Tensor:
+    tokens, mask = prompts(padded=padded)
+    model: Any = decoder(name).eval()
+    found: torch.Tensor = model.generate(
+        tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, use_cache=True, **options
+    )
+    return found
+
+
+def generated(model: OSDP, *, padded: bool = False, **options: Any) -> torch.Tensor:
+    tokens, mask = prompts(padded=padded)
+    return model.eval().generate(tokens, NEW, attention_mask=mask, **options)
+
+
+def in_two_stages(plans: dict[str, str]) -> None:
+    for name, plan in plans.items():
+        model = staged(name, plan)
+        for padded in (False, True):
+            want = wanted(name, padded=padded)
+            assert torch.equal(generated(model, padded=padded), want), (name, padded)
+            assert torch.equal(generated(model, padded=padded, num_microbatches=3), want), (name, padded)
+    model, last = staged("gpt2", plans["gpt2"]), wanted("gpt2")[:, LENGTH:]
+    # Sequences that end at different times, the first one long before the last.
+    for ends in ([int(last[0, 2])], [int(last[0, 2]), int(last[1, 6]), int(last[2, 4])]):
+        want = wanted("gpt2", eos_token_id=ends, pad_token_id=0)
+        assert torch.equal(generated(model, eos_token_id=ends, pad_token_id=0), want)
+    drawn = [
+        generated(
+            model, do_sample=True, temperature=2.0, top_k=20, top_p=0.9,
+            generator=torch.Generator().manual_seed(5),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert torch.equal(*drawn) and not torch.equal(drawn[0], wanted("gpt2"))
+    with pytest.raises(ValueError, match="padding must come first"):
+        model.generate(*[prompts()[0], NEW], attention_mask=prompts(padded=True)[1].flip(1))
+    with pytest.raises(ValueError, match="more than the 32 positions"):
+        model.generate(prompts()[0], 28)
+
+
+def test_stages_generate_what_transformers_does() -> None:
+    plans = {name: plan_of(name, Degrees(2, 1, 1)) for name in ("gpt2", "opt", "mistral")}
+    distributed.run(2, in_two_stages, plans, timeout=120)
