@@ -3,13 +3,13 @@
 Sequences of 2,048 to 8,192 tokens on a grid of 8, stages of models that TeraPipe reports on (the V100 of
 :mod:`benchmarks.token_pipeline_paper`: "simulated" in every row), GPipe's order and that of 1F1B, one
 sequence and eight. The time is that of tables and search, best of some repeats, in seconds of the process.
-"gap" is what the search for slices leaves open; the steps' gaps are
-between the simulated step and the proven bound, which in the order of 1F1B is not reached, as forwards and
-backwards of unequal slices meet.
+"gap" is what the search for slices leaves open; the steps' gaps are between the simulated step and the proven
+bound, which in the order of 1F1B is not reached, as forwards and backwards of unequal slices meet.
 
 Beside it, for one sequence, the published algorithm with the same shortest paths: limits in ascending order,
 those left out that are closer than 10 microseconds to the one before (TeraPipe's code), until the limit alone
-is too much. And on short sequences every way to slice.
+is too much. The next limit that is not left out may be far off, so its answer can be worse by more than that:
+"excess". And on short sequences every way to slice.
 
     python -m benchmarks.slice_search [--quick] [--json FILE]
 """
@@ -137,7 +137,7 @@ def against_published(problem: Problem) -> Row:
         "published_seconds": theirs,
         "published_excess": value / best - 1,
     }
-    if not best * (1 - SAME) <= value <= best * (1 + SAME) + bound.bottleneck * EPSILON:
+    if value < best * (1 - SAME):
         row["error"] = f"the published algorithm finds {value}, ours {best}"
     return row
 
@@ -205,6 +205,7 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
         "gap": worst("slices_gap"),
         "step_gap_gpipe": worst("gap", schedule="gpipe"),
         "step_gap_1f1b": worst("gap", schedule="1f1b"),
+        "published_excess": worst("published_excess"),
         "brute_force_excess": max(abs(row["excess"]) for row in rows if "ways" in row),
     }
 
@@ -224,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("slice_search", __doc__, arguments))
     columns = [
         "problem", "seconds", "paths", "step", "gap", "microbatches", "slices", "uniform", "whole",
-        "published, s", "its paths",
+        "published, s", "its paths", "its excess",
     ]  # fmt: skip
     harness.table(
         "search for slices on a grid of 8 tokens (simulated)",
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         (
             [row["name"], row["seconds"], row["paths"], row["step_seconds"], row["gap"], row["microbatches"],
              len(row["slices"]), row["uniform_seconds"], row["whole_seconds"], row.get("published_seconds"),
-             row.get("published_paths")]
+             row.get("published_paths"), row.get("published_excess")]
             for row in result.rows
             if "step_seconds" in row
         ),

@@ -112,7 +112,7 @@ def test_the_loss_as_sum_and_count_is_that_of_the_model() -> None:
     total, count = causal_lm_loss(model(**batch), labels)
     # The first label of each sample has no position that predicts it.
     assert count.item() == (labels[:, 1:] != -100).sum().item()
-    torch.testing.assert_close(total / count, wanted)
+    torch.testing.assert_close((total / count).to(wanted.dtype), wanted)
     torch.testing.assert_close(causal_lm_loss(model(**batch).logits, labels)[0], total)
 
 

@@ -44,7 +44,7 @@ def test_latencies_are_collected_slices_solved_and_evaluated(
 
 def test_stages_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.json"
-    stage = ["--set", "n_embd=32", "--set", "n_head=2", "--length", "16", "--repeats", "1"]
+    stage = ["--set", "n_embd=32", "--set", "n_head=2", "--length", "64", "--repeats", "1"]
     collect_token_latency.main([*stage, "--out", str(path)])
     with pytest.raises(ValueError, match="3 stages must divide 4 devices and 4 layers"):
         solve_token_slices.main([str(path), "--stages", "3", "--devices", "4", "--layers", "4"])

@@ -127,8 +127,8 @@ def check_sliceable(model: nn.Module) -> None:
         reason = "its forward takes no past_key_values, so it has no cache as transformers' decoders have"
     elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         reason = (
-            "gradient_checkpointing_enable() drops its cache in training; let the plan recompute "
-            "(OSDP(recompute=True)) and call gradient_checkpointing_disable()"
+            "its own checkpointing of activations drops the cache in training; turn that off and let the "
+            "plan recompute (OSDP(recompute=True))"
         )
     else:
         return
