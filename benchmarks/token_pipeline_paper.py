@@ -9,6 +9,8 @@ traffic of weights and their gradients; dense attention over what is cached and 
 operations, and the traffic of its probabilities. Beside it: exchanges of tensor parallelism over NVLink, one
 copy of a slice between stages over the machine's network where stages lie on several machines, gradients
 exchanged by the data-parallel pipelines over the same network after the step, and the optimizer's traffic.
+That stages send one copy, not one from each GPU that shares a layer, is the one thing taken from other rows:
+eight copies alone would take longer than the published iterations of (5) and (10). Memory is not modelled.
 
 Every other setting is predicted: without slices, by GPipe with microbatches of one sequence as the paper has
 it; with, by the search over microbatches and slices. The paper's own slices and slice counts are priced, too.
