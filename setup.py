@@ -7,7 +7,10 @@ from setuptools import find_packages, setup
 HF = ["transformers>=5"]
 CLI = ["typer>=0.12", "rich>=13", "tqdm>=4.66", "pyyaml>=6"]
 REPORT = ["matplotlib>=3.8", "plotly>=5.20"]
-DEV = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14", "scipy>=1.12"]
+DEV = [
+    "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14",
+    "scipy>=1.12",
+]  # fmt: skip
 
 setup(
     name="osdp",
@@ -19,7 +22,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["osdp", "osdp.*"]),
-    package_data={"osdp": ["py.typed"]},
+    package_data={"osdp": ["py.typed", "data/*.json"]},
     install_requires=["torch>=2.11", "numpy", "networkx>=3", "fairscale>=0.4.13"],
     extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF]},
     entry_points={"console_scripts": ["osdp=osdp.cli:main"]},

@@ -35,12 +35,14 @@ class Options:
         quick: Whether to end within about a minute.
         json: Where to write the result, if anywhere.
         device: ``"cpu"`` or ``"cuda"``.
+        data: What it reads, if it reads anything.
     """
 
     claim: str
     quick: bool = False
     json: Path | None = None
     device: str = "cpu"
+    data: Path | None = None
 
 
 @dataclass
@@ -95,15 +97,19 @@ class Result:
         }
 
 
-def parse_options(claim: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line of the script ``claim``."""
+def parse_options(
+    claim: str, description: str | None, arguments: Sequence[str] | None = None, *, data: str = ""
+) -> Options:
+    """Read the command line of the script ``claim``; ``data`` says what it reads, if it reads anything."""
     first_line = (description or claim).strip().splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{claim}", description=first_line)
     parser.add_argument("--quick", action="store_true", help="end within about a minute on 2 cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure")
+    if data:
+        parser.add_argument("--data", type=Path, metavar="FILE", required=True, help=data)
     parsed = parser.parse_args(arguments)
-    return Options(claim, parsed.quick, parsed.json, parsed.device)
+    return Options(claim, parsed.quick, parsed.json, parsed.device, parsed.data if data else None)
 
 
 def command_line(options: Options) -> str:
@@ -111,6 +117,7 @@ def command_line(options: Options) -> str:
     words = ["python", "-m", f"benchmarks.{options.claim}"]
     words += ["--quick"] if options.quick else []
     words += ["--device", options.device] if options.device != "cpu" else []
+    words += ["--data", options.data.name] if options.data else []
     return " ".join(words)
 
 

@@ -2,15 +2,19 @@
 
 The cut of ``make_pipeline_plan`` on a measured profile, an even split by the number of layers, and one by the
 number of modules without children (of the calls in a traced graph), all run by the same engine under 1F1B,
-in turn (A B A B ...). Two stages of a narrow Llama with a vocabulary of 50,257 words compute on a core each;
-four stages of layers that sleep unequally (emulated compute; :mod:`benchmarks.stages`) share cores, as does
-one case of equal layers, where there is nothing to win. Predicted step times stand beside the measured ones,
-and the loss after the last step must be that of a single process.
+in turn (A B A B ...). Two stages of a narrow Llama with a vocabulary of 50,257 words compute on a core each,
+and two stages of an even one on two hosts (:mod:`benchmarks.testbed`), one of which may use its core half of
+the time (:mod:`benchmarks.cpu_share`). Four stages of layers that sleep unequally (emulated compute;
+:mod:`benchmarks.stages`) share cores, as does one case of equal layers, where there is nothing to win.
+Predicted step times stand beside the measured ones, and the loss after the last step must be that of a single
+process.
 
     python -m benchmarks.pipeline_balance [--quick] [--json FILE]
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,10 +24,12 @@ import torch
 from benchmarks import harness
 from benchmarks.baselines import reference_losses
 from benchmarks.candidates import UNLIMITED, make_setting, make_setting_together
+from benchmarks.cpu_share import ShareUnavailableError, limited
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import Case, llama
 from benchmarks.stages import Line, Naps, agreed, pipeline_step, sleepers, stage_sizes
+from benchmarks.testbed import NetworkUnavailableError, hosts
 from benchmarks.timing import paired_ratio
 from benchmarks.turns import take_turns
 from osdp import DeviceInfo, Training
@@ -31,6 +37,7 @@ from osdp.api import make_pipeline_plan
 from osdp.layout import Degrees
 from osdp.pipeline_plan import PipelinePlan
 from osdp.profile import Profile
+from osdp.profiler.slowdowns import measure_slowdowns
 from osdp.profiler.stage_link import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
 
@@ -39,6 +46,9 @@ LOSS_TOLERANCE = 1e-3
 OURS, LAYERS, MODULES = "ours", "even layers", "even modules"
 #: The same program as ours once more: what the machine alone makes of a ratio.
 AGAIN = "ours again"
+
+#: Uplink of each of two hosts.
+BITS_PER_SECOND = 10**9
 
 NAPS = Naps(0.010, 0.010, 0.010)
 
@@ -53,6 +63,8 @@ class Contest:
         ranks: Stages, each on a rank.
         local_batch: Samples of a microbatch.
         microbatches: How many.
+        shares: The part of a core's time that the host of each rank has; ``()``: all ranks are on one host
+            that has all.
     """
 
     case: Case
@@ -60,6 +72,7 @@ class Contest:
     ranks: int
     local_batch: int
     microbatches: int
+    shares: tuple[float, ...] = ()
 
     @property
     def training(self) -> Training:
@@ -72,9 +85,11 @@ def _emulated(name: str, lengths: tuple[float, ...]) -> Contest:
     return Contest(sleepers(name, naps), sleepers(name, naps, awake=True), 4, 2, 8)
 
 
+_EVEN = llama("even", layers=12, width=256, heads=4, length=64, vocab=2000)
 _HEAD = llama("50,257 words", layers=12, width=256, heads=4, length=64, vocab=50257)
 CONTESTS = {
     "head": Contest(_HEAD, None, 2, 2, 8),
+    "unequal hosts": Contest(_EVEN, None, 2, 4, 8, shares=(1.0, 0.5)),
     # Early layers of a convolutional network see the largest images.
     "pyramid": _emulated("pyramid", (4, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1)),
     "two heavy layers": _emulated("two heavy layers", (1, 1, 1, 1, 6, 6, 1, 1, 1, 1, 1, 1)),
@@ -97,7 +112,9 @@ def compare(rank: int, world_size: int, *, contest: str, rounds: int) -> dict[st
         setting = make_setting(case, once, agreed(_profile_of_sleep(case, once) if rank == 0 else None))
         device = DeviceInfo(memory_limit=UNLIMITED)
     link = measure_stage_link(mesh["pp"].get_group(), torch.device("cpu"))
-    line = Line.of(setting, replace(agreed(device), stage_link=link), given.ranks)
+    slowdowns = measure_slowdowns(mesh, torch.device("cpu")) if given.awake is None else ()
+    known = replace(agreed(device), stage_link=link, slowdowns=agreed(slowdowns))
+    line = Line.of(setting, known, given.ranks)
     plan = make_pipeline_plan(
         case.model(device="meta"), setting.model_desc, line.device, mesh=mesh, schedule=SCHEDULE,
         training=training, profile=setting.profile, recompute=False, slices=(),
@@ -137,14 +154,32 @@ def rows_of(name: str, rounds: int) -> list[Row]:
     given = CONTESTS[name]
     try:
         arguments = {"contest": name, "rounds": rounds}
-        found = launch("benchmarks.pipeline_balance:compare", given.ranks, arguments, timeout=1500)[0]
-    except WorkerError as error:
+        with _prefixes(given) as (prefixes, environment):
+            found = launch(
+                "benchmarks.pipeline_balance:compare", given.ranks, arguments, timeout=1500,
+                prefixes=prefixes, environment=environment,
+            )[0]  # fmt: skip
+    except (WorkerError, NetworkUnavailableError, ShareUnavailableError) as error:
         return [{"name": name, "error": str(error)}]
     training = replace(given.training, local_batch=given.local_batch * given.microbatches, microbatches=1)
     expected = reference_losses(given.awake or given.case, training, 1, found["steps"])[-1]
     rivals = [kind for kind in found["predicted"] if kind != OURS]
     best = min(rivals, key=lambda kind: median(found["seconds"][kind]))
     return [_row(name, kind, found, best, expected) for kind in found["seconds"]]
+
+
+@contextmanager
+def _prefixes(contest: Contest) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
+    """Commands that put each rank on its host, and what its environment needs."""
+    if not contest.shares:
+        yield [], {}
+        return
+    with ExitStack() as stack:
+        emulated = stack.enter_context(hosts(contest.ranks, BITS_PER_SECOND))
+        slow = [stack.enter_context(limited(share)) if share < 1 else [] for share in contest.shares]
+        on_hosts = emulated.prefixes(contest.ranks)
+        # First, since a network namespace hides the control groups.
+        yield [[*share, *host] for host, share in zip(on_hosts, slow, strict=True)], emulated.environment
 
 
 def _row(name: str, kind: str, found: dict[str, Any], best: str, expected: float) -> Row:
@@ -177,7 +212,7 @@ def measure(options: Options) -> Result:
     names = QUICK if options.quick else tuple(CONTESTS)
     result = Result(options, world_size=max(CONTESTS[name].ranks for name in names), backend="gloo")
     for name in harness.progress(names, len(names), "pipeline_balance"):
-        result.add(*rows_of(name, 3 if options.quick else 11))
+        result.add(*rows_of(name, 3 if options.quick else 7))
     ours = [row for row in result.rows if row.get("cut") == OURS]
     whole = not any(row.get("error") for row in result.rows)
     ratios = [row["ratio"] for row in ours]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks import harness
@@ -24,6 +25,7 @@ from benchmarks.candidates import given_device
 from benchmarks.harness import Options, Result, Row
 from benchmarks.launch import WorkerError, launch
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
+from osdp.device_info import StageLink
 from osdp.profiler.estimate import estimate
 
 BATCH, MICROBATCHES = 16, 4
@@ -85,19 +87,27 @@ def device_of(dp: int) -> DeviceInfo:
         if dp > 2
     )
     device = given_device(dp)
-    return replace(device, links=(*device.links, *links), flops=1e10, memory_bandwidth=1e10)
+    return replace(
+        device,
+        links=(*device.links, *links),
+        flops=1e10,
+        memory_bandwidth=1e10,
+        stage_link=StageLink(1e-4, 1e9),
+    )
 
 
 def measure_layout(rank: int, world_size: int, *, names: list[str], layout: dict[str, Any]) -> list[Row]:
     """Worker: one row for each architecture, schedule and dtype."""
     del rank, world_size
     tried = Layout(**{**layout, "options": tuple(map(tuple, layout["options"]))})
+    # One mesh for all models: each would make groups of its own, which stay open.
+    mesh = init_device_mesh("cpu", (tried.pp, tried.dp, tried.tp), mesh_dim_names=("pp", "dp", "tp"))
     rows = []
     for name in names:
         reference = Reference(ARCHITECTURES[name], layers=8 if tried.pp > 2 else 4)
         for schedule in tried.schedules:
             for dtype in tried.param_dtypes:
-                rows.append(reference.compare(tried, schedule, dtype))
+                rows.append(reference.compare(tried, mesh, schedule, dtype))
     return rows
 
 
@@ -119,9 +129,11 @@ class Reference:
             for name, parameter in single.named_parameters(remove_duplicate=False)
             if parameter.grad is not None
         }
-        self.norm = float(torch.nn.utils.get_total_norm([p.grad for p in single.parameters()]))
+        # In float64: torch's own norm of a large fp32 tensor is off by 1e-4 on CPUs.
+        squares = [p.grad.double().square().sum() for p in single.parameters() if p.grad is not None]
+        self.norm = float(torch.stack(squares).sum().sqrt())
 
-    def compare(self, layout: Layout, schedule: str | None, dtype: str | None) -> Row:
+    def compare(self, layout: Layout, mesh: DeviceMesh, schedule: str | None, dtype: str | None) -> Row:
         """One row: the differences of one step under ``layout``."""
         samples = BATCH // layout.dp // MICROBATCHES
         training = Training(local_batch=samples, microbatches=MICROBATCHES, param_dtype=dtype)
@@ -134,6 +146,7 @@ class Reference:
             device,
             training=training,
             profile=estimate(model_desc, device, training),
+            mesh=mesh,
             pp=layout.pp,
             dp=layout.dp,
             tp=layout.tp,

@@ -1,7 +1,8 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
 ``osdp profile`` describes and times a model and saves what it found in a folder, ``osdp plan`` plans from
-that folder on any machine, ``osdp show`` prints a saved plan. Under torchrun (``torchrun --no-python osdp
+that folder on any machine, or lays a transformer over a cluster, ``osdp estimate`` prices one layout of it,
+``osdp show`` prints a saved plan. Under torchrun (``torchrun --no-python osdp
 profile ...``) ``profile`` measures the links between the processes too.
 """
 
@@ -9,13 +10,14 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from osdp import codec
+from osdp import cli_cluster, codec
 from osdp.device_info import DeviceInfo
+from osdp.layer_profile import layer_profile, merged
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
@@ -49,6 +51,24 @@ _ModelName = Annotated[
 _Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
 _Out = Annotated[Path, typer.Option(help="where to write")]
 _Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
+_Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="with --cluster: name of a transformer, or a JSON file of its configuration or numbers"
+    ),
+]
+_Cluster = Annotated[Path | None, typer.Option(help="YAML or JSON file of the nodes there are")]
+_Batch = Annotated[int | None, typer.Option(help="samples of a step")]
+_Seq = Annotated[int | None, typer.Option(help="tokens of a sample")]
+_Micro = Annotated[int | None, typer.Option(help="samples of a microbatch")]
+_Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective or full")]
+_Zero = Annotated[int | None, typer.Option(help="stage of ZeRO, 0 to 3")]
+_Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
+_LayerTimes = Annotated[
+    list[Path], typer.Option("--layer-times", help="file that osdp layers wrote; one for each kind of GPU")
+]
+_Reserve = Annotated[str, typer.Option(help="of each device, for the framework")]
+_Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
 
 @app.command()
@@ -95,7 +115,7 @@ def profile(
 
 @app.command()
 def plan(
-    described: Annotated[Path, typer.Argument(help="folder that osdp profile wrote")],
+    described: Annotated[Path | None, typer.Argument(help="folder that osdp profile wrote")] = None,
     memory_limit: _Limit = None,
     device: Annotated[Path | None, typer.Option(help="another device description")] = None,
     microbatches: Annotated[
@@ -106,13 +126,144 @@ def plan(
     slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
     recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
     offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
-    pp: Annotated[int, typer.Option(help="ranks of a pipeline, each with stages of the model")] = 1,
+    pp: Annotated[int | None, typer.Option(help="ranks of a pipeline, each with stages of the model")] = None,
     dp: Annotated[int | None, typer.Option(help="data-parallel ranks, those described")] = None,
-    tp: Annotated[int, typer.Option(help="ranks that compute each layer together")] = 1,
+    tp: Annotated[int | None, typer.Option(help="ranks that compute each layer together")] = None,
     schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
-    out: _Out = Path("plan.json"),
+    out: Annotated[Path | None, typer.Option(help="where to write; plan.json for what was described")] = None,
+    model: _Shape = None,
+    cluster: _Cluster = None,
+    global_batch: _Batch = None,
+    seq: _Seq = None,
+    fields: _Fields = [],  # noqa: B006  (typer copies it)
+    micro_batch: _Micro = None,
+    recomputation: _Recompute = None,
+    zero: _Zero = None,
+    overlap: _Overlap = 0.0,
+    reserve: _Reserve = "1GiB",
+    calibration: _Calibration = None,
+    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
+    objective: Annotated[str, typer.Option(help="time, cost or pareto")] = "time",
+    top: Annotated[int, typer.Option(help="rows of the table")] = 10,
+    subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
+    budget: Annotated[float | None, typer.Option(help="dollars for all --steps")] = None,
+    deadline: Annotated[str | None, typer.Option(help="time for all --steps, for example 36h")] = None,
+    steps: Annotated[int | None, typer.Option(help="of the whole training")] = None,
+    every: Annotated[bool, typer.Option(help="list all layouts, those that do not fit as well")] = False,
+    csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="table as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="time and cost, PNG or HTML")] = None,
 ) -> None:
-    """Plan for what was DESCRIBED, save the plan and print it."""
+    """Plan for what was DESCRIBED, or lay --model over --cluster; save the plan and print it."""
+    if cluster is None and described is None:
+        raise ValueError("say what to plan for: a folder that osdp profile wrote, or --model and --cluster")
+    if cluster is None and described is not None:
+        chosen = _PlanOptions(
+            microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule
+        )
+        _plan_described(described, chosen, memory_limit, device, out or Path("plan.json"))
+        return
+    request = _request(
+        model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
+        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
+        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
+    )  # fmt: skip
+    cli_cluster.plan_on_cluster(
+        request,
+        cli_cluster.Outputs(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
+        objective=objective, top=top, parts=subsets, budget=budget, deadline=deadline, every=every,
+        echo=typer.echo, progress=_progress,
+    )  # fmt: skip
+
+
+@app.command()
+def estimate(
+    model: _Shape,
+    cluster: _Cluster,
+    global_batch: _Batch,
+    tp: Annotated[int, typer.Option(help="ranks that compute each layer together")],
+    pp: Annotated[int, typer.Option(help="stages")],
+    dp: Annotated[int, typer.Option(help="data-parallel ranks")],
+    micro_batch: _Micro,
+    schedule: Annotated[str, typer.Option(help="order of the stages")] = "1f1b",
+    recomputation: _Recompute = None,
+    zero: _Zero = None,
+    partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
+    seq: _Seq = None,
+    fields: _Fields = [],  # noqa: B006  (typer copies it)
+    overlap: _Overlap = 0.0,
+    reserve: _Reserve = "1GiB",
+    calibration: _Calibration = None,
+    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
+) -> None:
+    """Price one given layout of --model on --cluster, and say what each number is made of."""
+    request = _request(
+        model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
+        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
+        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
+    )  # fmt: skip
+    cli_cluster.estimate_layout(request, partition, typer.echo)
+
+
+@app.command()
+def layers(
+    described: Annotated[
+        list[Path], typer.Argument(help="folders that osdp profile wrote, of several batches")
+    ],
+    gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
+    model: Annotated[str, typer.Option(help="name of the model in osdp plan --model")],
+    out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
+) -> None:
+    """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
+    measured = [
+        layer_profile(ModelDesc.load(folder / _MODEL), Profile.load(folder / _PROFILE), gpu, model)
+        for folder in described
+    ]
+    found = merged(measured)
+    found.save(out)
+    batches = ", ".join(str(batch) for batch in sorted({time.samples for time in found.times}))
+    typer.echo(f"{model} on {gpu}: layers at batches of {batches} in {out}")
+
+
+def _request(
+    model: str | None, cluster: Path | None, global_batch: int | None, **options: Any
+) -> cli_cluster.Request:
+    if model is None or cluster is None or global_batch is None:
+        raise ValueError("a layout on a cluster needs --model, --cluster and --global-batch")
+    return cli_cluster.Request(model=model, cluster=cluster, global_batch=global_batch, **options)
+
+
+def _progress(what: str) -> Callable[[int, int], None]:
+    """A bar on stderr, where somebody watches."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc=what, leave=False, disable=None)
+
+    def advance(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return advance
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanOptions:
+    """Options of a plan for what was described."""
+
+    microbatches: int | None
+    strategy: str | None
+    slices: bool
+    recompute: bool
+    offload: bool
+    pp: int
+    dp: int | None
+    tp: int
+    schedule: str | None
+
+
+def _plan_described(
+    described: Path, chosen: _PlanOptions, memory_limit: str | None, device: Path | None, out: Path
+) -> None:
     from osdp.api import make_pipeline_plan, make_plan
     from osdp.search.rules import SLICES
 
@@ -122,29 +273,55 @@ def plan(
     device_info = DeviceInfo.load(device or described / _DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
-    if dp not in (None, device_info.world_size):
+    if chosen.dp not in (None, device_info.world_size):
         raise ValueError(
-            f"--dp {dp}: {device_info.world_size} devices were described; describe as many (torchrun "
-            f"--nproc-per-node {dp} --no-python osdp profile ...), or name a description of them by --device"
+            f"--dp {chosen.dp}: {device_info.world_size} devices were described; describe as many (torchrun "
+            f"--nproc-per-node {chosen.dp} --no-python osdp profile ...), or name a description of them by "
+            "--device"
         )
     options: dict[str, Any] = {
-        "training": replace(codec.load(Training, described / _TRAINING), microbatches=microbatches or 1),
+        "training": replace(
+            codec.load(Training, described / _TRAINING), microbatches=chosen.microbatches or 1
+        ),
         "profile": Profile.load(described / _PROFILE),
-        "strategy": strategy,
-        "slices": SLICES if slices else (),
-        "recompute": recompute,
+        "strategy": chosen.strategy,
+        "slices": SLICES if chosen.slices else (),
+        "recompute": chosen.recompute,
     }
     made: Plan | PipelinePlan
-    if pp > 1 or tp > 1:
-        options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
-        options["microbatches"] = () if microbatches is None else (microbatches,)
+    if chosen.pp > 1 or chosen.tp > 1:
+        options |= {"pp": chosen.pp, "dp": device_info.world_size, "tp": chosen.tp}
+        options["schedule"] = chosen.schedule
+        options["microbatches"] = () if chosen.microbatches is None else (chosen.microbatches,)
         made = make_pipeline_plan(*_described_model(described), device_info, **options)
-    elif schedule is not None:
-        raise ValueError(f"--schedule {schedule} orders the stages of a pipeline: pass --pp, too")
+    elif chosen.schedule is not None:
+        raise ValueError(f"--schedule {chosen.schedule} orders the stages of a pipeline: pass --pp, too")
     else:
-        made = make_plan(None, ModelDesc.load(described / _MODEL), device_info, offload=offload, **options)
+        made = make_plan(
+            None, ModelDesc.load(described / _MODEL), device_info, offload=chosen.offload, **options
+        )
     made.save(out)
     typer.echo(made)
+
+
+@app.command()
+def calibrate(
+    data: Annotated[Path, typer.Option(help="CSV file of measured steps, in vTrain's columns")],
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes they ran on")],
+    vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
+    flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
+    recomputation: Annotated[
+        str | None,
+        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
+    ] = None,
+    out: Path = Path("calibration.json"),
+) -> None:
+    """Fit the time model to measured steps, for osdp plan and osdp estimate; print how far to trust it."""
+    from osdp.cli_calibrate import calibrate_steps
+
+    calibrate_steps(
+        data, cluster, vocabulary=vocabulary, flash=flash, recompute=recomputation, out=out, echo=typer.echo
+    )
 
 
 @app.command()

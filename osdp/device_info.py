@@ -116,6 +116,8 @@ class DeviceInfo:
         ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
             measured profiles count in seconds of one thread, takes so many times as long.
         stage_link: The way from one stage of a pipeline to the next; ``None`` if it is unknown.
+        slowdowns: How many times as long the devices of each rank of a pipeline compute as those of the
+            profile; empty if all are alike.
         tensor_links: The collectives, each alone, of the ranks that compute one layer together, which are
             others than those of ``links``. Empty if they are unknown.
         measured: Whether the numbers were measured on the live process group.
@@ -136,6 +138,7 @@ class DeviceInfo:
     host: HostLink | None = None
     ranks_per_core: int = 1
     stage_link: StageLink | None = None
+    slowdowns: tuple[float, ...] = ()
     tensor_links: tuple[Link, ...] = ()
     measured: bool = False
 
@@ -172,6 +175,7 @@ class DeviceInfo:
             for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
             if value is not None and not 0 <= value <= 1
         ]
+        faults += [f"slowdowns must be positive, got {value}" for value in self.slowdowns if value <= 0]
         if self.mixed_overlap is not None and self.mixed_overlap > self.overlap:
             faults.append(
                 f"mixed_overlap {self.mixed_overlap} must not exceed overlap {self.overlap}: beside sharded "

@@ -19,6 +19,7 @@ from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
 from osdp.profiler.measure import profile_model
+from osdp.profiler.slowdowns import measure_slowdowns
 from osdp.profiler.stage_link import measure_stage_link
 from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
 from osdp.schedule import SCHEDULES
@@ -92,10 +93,16 @@ def stage_devices(
 
 
 def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:
-    """The devices with the way from stage to stage measured, unless it is known or nobody is there."""
+    """The devices with the way from stage to stage measured, unless it is known or nobody is there.
+
+    How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
+    """
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
         return device
-    return replace(device, stage_link=measure_stage_link(mesh["pp"].get_group(), device_of(mesh)))
+    link = measure_stage_link(mesh["pp"].get_group(), device_of(mesh))
+    alone = device.ranks_per_core == 1 and not device.slowdowns
+    slowdowns = measure_slowdowns(mesh, device_of(mesh)) if alone else device.slowdowns
+    return replace(device, stage_link=link, slowdowns=slowdowns)
 
 
 def with_microbatches(training: Training, layout: Degrees) -> Training:

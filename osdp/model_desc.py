@@ -141,6 +141,11 @@ class Cut:
     weight: str
     slices: int = 0
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward needs the slices again; that of an embedding needs none of them."""
+        return self.by != "rows" or self.slices > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:

@@ -8,7 +8,7 @@ from pathlib import Path
 from osdp import codec
 from osdp.training import Training
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 
 class Mode(StrEnum):
@@ -71,6 +71,8 @@ class Decision:
         reason: Why, with what the next-best choice would have cost.
         slices: In how many slices it runs; 1 if it is not split.
         sliced_by: What is cut: ``"output"`` or ``"input"`` features, or ``"rows"`` of a vocabulary.
+        slices_kept: How many of the slices stay gathered from forward to backward, as under SHARD_GRAD_OP;
+            the others are gathered again.
     """
 
     operator: str
@@ -81,12 +83,18 @@ class Decision:
     reason: str = ""
     slices: int = 1
     sliced_by: str = ""
+    slices_kept: int = 0
 
     def __post_init__(self) -> None:
         if self.slices < 1 or (self.slices > 1) != bool(self.sliced_by):
             raise ValueError(
                 f"operator {self.operator!r} is said to run in {self.slices} slices of "
                 f"{self.sliced_by or 'nothing'}"
+            )
+        if not 0 <= self.slices_kept <= (self.slices if self.slices > 1 and self.mode.sharded else 0):
+            raise ValueError(
+                f"operator {self.operator!r}, {self.mode} in {self.slices} slices, is said to keep "
+                f"{self.slices_kept} of them gathered"
             )
 
 
@@ -233,7 +241,7 @@ class Plan:
     @property
     def is_mixed(self) -> bool:
         """Whether operators live in more than one way: modes, slices, recomputation."""
-        ways = {(decision.mode, decision.slices) for decision in self.decisions}
+        ways = {(decision.mode, decision.slices, decision.slices_kept) for decision in self.decisions}
         return len(ways) > 1 or len(self.recomputed) > 0
 
     def save(self, path: str | Path) -> None:

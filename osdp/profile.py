@@ -4,7 +4,7 @@ A profile is measured (:mod:`osdp.profiler.segments`) or estimated (:mod:`osdp.p
 type, and says which.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -92,6 +92,23 @@ class Profile:
     measured: bool
     model: str
     host_optimizer: OptimizerProfile | None = None
+
+    def slowed(self, factor: float) -> "Profile":
+        """The profile of a device that computes ``factor`` times as long."""
+        if factor == 1:
+            return self
+
+        def longer(part: PassProfile) -> PassProfile:
+            return replace(part, seconds=factor * part.seconds)
+
+        return replace(
+            self,
+            segments=tuple(
+                replace(segment, forward=longer(segment.forward), backward=longer(segment.backward))
+                for segment in self.segments
+            ),
+            optimizer=OptimizerProfile(*(factor * seconds for seconds in astuple(self.optimizer))),
+        )
 
     @cached_property
     def by_signature(self) -> dict[str, SegmentProfile]:

@@ -263,7 +263,9 @@ class OSDP(nn.Module):
     def predict(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
         """The model's outputs for ``inputs``, forward only, on all ranks that were given them.
 
-        What is not there on the last stage, such as hidden states of earlier ones, is ``None``.
+        What is not there on the last stage, such as hidden states of earlier ones, is ``None``. Of several
+        microbatches single numbers are averaged over the samples, and what cannot be joined, such as a cache,
+        is ``None``.
         """
         return self._steps.predict(inputs, num_microbatches=num_microbatches)
 
@@ -311,12 +313,7 @@ class OSDP(nn.Module):
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
         self._optimizer_check.end_if_accepted()
-        if isinstance(self.plan, PipelinePlan) and self.plan.pp > 1:
-            raise RuntimeError(
-                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
-                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
-            )
-        return self.module(*args, **kwargs)
+        return self._applied.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all.

@@ -57,7 +57,11 @@ def check_reuse(
             "to plan again"
         )
     described, training = options.get("model_desc"), options.get("training")
-    differences = []
+    differences = [
+        f"made for {name}={planned}, asked for {name}={options[name]}"
+        for name, planned in _layout_of(plan).items()
+        if options.get(name) not in (None, planned)
+    ]
     if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
         differences.append(
             f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
@@ -72,6 +76,12 @@ def check_reuse(
         ]
     if differences:
         raise PlanMismatchError(differences)
+
+
+def _layout_of(plan: Plan | PipelinePlan) -> dict[str, int]:
+    if isinstance(plan, PipelinePlan):
+        return {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    return {"pp": 1, "dp": plan.world_size, "tp": 1}
 
 
 def applied_model(
@@ -95,7 +105,7 @@ def _in_stages(
         chosen["schedule"] = _schedule_of(options)
         plan = make_pipeline_plan(model, options["model_desc"], options["device_info"], **chosen)
     else:
-        layout = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+        layout = dict(_layout_of(plan))
     unmark(model)
     _, mesh = laid_out(model, options["mesh"], **layout)
     assert mesh is not None
@@ -113,6 +123,13 @@ def _schedule_of(options: Mapping[str, Any]) -> str | None:
 
 def _asks_for_stages(layout: Mapping[str, int | None], mesh: DeviceMesh | None) -> bool:
     if mesh is not None:
+        one = {"pp": 1, "dp": mesh.size(), "tp": 1}
+        beyond = [f"{name}={degree}" for name, degree in layout.items() if degree not in (None, one[name])]
+        if mesh.ndim == 1 and beyond:
+            raise ValueError(
+                f"{', '.join(beyond)} does not fit a mesh with one axis of {mesh.size()} ranks: pass one "
+                "with the axes pp, dp and tp, or leave mesh= out"
+            )
         return mesh.ndim > 1
     require_process_group()
     found = degrees(dist.get_world_size(), **layout)

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Runs benchmarks, each claim with its baselines beside it, and writes what was measured to
 # benchmarks/results/<claim>_<hardware>_<yyyymm>.{json,md}:  bash scripts/bench.sh [--quick] [claim ...]
+# With STEPS_CSV=FILE, measured steps of trainings, the planner's predictions of them as well (planner_accuracy).
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
-    pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper)
+    pipeline_parity pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
+    planner_time planner_heterogeneous)
+[ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
 DEVICE="${DEVICE:-cpu}"
 
 hardware() {
@@ -33,12 +36,16 @@ worst=0
 for claim in "${chosen[@]}"; do
     [ -f "benchmarks/$claim.py" ] || fail "no benchmark is called $claim; there are ${CLAIMS[*]}"
     result="benchmarks/results/${claim}_${machine}_$(date +%Y%m)"
-    status=0
-    python -m "benchmarks.$claim" "${arguments[@]}" --json "$result.json" | tee "$result.txt" || status=$?
+    status=0 data=() shown="${arguments[*]}"
+    if [ "$claim" = planner_accuracy ]; then
+        [ -f "${STEPS_CSV:-}" ] || fail "planner_accuracy reads measured steps: set STEPS_CSV to a CSV file of them"
+        data=(--data "$STEPS_CSV") shown+=" --data $(basename "$STEPS_CSV")"
+    fi
+    python -m "benchmarks.$claim" "${arguments[@]}" "${data[@]}" --json "$result.json" | tee "$result.txt" || status=$?
     {
         echo "# $claim"
         echo
-        echo "\`python -m benchmarks.$claim ${arguments[*]}\` on $machine, $(date +%Y-%m-%d); exit status $status."
+        echo "\`python -m benchmarks.$claim $shown\` on $machine, $(date +%Y-%m-%d); exit status $status."
         echo "Environment and every row are in the JSON file of the same name."
         echo
         echo '```'

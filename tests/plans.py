@@ -65,8 +65,11 @@ def plan_by_hand(
     )
 
 
-def split(plan: Plan, model: nn.Module, slices: int) -> Plan:
-    """``plan`` with every operator that can be cut, and is a sharded unit by itself, in so many slices."""
+def split(plan: Plan, model: nn.Module, slices: int, kept: int = 0) -> Plan:
+    """``plan`` with every operator that can be cut, and is a sharded unit by itself, in so many slices.
+
+    Of each but an embedding's so many are kept gathered.
+    """
     if slices == 1:
         return plan
     alone = {u.operators[0] for u in plan.units if u.mode.sharded and not u.root and len(u.operators) == 1}
@@ -75,7 +78,8 @@ def split(plan: Plan, model: nn.Module, slices: int) -> Plan:
         cut = cut_of(model.get_submodule(decision.operator))
         if decision.operator not in alone or cut is None:
             return decision
-        return replace(decision, slices=slices, sliced_by=cut[0])
+        needed = cut[0] != "rows" or len(decision.modules) > 1
+        return replace(decision, slices=slices, sliced_by=cut[0], slices_kept=kept if needed else 0)
 
     return replace(plan, decisions=tuple(map(decided, plan.decisions)))
 

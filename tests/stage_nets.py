@@ -50,6 +50,24 @@ class TiedNet(nn.Module):
         return logits
 
 
+class LateTiedNet(TiedNet):
+    """The same with a module before the embedding, so that one rank may have both ends of the tie."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
+        self.weigh = nn.Linear(1, 1)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Tokens and mask of shape (batch, length)."""
+        weights = self.weigh(mask.float().unsqueeze(-1))
+        first = self.embed(tokens) * self.gain
+        x = first
+        for block in self.blocks:
+            x = block(x, weights, first)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
 class UncutNet(nn.Module):
     """The code around its blocks adds what an earlier one made: cuts between them are not possible."""
 

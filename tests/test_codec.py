@@ -52,12 +52,19 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 DECISION = st.builds(
-    lambda cut, **facts: Decision(**facts, slices=cut[0], sliced_by=cut[1]),
+    lambda cut, mode, kept, **facts: Decision(
+        **facts,
+        mode=mode,
+        slices=cut[0],
+        sliced_by=cut[1],
+        slices_kept=kept % (cut[0] + 1) if cut[1] and mode.sharded else 0,
+    ),
     operator=st.text(max_size=5),
     modules=of(tuple[str, ...]),
     parameters=of(tuple[str, ...]),
     nbytes=of(int),
     mode=of(Mode),
+    kept=st.integers(0, 99),
     reason=of(str),
     cut=st.one_of(st.just((1, "")), st.tuples(st.integers(2, 99), st.sampled_from(["output", "rows"]))),
 )

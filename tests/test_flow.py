@@ -134,6 +134,35 @@ def test_the_descriptions_of_stages_partition_that_of_the_model() -> None:
     assert tie.stages == (0, 1) and tie.names == ("embed.weight", "head.weight")
 
 
+class Adding(nn.Module):
+    """The code around its blocks adds what they make to a tensor that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(x.shape)
+        total += self.blocks[1](self.blocks[0](x))
+        out: torch.Tensor = self.blocks[3](self.blocks[2](total))
+        return out
+
+
+def test_nothing_is_cut_after_a_write_into_what_every_stage_makes() -> None:
+    """A later stage computed with the zeros, since only its own sum was absent."""
+    flow = trace_flow(Adding(), (torch.ones(3, 2),))
+    assert flow.cuts == (1,)
+    with pytest.raises(ValueError, match="written into a tensor of its own"):
+        flow.check((0, 2, 4))
+
+
+def test_modules_of_one_shape_of_parameters_may_return_others() -> None:
+    convolutions = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1, stride=2))
+    twins = twins_of(convolutions, ("0", "1"))
+    shapes = [tuple(twins[name].outputs((torch.ones(1, 2, 8, 8),), {}).shape) for name in ("0", "1")]
+    assert shapes == [(1, 2, 8, 8), (1, 2, 4, 4)]
+
+
 def test_absent_tensors_have_shapes_but_no_values() -> None:
     gone = absent(torch.empty(2, 3, dtype=torch.bfloat16))
     made = (gone.float() + torch.ones(4, 2, 3)).mean(-1)

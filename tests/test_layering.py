@@ -8,8 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
-    "codec", "device_info", "errors", "flow", "layout", "model_desc", "orders", "pipeline_plan", "plan",
-    "profile", "schedule", "tensor_desc", "tensor_plan", "token_latency", "token_slices", "training", "units",
+    "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "layer_profile",
+    "layout", "measured_step", "model_desc", "orders", "pipeline_plan", "plan", "profile", "schedule",
+    "tensor_desc", "tensor_plan", "token_latency", "token_slices", "training", "transformer", "units",
 }  # fmt: skip
 SOLVERS = {"numpy", "networkx", "scipy"}
 #: By the first part of a file's name: the parts of osdp and the libraries it may import.

@@ -60,6 +60,7 @@ class Case:
     dtypes: tuple[str | None, str | None] = (None, None)
     optimizer: str = "AdamW foreach"
     slices: int = 1  # of every linear operator and embedding that is a sharded unit by itself
+    kept: int = 0  # of those of each that needs them in backward
     recomputed: bool = False  # every block, by the plan
     offloaded: bool = False  # every sharded unit but the root's; host and device are one here
     grouping: Callable[[Plan], Plan] | None = None  # what groups and routes the sharded units get
@@ -104,6 +105,13 @@ def split_cases() -> list[Case]:
             layouts, ("none", "keep"), [("bfloat16", "float32"), ("bfloat16", None)]
         )
     ]
+    grid += [
+        Case(layout, tied, accumulate=accumulate, slices=slices, kept=kept)
+        for layout, tied, accumulate, (slices, kept) in itertools.product(
+            layouts, (True, False), ("none", "keep", "reduce"), [(5, 2), (3, 3)]
+        )
+    ]
+    grid += [Case("shard apart", dtypes=("bfloat16", "float32"), slices=4, kept=2)]
     grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
     by_exchange = partial(in_groups, mode=Mode.FULL_SHARD, group_size=0, route=Route.EXCHANGE)
     grid += [
@@ -156,7 +164,7 @@ def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
     plan = plan_by_hand(
         model, modes, world_size, groups=groups, param_dtype=param_dtype, reduce_dtype=reduce_dtype
     )
-    plan = split(plan, model, case.slices)
+    plan = split(plan, model, case.slices, case.kept)
     if case.offloaded:
         plan = offload(plan)
     if case.grouping is not None:

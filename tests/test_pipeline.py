@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
@@ -14,6 +15,7 @@ from osdp.errors import PlanMismatchError
 from osdp.inputs import usable_schedules
 from osdp.layout import Degrees, degrees
 from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Mode
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
 from osdp.profiler.flow import trace_flow
@@ -22,7 +24,7 @@ from osdp.search.pipeline import plan_at
 from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
 from tests import distributed
-from tests.stage_nets import TiedNet, batch, loss_fn, targets
+from tests.stage_nets import LateTiedNet, TiedNet, batch, loss_fn, targets
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
@@ -74,7 +76,10 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def check_steps(options: dict[str, Any], limit: float = 1e-5) -> None:
     """Three steps with an optimizer, of other lengths and numbers of samples, against a single process."""
-    reference, model = net(), wrapped(net(), **options)
+    compare_steps(net(), wrapped(net(), **options), options, limit)
+
+
+def compare_steps(reference: nn.Module, model: OSDP, options: dict[str, Any], limit: float = 1e-5) -> None:
     world = dist.get_world_size()
     dp = options.get("dp", world // (options.get("pp", 1) * options.get("tp", 1)))
     where = dist.get_rank() // options.get("tp", 1) % dp
@@ -116,13 +121,108 @@ def stages_alone() -> None:
         check_steps({"pp": 2, "schedule": schedule})
     check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.15)
     check_steps({})
+    check_frozen_tie()
+    check_autocast()
+    check_means()
+
+
+def check_frozen_tie() -> None:
+    """It got gradients of zero, and so the optimizer's weight decay."""
+    frozen = net()
+    frozen.embed.weight.requires_grad_(False)
+    model = wrapped(frozen, pp=2, schedule="1f1b")
+    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
+
+
+def check_autocast() -> None:
+    """Stages sent bfloat16 where float32 had been agreed on, and received noise."""
+    model, reference = wrapped(net(), pp=2, schedule="1f1b"), net()
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+            got = float(model.eval_step(batch(SAMPLES), targets(SAMPLES), loss_fn))
+            total, count = loss_fn(reference(**batch(SAMPLES)), targets(SAMPLES))
+        assert got == pytest.approx(float(total / count), rel=1e-2 if enabled else 1e-5)
+
+
+class Summed(TiedNet):
+    """Returns its mean as well, and something of its own."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        logits = super().forward(tokens, mask)
+        return {"logits": logits, "mean": logits.mean(), "own": object(), "size": 3}
+
+
+def check_means() -> None:
+    torch.manual_seed(0)
+    model = wrapped(Summed(), pp=2, schedule="1f1b")
+    got = model.predict(batch(SAMPLES))
+    assert float(got["mean"]) == pytest.approx(float(got["logits"].mean()), rel=1e-4)
+    assert got["own"] is None and got["size"] == 3
 
 
 def test_stages_train_as_a_single_process_under_every_schedule() -> None:
     distributed.run(2, stages_alone, timeout=120)
 
 
-def stages_beside_data() -> None:
+def check_call(**options: Any) -> None:
+    """One stage is called as any model is, and its backward leaves the mean of the ranks' gradients."""
+    reference, model = net(), wrapped(net(), **options)
+    dp = model.mesh["dp"].size()
+    where = model.mesh["dp"].get_local_rank()
+    mine = slice(where * 8 // dp, (where + 1) * 8 // dp)
+    logits = model(**{name: value[mine] for name, value in batch(8).items()})
+    wanted = reference(**batch(8))
+    assert difference(logits.detach(), wanted[mine].detach()) < 1e-5
+    logits.square().sum().backward()
+    (wanted.square().sum() / dp).backward()
+    gradients = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        wanted_gradient = gradients[name].grad
+        assert parameter.grad is not None and wanted_gradient is not None
+        assert difference(whole(parameter.grad), wanted_gradient) < 1e-5, name
+
+
+def late_tied() -> LateTiedNet:
+    torch.manual_seed(0)
+    return LateTiedNet()
+
+
+def check_tie_on_one_rank(mode: Mode, path: str) -> None:
+    """Stages 1 and 3 of four are on the second rank; the embedding is in one, the head in the other."""
+    model, training = late_tied(), Training(local_batch=2, microbatches=PARTS)
+    model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
+    candidate = Candidate(training, estimate(model_desc, devices(2), training))
+    bounds, layout = (0, 1, 3, 5, len(flow.steps)), Degrees(2, 2, 1)
+    rules = Rules(allowed=(mode,))
+    plan = plan_at(bounds, model_desc, flow, candidate, devices(2), rules, layout, "interleaved")
+    assert plan.ties[0].stages == (1, 3)
+    staged = OSDP(late_tied(), plan=plan)
+    compare_steps(late_tied(), staged, {"pp": 2, "dp": 2})
+    # The optimizer's state of the owner serves both copies.
+    optimizer = torch.optim.AdamW(staged.parameters(), lr=0.01)
+    mine = slice(dist.get_rank() % 2 * 5, dist.get_rank() % 2 * 5 + 5)
+    inputs = {name: value[mine] for name, value in batch(SAMPLES).items()}
+    staged.train_step(inputs, targets(SAMPLES)[mine], loss_fn)
+    optimizer.step()
+    checkpoint.save(path, staged, optimizer)
+    plain = late_tied()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    checkpoint.load(path, plain, plain_optimizer)
+    again = OSDP(late_tied(), plan=plan)
+    optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
+    checkpoint.load(path, again, optimizer)
+    state = plain_optimizer.state[plain.embed.weight]["exp_avg"]
+    for name, parameter in again.named_parameters():
+        if name in ("embed.weight", "head.weight"):
+            assert torch.equal(whole(parameter.detach()), plain.embed.weight.detach())
+            assert torch.equal(whole(optimizer.state[parameter]["exp_avg"]), state)
+
+
+def stages_beside_data(folder: str) -> None:
+    for mode in (Mode.FULL_SHARD, Mode.NO_SHARD):
+        check_tie_on_one_rank(mode, f"{folder}/{mode}")
+    check_call(tp=2, dp=2, strategy="FULL_SHARD")
     for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", None):
         check_steps({"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": strategy})
     check_steps({"pp": 2, "schedule": "interleaved", "strategy": "FULL_SHARD"})
@@ -130,8 +230,8 @@ def stages_beside_data() -> None:
     check_steps({"pp": 2, "tp": 2})
 
 
-def test_stages_beside_data_and_tensor_parallelism() -> None:
-    distributed.run(4, stages_beside_data, timeout=180)
+def test_stages_beside_data_and_tensor_parallelism(tmp_path: Any) -> None:
+    distributed.run(4, stages_beside_data, str(tmp_path), timeout=180)
 
 
 # -- dropout, meta, refusals ------------------------------------------------------------------------------
@@ -154,6 +254,19 @@ def gradients_with_dropout(plan: PipelinePlan) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def empty() -> TiedNet:
+    with torch.device("meta"):
+        return TiedNet()
+
+
+def check_initial_values(model: OSDP) -> None:
+    """Each stage drew from the same seed: the first blocks of all stages were one block."""
+    undivided = dict(wrapped(empty()).named_parameters())
+    for name, parameter in model.named_parameters():
+        if name not in ("embed.weight", "head.weight"):
+            assert torch.equal(whole(parameter.detach()), whole(undivided[name].detach())), name
+
+
 def dropout_and_meta() -> None:
     roomy = halves(2**30)
     # A limit that only recomputation meets; dropout must draw the same again.
@@ -163,12 +276,14 @@ def dropout_and_meta() -> None:
     assert kept.keys() == again.keys()
     for name, gradient in kept.items():
         assert torch.equal(gradient, again[name]), name
-    with torch.device("meta"):
-        empty = TiedNet()
-    model = wrapped(empty, pp=2)
+    model = wrapped(empty(), pp=2)
+    check_initial_values(model)
     loss = model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
     assert torch.isfinite(loss)
     ends = [p for name, p in model.named_parameters() if name in ("embed.weight", "head.weight")]
+    model = wrapped(empty(), pp=2, schedule="zb-v")
+    if dist.get_rank() == 0:  # has the first stage and the last
+        assert model.get_parameter("embed.weight") is model.get_parameter("head.weight")
     shared = ends[0].detach().clone()
     dist.broadcast(shared, src=0)
     assert torch.equal(shared, ends[0])
@@ -199,10 +314,21 @@ def refusals() -> None:
         wrapped(net(), pp=2, dp=2)
     with pytest.raises(PlanMismatchError, match="blocks"):
         OSDP(net(layers=2), plan=model.plan)
+    with pytest.raises(PlanMismatchError, match="made for pp=2, asked for pp=1"):
+        OSDP(net(), plan=model.plan, pp=1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match="pp=2 does not fit a mesh with one axis of 2 ranks"):
+        wrapped(net(), pp=2, mesh=mesh)
+    plain = wrapped(net(), mesh=mesh)
+    with pytest.raises(ValueError, match="there is no schedule 'round-robin'"):
+        plain.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn, schedule="round-robin")
+    layer = wrapped(net(), tp=2)
+    with pytest.raises(ValueError, match="different batches"):
+        layer.train_step(batch(SAMPLES, seed=dist.get_rank()), targets(SAMPLES), loss_fn)
 
 
 def test_what_stages_cannot_do_is_refused() -> None:
-    distributed.run(2, refusals, timeout=60)
+    distributed.run(2, refusals, timeout=120)
 
 
 def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:

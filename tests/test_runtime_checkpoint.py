@@ -16,17 +16,18 @@ from tests.plans import plan_by_hand, split
 from tests.test_parity import LAYOUTS, difference, whole
 
 #: Layouts of plans, some of them with operators in slices.
-SAVED = [*LAYOUTS, "shard apart in 2", "shard apart in 5"]
+SAVED = [*LAYOUTS, "shard apart in 2", "shard apart in 5", "shard apart in 4, 3 kept"]
 
 
 def make(layout: str | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net: nn.Module = Net(gated=False)
     if layout is not None:
-        name, _, slices = layout.partition(" in ")
+        name, _, slicing = layout.partition(" in ")
+        slices, _, kept = slicing.removesuffix(" kept").partition(", ")
         modes, groups = LAYOUTS[name]
         plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
-        net = OSDP(net, plan=split(plan, net, int(slices or 1)))
+        net = OSDP(net, plan=split(plan, net, int(slices or 1), int(kept or 0)))
     return net, torch.optim.AdamW(net.parameters(), lr=0.05)
 
 

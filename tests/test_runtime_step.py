@@ -145,6 +145,22 @@ def evaluates() -> None:
             assert after == before
 
 
+def evaluates_before_the_optimizer_step() -> None:
+    """What the evaluation had gathered was computed with after the step."""
+    for layout in LAYOUTS:
+        losses = []
+        for evaluates_first in (False, True):
+            net, _ = start(layout)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            step(net)
+            with torch.no_grad():
+                if evaluates_first:
+                    one_loss(net, 5)
+                optimizer.step()
+                losses.append(float(one_loss(net, 5)))
+        assert losses[0] == losses[1], layout
+
+
 def forwards_interleave() -> None:
     """Two forwards and an evaluation before one backward, and two backwards of two forwards."""
 
@@ -304,6 +320,7 @@ def all_step_checks() -> None:
     recovers()
     a_failed_forward_keeps_what_was_accumulated()
     evaluates()
+    evaluates_before_the_optimizer_step()
     forwards_interleave()
     low_precision_backwards_interleave()
     recomputes_the_whole()

@@ -13,7 +13,7 @@ from osdp.cost.memory import memory_row
 from osdp.cost.prices import price_units
 from osdp.cost.situation import Situation, price_root
 from osdp.cost.time import time_row
-from osdp.cost.ways import is_recomputed
+from osdp.cost.ways import is_recomputed, kept_of
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 from osdp.search.milp import solve_milp
@@ -53,7 +53,9 @@ def space_of(situation: Situation, has_unit: bool, rules: Rules):
     return build_space(
         situation.timeline.chain,
         root_unit=has_unit,
+        allowed=rules.allowed,
         slices=rules.slices,
+        keep=rules.keep,
         recompute=possible,
         offload=rules.offload,
         wires=[prices.wire for prices in situation.prices.by_wire],
@@ -62,7 +64,7 @@ def space_of(situation: Situation, has_unit: bool, rules: Rules):
 
 def brute_force(situation: Situation, rules: Rules) -> list[tuple[Outcome, tuple]]:
     found = []
-    for sharded, replicated, has_unit in root_choices(situation.timeline.root, Rules()):
+    for sharded, replicated, has_unit in root_choices(situation.timeline.root, rules):
         root = price_root(situation, sharded, replicated, has_unit=has_unit)
         space = space_of(situation, has_unit, rules)
         for path in all_paths(space):
@@ -87,8 +89,8 @@ VARIANTS = [
 #: Sharding alone, with slices and recomputation, and with host memory too.
 RULES = [
     Rules(),
-    Rules(slices=(2, 4), recompute=True),
-    Rules(slices=(2,), recompute=True, offload=True),
+    Rules(slices=(2,), recompute=True),
+    Rules(slices=(2,), keep=False, recompute=True, offload=True),
 ]
 
 
@@ -109,6 +111,23 @@ def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules
         assert answer.outcome.peak <= limit
         assert answer.outcome.seconds == pytest.approx(best, rel=1e-9)
     assert solve(situation, peaks.min() - 1, rules=rules) is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
+    rules = Rules(slices=(2, 4), allowed=(Mode.NO_SHARD, Mode.FULL_SHARD))
+    situation = random_situation(seed, 1, 3)
+    outcomes = brute_force(situation, rules)
+    peaks = np.array([outcome.peak for outcome in outcomes])
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    kept = False
+    for share in (0.0, 0.05, 0.2, 0.5, 1.0):
+        limit = peaks.min() + share * (peaks.max() - peaks.min())
+        answer = solve(situation, limit, rules=rules)
+        assert answer is not None and answer.outcome.peak <= limit
+        assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
+        kept |= any(kept_of(way) for _, _, way in answer.units)
+    assert kept, "a plan that keeps some slices is the best at some limit"
 
 
 def random_path(space, rng):

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.candidates import given_device, make_setting
 from benchmarks.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
+from osdp.cost.step import evaluate
 from osdp.errors import InfeasibleError
-from osdp.plan import Decision, Mode
+from osdp.plan import Decision, Mode, Unit
 from osdp.search.rules import SLICES
 from tests.distributed import run
 from tests.nets import Net
@@ -41,6 +42,9 @@ def refusals() -> None:
     with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.up' runs in slices but shares a unit"):
         OSDP(net, plan=shared)
     good = split(plan_for(net, lambda d: d), net, 2)
+    kept = split(plan_for(net, lambda d: d), net, 2, 1)
+    with pytest.raises(PlanMismatchError, match=r"keeps 1 slices gathered, but is recomputed"):
+        OSDP(net, plan=replace(kept, recomputed=("blocks.0",)))
     with pytest.raises(
         PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model has"
     ):
@@ -89,6 +93,37 @@ def test_every_rank_keeps_its_own_part_of_a_sliced_weight() -> None:
 def test_a_decision_says_what_is_cut() -> None:
     with pytest.raises(ValueError, match="'a' is said to run in 4 slices of nothing"):
         Decision("a", ("a",), (), 1, Mode.FULL_SHARD, slices=4)
+    for mode, kept in ((Mode.FULL_SHARD, 5), (Mode.NO_SHARD, 1), (Mode.FULL_SHARD, -1)):
+        with pytest.raises(ValueError, match=f"in 4 slices, is said to keep {kept} of them gathered"):
+            Decision("a", ("a",), (), 1, mode, slices=4, sliced_by="output", slices_kept=kept)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
+    """All linear operators but the first, whose input needs no gradient, so that it keeps none."""
+    torch.set_num_threads(1)
+    setting = make_setting(CASES["mlp"], Training(local_batch=1))
+    device = given_device(8)
+    plan = setting.plan(device, strategy="FULL_SHARD", slices=())
+
+    def decided(decision: Decision) -> Decision:
+        cut = setting.model_desc.operator(decision.operator).cut
+        if cut is None or decision.nbytes < 2**18 or decision == plan.decisions[0]:
+            return decision
+        return replace(
+            decision, mode=Mode.FULL_SHARD, slices=4, sliced_by=cut.by, slices_kept=kept, reason=""
+        )
+
+    decisions = tuple(map(decided, plan.decisions))
+    units = tuple(Unit(d.mode, (d.operator,), d.modules) for d in decisions)
+    mixed = replace(plan, decisions=decisions, units=units)
+    assert any(d.slices_kept for d in decisions)
+    predicted = evaluate(mixed, setting.profile, device, setting.training, setting.model_desc)
+    measured = setting.candidate(device, mixed).memory(8)
+    assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    none = replace(mixed, decisions=tuple(replace(d, slices_kept=0) for d in decisions))
+    assert measured.peak > setting.candidate(device, none).memory(8).peak
+    assert f"({kept}" in str(mixed)
 
 
 @pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from osdp.layout import slice_bounds
+from osdp.runtime.slices import SlicedWeight
 from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
 from tests.distributed import run
 
@@ -67,9 +69,11 @@ def test_linear_is_the_unsplit_one(
     want = F.linear(x, weight, bias)
     want_grads = torch.autograd.grad((want * want).sum(), inputs)
     given_weight = weight.t().contiguous().detach().requires_grad_() if transposed else weight
+    num_kept = data.draw(st.integers(0, num_slices))
     got = split_linear(
-        x, given_weight, bias, num_slices=num_slices, by=by, transposed=transposed, prefetch=prefetch
-    )
+        x, given_weight, bias, num_slices=num_slices, by=by, transposed=transposed, prefetch=prefetch,
+        num_kept=num_kept,
+    )  # fmt: skip
     inputs[1] = given_weight
     grads = list(torch.autograd.grad((got * got).sum(), inputs))
     grads[1] = grads[1].t() if transposed else grads[1]
@@ -126,7 +130,8 @@ def test_head_and_loss_are_the_unsplit_ones(
     logits = F.linear(hidden, weight).flatten(0, -2)
     want = F.cross_entropy(logits, labels.flatten(), reduction="sum")
     want_grads = torch.autograd.grad(want, [hidden, weight])
-    got, count = split_cross_entropy(hidden, weight, labels, num_slices=num_slices)
+    num_kept = data.draw(st.integers(0, num_slices))
+    got, count = split_cross_entropy(hidden, weight, labels, num_slices=num_slices, num_kept=num_kept)
     grads = torch.autograd.grad(got, [hidden, weight])
     assert int(count) == int((labels != -100).sum())
     error, size = abs(got - want).item(), abs(want).item()
@@ -164,6 +169,10 @@ def test_autocast_computes_as_autocast_does() -> None:
         (lambda: split_linear(leaf(2, 4), leaf(3, 4), num_slices=4), "3 cannot be cut into 4 slices"),
         (lambda: split_linear(leaf(2, 4), leaf(3, 4), num_slices=2, by="row"), "not 'row'"),
         (
+            lambda: split_linear(leaf(2, 4), leaf(3, 4), num_slices=2, num_kept=3),
+            "of 2 slices 3 cannot be kept; 0 to all can",
+        ),
+        (
             lambda: split_linear(leaf(2, 5), leaf(3, 4), num_slices=2),
             "input has 5 features, the weight takes 4",
         ),
@@ -181,6 +190,41 @@ def test_autocast_computes_as_autocast_does() -> None:
 def test_what_cannot_be_cut_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_kept_slices_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not are gathered again in backward; in a second backward, all are."""
+    gathered: list[int] = []
+    start = SlicedWeight._start_gather
+
+    def counted(self: SlicedWeight, local: torch.Tensor, index: int) -> Any:
+        gathered.append(index)
+        return start(self, local, index)
+
+    monkeypatch.setattr(SlicedWeight, "_start_gather", counted)
+    x, weight = leaf(3, 4), leaf(8, 4, seed=1)
+    y = split_linear(x, weight, num_slices=4, num_kept=3).sum()
+    assert gathered == [0, 1, 2, 3]
+    (first,) = torch.autograd.grad(y, [x], retain_graph=True)
+    assert gathered[4:] == [0]
+    (again,) = torch.autograd.grad(y, [x])
+    assert gathered[5:] == [0, 1, 2, 3]
+    assert difference(again, first) <= 1e-12
+    with torch.no_grad():
+        split_linear(x, weight, num_slices=4, num_kept=3)
+    assert gathered[9:] == [0, 1, 2, 3]
+
+
+def test_kept_slices_are_right_in_what_is_recomputed() -> None:
+    x, weight = leaf(3, 4), leaf(8, 4, seed=1)
+    want = torch.autograd.grad(F.linear(x, weight).square().sum(), [x, weight])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return split_linear(x, weight, num_slices=4, num_kept=2).square()
+
+    got = torch.autograd.grad(checkpoint(forward, x, use_reentrant=False).sum(), [x, weight])
+    for mine, theirs in zip(got, want, strict=True):
+        assert difference(mine, theirs) <= 1e-12
 
 
 def sharded_operators() -> None:
@@ -209,11 +253,11 @@ def sharded_operators() -> None:
             sliced_dim = int((by == "input") != transposed)
             parameter = shard(stored, 1 - sliced_dim)
             mine = x.detach().clone().requires_grad_()
-            for num_slices in (1, 2, 4):
+            for num_slices, num_kept in ((1, 0), (2, 1), (4, 0), (4, 3), (4, 4)):
                 parameter.grad = mine.grad = None
                 got = split_linear(
                     mine, parameter, bias, num_slices=num_slices, by=by, transposed=transposed,
-                    prefetch=prefetch,
+                    prefetch=prefetch, num_kept=num_kept,
                 )  # fmt: skip
                 assert difference(got, want) <= 1e-12
                 (got * got).sum().backward()
@@ -233,7 +277,7 @@ def sharded_operators() -> None:
         want = F.cross_entropy(logits, ids.flatten(), reduction="sum")
         wants = torch.autograd.grad(want, [hidden, table])
         parameter.grad = None
-        got, _ = split_cross_entropy(hidden, parameter, ids, num_slices=3, prefetch=prefetch)
+        got, _ = split_cross_entropy(hidden, parameter, ids, num_slices=3, prefetch=prefetch, num_kept=2)
         got.backward()
         assert difference(got, want) <= 1e-12
         assert difference(hidden.grad, wants[0]) <= 1e-12

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from osdp.cost.prices import Units
 from osdp.cost.situation import Conditions, RootPrice, Situation
 from osdp.cost.timeline import Timeline
-from osdp.cost.ways import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.ways import FULL_SHARD, NO_SHARD
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -126,10 +126,10 @@ def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Mo
     region = 2 * moment.where + 1 if is_unshard else moment.where
     first, last = windows(units)
     running = units.sharded & (first <= region) & (region <= last)
-    kept = (units.mode == SHARD_GRAD_OP) & (last < region)
+    kept = np.where(last < region, units.kept, 0.0)
     # An unshard holds the all-gather's output beside its copy, and the previous unit's as well.
     begins = running & (first == region) & is_unshard
-    row = np.where(running | kept, units.unsharded, 0.0) + np.where(begins, units.unsharded, 0.0)
+    row = kept + np.where(running, units.unsharded, 0.0) + np.where(begins, units.unsharded, 0.0)
     if not is_unshard:
         row += np.where((first <= region) & (region <= last), units.slice_forward, 0.0)
     started = units.sharded & ((first < region) if is_unshard else (first <= region))
@@ -150,7 +150,7 @@ def _backward_row(
     region = moment.where if moment.kind == "backward" else 2 * moment.where + 1
     first, last = windows(units)
     left, right = last < region, first > region
-    row = np.where(left & (units.mode == SHARD_GRAD_OP), units.unsharded, 0.0)
+    row = np.where(left, units.kept, 0.0)
     row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
     row += np.where(left | right, 0.0, _running(situation, units, moment, region))
     if moment.kind == "backward":

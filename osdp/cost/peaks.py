@@ -14,7 +14,7 @@ from osdp.cost.memory import Moment, always, lasting_gradients, memory_row, root
 from osdp.cost.prices import Units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.timeline import Timeline
-from osdp.cost.ways import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.ways import FULL_SHARD, NO_SHARD
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,6 +38,17 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
     return found
 
 
+def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit: float) -> Moment | None:
+    """The lowest moment of compute in backward that is above ``limit``, if any.
+
+    Where many equal blocks are too high, the highest comes of one end of them and this of the other.
+    """
+    memory = _PlanMemory.of(situation, units, root)
+    values = memory.backward_values()
+    above = np.flatnonzero(values > limit)
+    return memory.backward_moment(int(above[np.argmin(values[above])])) if len(above) else None
+
+
 def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
     """By region, what recomputed blocks do not keep, and what computing them again needs."""
     num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
@@ -59,7 +70,7 @@ class _PlanMemory:
     keeps_gradients: bool
     after: Floats  # (U,): gradients from the unit's own backward on
     base: float  # alive in every moment
-    kept_before: Floats  # (U + 1,): SHARD_GRAD_OP parameters of the units before
+    kept_before: Floats  # (U + 1,): parameters that units before keep gathered
     gradients_from: Floats  # (U + 1,): gradients of the units from here on
     last_sharded: Ints  # (U + 1,): index of the nearest sharded unit before, or -1
     next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
@@ -72,7 +83,6 @@ class _PlanMemory:
     def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
         conditions, count = situation.conditions, len(units.start)
         after = lasting_gradients(units, conditions).after
-        kept = np.where(units.mode == SHARD_GRAD_OP, units.unsharded, 0.0)
         index = np.arange(count)
         previous = np.concatenate([[-1], np.where(units.sharded, index, -1)])
         following = np.concatenate([np.where(units.sharded, index, count), [count]])
@@ -87,7 +97,7 @@ class _PlanMemory:
             keeps_gradients=conditions.keeps_gradients,
             after=after,
             base=root_always(situation, root) + float(always(units, situation).sum()),
-            kept_before=np.concatenate([[0.0], np.cumsum(kept)]),
+            kept_before=np.concatenate([[0.0], np.cumsum(units.kept)]),
             gradients_from=np.concatenate([np.cumsum(after[::-1])[::-1], [0.0]]),
             last_sharded=np.maximum.accumulate(previous),
             next_sharded=np.minimum.accumulate(following[::-1])[::-1],
@@ -126,7 +136,17 @@ class _PlanMemory:
         )
 
     def backward(self) -> tuple[float, Moment]:
-        """Compute of each region."""
+        """Compute of the highest region."""
+        values = self.backward_values()
+        best = int(np.argmax(values))
+        return float(values[best]), self.backward_moment(best)
+
+    def backward_moment(self, region: int) -> Moment:
+        """Compute of a region."""
+        return self._moment("backward", region, self.low[region], self.high[region])
+
+    def backward_values(self) -> Floats:
+        """Bytes while each region computes, shape ``(2K + 1,)``."""
         regions = np.arange(len(self.low))
         own = self.high > self.low
         start, stop = (
@@ -145,8 +165,7 @@ class _PlanMemory:
         values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
         values += self.computing_again - self.dropped
-        best = int(np.argmax(values))
-        return float(values[best]), self._moment("backward", best, self.low[best], self.high[best])
+        return np.asarray(values)
 
     def backward_unshard(self) -> tuple[float, Moment]:
         """Copy-out of each resharded unit in backward."""

@@ -17,6 +17,7 @@ from osdp.cost.host_prices import in_host_memory
 from osdp.cost.slice_prices import SlicePrices, price_slices
 from osdp.cost.ways import (
     FULL_SHARD,
+    KEPT,
     NO_SHARD,
     OFFLOADED,
     RECOMPUTED,
@@ -158,8 +159,10 @@ class Units:
             bucket, or gradients of earlier microbatches.
         gather_seconds: One unshard.
         reduce_seconds: One gradient reduction.
+        kept: Bytes of parameters that stay gathered between its forward and its backward.
+        num_kept: How many of its slices do.
         slice_forward: Most bytes of slices alive in forward.
-        slice_regather: Gathering the slices again in backward.
+        slice_regather: Gathering the slices that were not kept again in backward.
         temporary: Bytes its optimizer step needs, if those of all units add up.
         wire: Number of its wire.
         step_seconds: Its optimizer step.
@@ -182,6 +185,8 @@ class Units:
     gather_seconds: Floats
     reduce_seconds: Floats
     step_seconds: Floats
+    kept: Floats
+    num_kept: NDArray[np.int64]
     slice_forward: Floats
     slice_regather: Floats
     temporary: Floats
@@ -287,6 +292,8 @@ def _price_units_on(
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
         step_seconds=prices.optimizer.per_dtensor * count
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
+        kept=np.where(m == SHARD_GRAD_OP, unsharded, 0.0),
+        num_kept=ways % WIRE // KEPT,
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),
         temporary=np.where(offloaded, 0.0, np.where(sharded, *temporaries)),

@@ -2,6 +2,8 @@
 
 Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same (but for an
 embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced piece.
+The last slices of forward may be kept gathered; backward uses them first and frees one after the other. (An
+operator whose input needs no gradient neither keeps nor gathers slices for backward, and is priced too dear.)
 The weight is stored sharded along the dimension that is not cut; a bias is whole on every rank, its gradient
 in a bucket of its own.
 """
@@ -71,10 +73,19 @@ class SlicePrices:
         share = 1 / self.num_shards
         trains = self.trains[k]
         made = np.where(self.in_profile[k], 0.0, whole)
-        backward = np.maximum(
-            whole * (1 + share), np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
+        scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
+        # The longer slices come first (osdp.layout.slice_bounds), the kept ones last.
+        base, longer = np.divmod(self.size[k], count)
+        num_kept = units.num_kept
+        kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
+        forward = np.maximum(whole * (1 + share), np.where(num_kept > 0, kept + whole * share, 0.0))
+        one = np.where(num_kept > 0, base * self.column[k], 0.0)
+        backward = np.maximum.reduce(
+            [np.where(num_kept < count, whole * (1 + share), 0.0), kept, kept - one + scattering]
         )
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
+        again = self.size[k] * self.column[k] - kept
+        regather_seconds = (count - num_kept) * gather.latency + again / gather.bandwidth
         reduce_seconds = np.where(
             trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
         )
@@ -105,8 +116,9 @@ class SlicePrices:
                 optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
                 units.step_seconds,
             ),
-            slice_forward=priced(whole * (1 + share), zero),
-            slice_regather=priced(gather_seconds * self.in_backward[k], zero),
+            kept=priced(kept, units.kept),
+            slice_forward=priced(forward, zero),
+            slice_regather=priced(regather_seconds * self.in_backward[k], zero),
         )
 
 
@@ -151,6 +163,6 @@ def _column(operator: Operator, world_size: int, training: Training) -> tuple[fl
         rows * world_size * reduced,
         bias,
         weight.trainable,
-        cut.by != "rows" or cut.slices > 0,
+        cut.in_backward,
         cut.slices,
     )

@@ -1,6 +1,6 @@
 """``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from osdp.cost.ways import (
     WAY_OF,
     WIRE,
     is_recomputed,
+    kept_of,
     plain,
     sliced_way,
 )
@@ -82,6 +83,7 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     outside = {operator.name: operator for operator in timeline.root}
     faults = _differences(plan, {*position, *outside}, situation)
     slices = {decision.operator: decision.slices for decision in plan.decisions}
+    kept = {decision.operator: decision.slices_kept for decision in plan.decisions}
     chained: list[tuple[int, int, int]] = []
     sharded: list[Operator] = []
     replicated: list[Operator] = []
@@ -105,13 +107,15 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         elif places:
             faults += _slice_faults(situation, unit, slices)
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
+            num_kept = kept[unit.operators[0]]
             try:
-                way = sliced_way(count) if count > 1 else _way_of(situation, unit)
+                way = sliced_way(count, num_kept) if count > 1 else _way_of(situation, unit)
             except PlanMismatchError as error:
                 faults += error.differences
             else:
                 chained.append((places[0], places[-1] + 1, way))
     chained = [_again(situation, plan, unit) for unit in chained]
+    faults += _kept_faults(situation, chained)
     faults += _recompute_faults(situation, plan, chained)
     if faults:
         raise PlanMismatchError(faults)
@@ -167,6 +171,19 @@ def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -
     if len(unit.operators) > 1 or not unit.mode.sharded:
         faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
     return faults
+
+
+def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    """Operators that keep slices gathered where that cannot be priced, since it would be for nothing."""
+    for start, _, way in units:
+        operator = situation.timeline.chain[start]
+        name = operator.name
+        if kept_of(way) and operator.cut is not None and not operator.cut.in_backward:
+            yield f"operator {name!r} keeps slices gathered, but needs none of them in backward"
+        if kept_of(way) and is_recomputed(way):
+            yield f"operator {name!r} keeps slices gathered, but is recomputed, which gathers them again"
+        if kept_of(way) and situation.timeline.others:
+            yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
 
 
 def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""How a unit may live, as one integer: mode and slices, whether it is recomputed, and where its states are.
+"""How a unit may live, as one integer: mode and slices, recomputed or not, and where its states are.
 
 The search treats ways as names; only here they are taken apart.
 """
@@ -13,8 +13,10 @@ SLICED = 4
 RECOMPUTED = 16
 #: Added to the way of a sharded unit whose shards, gradients and optimizer states live in host memory.
 OFFLOADED = 32
+#: The number of slices that stay gathered from forward to backward is a multiple of this in a way.
+KEPT = 64
 #: The number of the wire of a sharded unit (:mod:`osdp.cost.wires`) is a multiple of this in its way.
-WIRE = 64
+WIRE = 4096 * KEPT
 
 _MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP)
 
@@ -22,20 +24,22 @@ _MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP
 WAY_OF = {Mode.NO_SHARD: NO_SHARD, Mode.SHARD_GRAD_OP: SHARD_GRAD_OP, Mode.FULL_SHARD: FULL_SHARD}
 
 
-def sliced_way(slices: int) -> int:
-    """The way of an operator in ``slices`` slices, a power of two.
+def sliced_way(slices: int, kept: int = 0) -> int:
+    """The way of an operator in ``slices`` slices, a power of two, ``kept`` of which stay gathered.
 
     Raises:
-        ValueError: It is none, or too large.
+        ValueError: It is none, or too large; or more are kept than there are.
     """
     exponent = slices.bit_length() - 1
     if slices != 2**exponent or not 1 <= exponent < RECOMPUTED - SLICED:
         raise ValueError(f"slices are counted in powers of two from 2 to 2048, not {slices}")
-    return SLICED + exponent
+    if not 0 <= kept <= slices:
+        raise ValueError(f"of {slices} slices {kept} cannot be kept")
+    return SLICED + exponent + KEPT * kept
 
 
 def plain(way: int) -> int:
-    """The way without recomputation, offload and wire: a mode, and slices."""
+    """The way without recomputation, offload, kept slices and wire: a mode, and slices."""
     return way % RECOMPUTED
 
 
@@ -47,6 +51,11 @@ def mode_of(way: int) -> Mode:
 def slices_of(way: int) -> int:
     """In how many slices its operator runs."""
     return 1 << max(plain(way) - SLICED, 0)
+
+
+def kept_of(way: int) -> int:
+    """How many of its slices stay gathered from forward to backward."""
+    return way % WIRE // KEPT
 
 
 def wire_of(way: int) -> int:

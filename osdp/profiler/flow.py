@@ -144,6 +144,8 @@ class _FlowRecorder(TorchDispatchMode):
         self._values: list[Value] = []
         self._kept: list[torch.Tensor] = []
         self._bars: dict[tuple[int, int], Bar] = {}
+        #: Steps after which what is computed was written into a tensor that every stage makes for itself.
+        self._written: list[int] = []
         self._loose: dict[tuple[str, int], None] = {}
         self._first_use: dict[str, int] = {}
         #: Bytes by memory: what the model was given, and what stages make again.
@@ -191,12 +193,20 @@ class _FlowRecorder(TorchDispatchMode):
             uses = [self._use(tensor) for tensor in tensors_in((args, kwargs))]
             learned = any(uses)
             made_here = self._inside or any(use is not None for use in uses)
+            if made_here and not self._inside:
+                self._note_writes(func, args)
         else:
             made_here = self._inside
         if made_here:
             for tensor in tensors_in(output):
                 self._make(tensor, learned)
         return output
+
+    def _note_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        for argument, tensor in zip(func._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and id(tensor) not in self._numbers:
+                self._written.append(len(self._steps) - 1)
 
     def _use(self, tensor: torch.Tensor) -> bool | None:
         """Note that ``tensor`` is read; whether parameters went in, ``None`` if no step made it."""
@@ -239,6 +249,10 @@ class _FlowRecorder(TorchDispatchMode):
 
     def flow(self, modules: Sequence[str]) -> Flow:
         """What was seen, with the values that arrive somewhere."""
+        for step in self._written:
+            self._bar(
+                step, len(self._steps) - 1, "what is computed before is written into a tensor of its own"
+            )
         used = sorted({arrival.value for step in self._steps for arrival in step.arrivals})
         number = {value: index for index, value in enumerate(used)}
         steps = tuple(

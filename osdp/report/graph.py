@@ -1,7 +1,8 @@
-"""A ModelDesc as a graph."""
+"""A ModelDesc, or a cluster, as a graph."""
 
 import networkx as nx
 
+from osdp.cluster import Cluster
 from osdp.model_desc import ModelDesc, edges
 
 
@@ -17,4 +18,16 @@ def graph(model_desc: ModelDesc) -> nx.DiGraph:
         flops = segment.forward.flops(model_desc.local_batch)
         result.add_node(index, module=segment.module, operators=segment.operators, flops=flops)
     result.add_edges_from(edges(model_desc))
+    return result
+
+
+def topology(cluster: Cluster) -> nx.Graph:
+    """The links of a cluster.
+
+    Returns:
+        A tree: the ``"network"``, a node for each machine and one for each of its devices; edges have the
+        attribute ``bandwidth``, bytes per second in one direction.
+    """
+    result = nx.Graph()
+    result.add_weighted_edges_from(cluster.edges(), weight="bandwidth")
     return result

@@ -217,10 +217,11 @@ def _unit_row(plan: Plan, numbers: Sequence[int]) -> tuple[str, ...]:
 
 def _way(plan: Plan, unit: Unit) -> str:
     """The mode of a unit, whether it runs in slices or is recomputed, and where its states are."""
-    slices = _by_name(plan)[unit.operators[0]].slices
+    decision = _by_name(plan)[unit.operators[0]]
+    slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
     words = [
-        f" in {slices} slices" * (slices > 1),
+        f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),
         ", recomputed" * again,
         ", in host memory" * unit.offloaded,
         f" over {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),

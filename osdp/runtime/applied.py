@@ -86,6 +86,10 @@ class AppliedPlan:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(requires_gradient_sync)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.model(*args, **kwargs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all."""
@@ -186,6 +190,10 @@ class AppliedPlan:
         elif not torch.is_grad_enabled():
             if not self._pending:
                 self._replicated.swap_out()
+                # What stayed whole would be out of date after an optimizer step.
+                for module in self.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
         else:
             self._pending = True
             for tensor in tensors_with_grad(output):

@@ -5,7 +5,7 @@ world size, in other stages, and into the plain model. Optimizer states are flat
 and state, so that stages can each write theirs; what several stages hold is written under its owner's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,8 +59,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load what :func:`train_state` gave, under any plan."""
     owners = model.owners if isinstance(model, InStages) else {}
-    here = {owner: name for name, owner in owners.items()}
-    of_optimizer = _renamed(state["optimizer"], here)
+    of_optimizer = _for_copies(state["optimizer"], owners, dict(model.named_parameters()))
     set_state_dict(
         model,
         optimizer,
@@ -79,6 +78,19 @@ def _renamed(flat: State, names: Mapping[str, str]) -> State:
         return key if old is None else prefixes[old] + key.removeprefix(old)
 
     return {renamed(key): value for key, value in flat.items()}
+
+
+def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -> State:
+    """The flat optimizer state with the owners' entries for each copy; not for owners that are elsewhere."""
+    found = dict(flat)
+    for kind in _KINDS:
+        for name, owner in owners.items():
+            before = f"{kind}.{owner}."
+            for key in [key for key in flat if key.startswith(before)]:
+                found[f"{kind}.{name}." + key.removeprefix(before)] = flat[key]
+                if owner not in held:
+                    found.pop(key, None)
+    return found
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

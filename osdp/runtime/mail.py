@@ -4,11 +4,13 @@ Receivers post early: a backend such as gloo moves nothing before. Shapes go ahe
 kind; ranks remember them for each shape of the inputs, so later ones need no header.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from osdp.runtime.channels import Channel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _MAX_DIMS = 8
@@ -21,10 +23,12 @@ class Address:
     Attributes:
         number: Distinguishes the messages between two ranks that are under way at once.
         kind: Equal for messages of one shape and dtype.
+        channel: From which stage to which it goes.
     """
 
     number: int
     kind: Hashable
+    channel: Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,24 @@ class Mail:
     Args:
         group: The ranks of one pipeline, in order; ``None`` if there is one.
         device: This rank's device.
+        channels: The communicators of a backend that keeps messages in order; empty where tags tell them
+            apart.
 
     Attributes:
         known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data
             moves, as in a fake group, they must be filled in from a run in which it does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        channels: Mapping[Channel, dist.ProcessGroup] | None = None,
+    ) -> None:
         self._group = group
+        self._channels = dict(channels or {})
+        #: Channels on which a header is expected: what comes after it has no known shape yet.
+        self._headers: set[Channel] = set()
         self._device = device
         self.known: Messages = {}
         self._asked: set[Hashable] = set()
@@ -68,22 +82,32 @@ class Mail:
         if peer == self._here:
             self._at_home[address.number] = tensor
             return
-        if address.kind not in self.known:
+        agreed = self.known.get(address.kind)
+        if agreed is not None and agreed != (tensor.shape, tensor.dtype):
+            raise RuntimeError(
+                f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
+                f"{agreed[1]} for inputs of the same shapes: shapes and dtypes of what modules return must "
+                "follow from those of the inputs, since other ranks are not told"
+            )
+        if agreed is None:
             self.known[address.kind] = (tensor.shape, tensor.dtype)
-            self._post_send(_header(tensor, self._device), peer, 2 * address.number)
-        self._post_send(tensor.contiguous(), peer, 2 * address.number + 1)
+            self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
+        self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
 
     def expect(self, peer: int, address: Address) -> None:
         """Get ready for a message from ``peer``; asked twice it is the same."""
         if peer == self._here or address.number in self._expected:
+            return
+        if address.channel in self._channels and address.channel in self._headers:
             return
         if address.kind in self.known:
             self._expected[address.number] = self._posted(peer, address)
         elif address.kind not in self._asked:
             # Only the first message of a kind has a header.
             self._asked.add(address.kind)
+            self._headers.add(address.channel)
             header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
-            work = self._receive(header, peer, 2 * address.number)
+            work = self._receive(header, peer, address, 2 * address.number)
             self._expected[address.number] = _Expected(header, work, is_header=True)
 
     def take(self, peer: int, address: Address) -> torch.Tensor:
@@ -95,6 +119,7 @@ class Mail:
         if expected is not None and expected.is_header:
             expected.work.wait()
             self.known[address.kind] = _shape(expected.buffer)
+            self._headers.discard(address.channel)
             expected = None
         if expected is None:
             expected = self._posted(peer, address)
@@ -111,23 +136,31 @@ class Mail:
         """Forget what is under way, after an exception."""
         self._expected.clear()
         self._at_home.clear()
+        self._headers.clear()
         self._sent.clear()
 
     def _posted(self, peer: int, address: Address) -> _Expected:
         shape, dtype = self.known[address.kind]
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        return _Expected(buffer, self._receive(buffer, peer, 2 * address.number + 1), is_header=False)
+        work = self._receive(buffer, peer, address, 2 * address.number + 1)
+        return _Expected(buffer, work, is_header=False)
 
-    def _receive(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)
+    def _receive(self, buffer: torch.Tensor, peer: int, address: Address, tag: int) -> dist.Work:
+        group = self._channels.get(address.channel, self._group)
+        work = dist.irecv(buffer, self._global(peer), group=group, tag=tag)
         assert work is not None
         return work
 
-    def _post_send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
+    def _post_send(self, tensor: torch.Tensor, peer: int, address: Address, tag: int) -> None:
+        group = self._channels.get(address.channel, self._group)
+        work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
         assert work is not None
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
+
+    def _global(self, peer: int) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, peer)
 
 
 def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

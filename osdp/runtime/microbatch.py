@@ -33,7 +33,11 @@ class Microbatch:
     def signature(self) -> object:
         """Equal for microbatches whose values have equal shapes."""
         return tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if isinstance(leaf, (str, int, float, bool, type(None)))
+            else type(leaf)
             for leaf in tree_leaves((self.args, self.kwargs))
         )
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from osdp.flow import Transfer
 from osdp.runtime.alone import AloneStage
 from osdp.runtime.applied import AppliedPlan
+from osdp.runtime.channels import Channel
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.mail import Address, Mail, Messages
 from osdp.runtime.microbatch import Microbatch
@@ -102,6 +103,7 @@ class Pipeline:
         transfers: All transfers of the pipeline.
         group: The ranks of this pipeline, in order; ``None`` if there is one.
         device: This rank's device.
+        channels: Communicators between stages, where a backend needs several.
         reduces_each: Whether gradients are reduced after every microbatch.
 
     Attributes:
@@ -118,12 +120,13 @@ class Pipeline:
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
+        channels: Mapping[Channel, dist.ProcessGroup] | None = None,
         reduces_each: bool = False,
     ) -> None:
         self.stages = dict(stages)
         self._number = {transfer: index for index, transfer in enumerate(transfers)}
         self.num_transfers = len(transfers)
-        self.mail = Mail(group, device)
+        self.mail = Mail(group, device, channels)
         self.rank = group.rank() if group is not None else 0
         self._device = device
         self._reduces_each = reduces_each
@@ -193,8 +196,11 @@ class Pipeline:
 
     def _address(self, step: Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
         number = self._number[transfer]
-        kind = (number, back, step.microbatches[microbatch].signature)
-        return Address(2 * (microbatch * self.num_transfers + number) + back, kind)
+        place = self._device.type
+        autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
+        kind = (number, back, step.microbatches[microbatch].signature, autocast)
+        channel = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
+        return Address(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
 
     def expect(self, step: Step, action: Action) -> None:
         """Get ready for the messages of an action."""

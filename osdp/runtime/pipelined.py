@@ -1,7 +1,9 @@
 """``apply_pipeline``: a model under a pipeline plan, its stages sharded each by itself."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +18,17 @@ from osdp.pipeline_plan import PipelinePlan
 from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
+from osdp.runtime.channels import Channel, ordered_channels
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
+from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.pipeline import Pipeline, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
-from osdp.runtime.tensor_parallel import parallelize
-from osdp.runtime.ties import TiedCopy, tied_copies
-from osdp.schedule import Schedule, make_schedule
+from osdp.runtime.tensor_parallel import imagine, parallelize
+from osdp.runtime.ties import TiedCopies, tied_copies
+from osdp.schedule import Schedule, default_stages_per_rank, make_schedule
 
 
 class AppliedPipeline:
@@ -60,6 +64,7 @@ class AppliedPipeline:
                 plan.transfers,
                 group,
                 device_of(mesh),
+                channels=self._channels(group),
                 reduces_each=any(stage.plan.reduce_each_microbatch for stage in plan.stages)
                 and plan.training.microbatches > 1,
             ),
@@ -67,12 +72,12 @@ class AppliedPipeline:
             self.stored_parameters,
             data_group=mesh["dp"].get_group(),
             stage_group=group,
+            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
             tied=self._tied,
             device=device_of(mesh),
-            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
         )
 
-    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopy, ...]:
+    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopies, ...]:
         named = {}
         for running in self.stages.values():
             for name, parameter in running.stage.model.named_parameters():
@@ -83,9 +88,14 @@ class AppliedPipeline:
 
                 named[name] = stored
         copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group, self._level)
-        for copy in copies:
-            copy.start_equal()
+        for tied in copies:
+            tied.start_equal()
         return copies
+
+    def _channels(self, group: dist.ProcessGroup) -> Mapping[Channel, dist.ProcessGroup]:
+        if self.mesh.device_type == "cpu":
+            return {}  # gloo tells messages apart by their tags
+        return ordered_channels(self.plan, self.plan.make_schedule().placement, group, self._level)
 
     def _level(self) -> None:
         level_groups(self.mesh, device_of(self.mesh))
@@ -100,6 +110,19 @@ class AppliedPipeline:
                 "or reduce_dtype; use '1f1b' or 'interleaved'"
             )
         return schedule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, if one stage is all of it.
+
+        Raises:
+            RuntimeError: It is cut into stages, of which this rank has only some.
+        """
+        if len(self.plan.stages) > 1:
+            raise RuntimeError(
+                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
+                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
+            )
+        return self.stages[0].stage.forward((), args, kwargs).result
 
     @property
     def computes(self) -> bool:
@@ -121,7 +144,7 @@ class AppliedPipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their joint norm is at most ``max_norm``."""
-        copies = {id(copy.parameter()) for copy in self._tied if not copy.owned}
+        copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
         return clip_grad_norm_(
             self.stored_parameters(),
             max_norm,
@@ -135,7 +158,7 @@ class AppliedPipeline:
     @property
     def owners(self) -> dict[str, str]:
         """For each tied copy that another stage owns, its name there."""
-        return {copy.name: copy.owner for copy in self._tied if copy.name != copy.owner}
+        return {name: tied.owner for tied in self._tied for name in tied.names if name != tied.owner}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Not for stages.
@@ -182,7 +205,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     named = plan.training.param_dtype
     computed: torch.dtype | None = None if named is None else getattr(torch, named)
-    twins = twins_of(model, plan.modules, computed)
+    twins = twins_of(_computed_by_one(model, plan), plan.modules, computed)
     # All are built of the plain model before any of them is changed.
     built = [
         build_stage(
@@ -201,15 +224,54 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     stages: dict[int, RunningStage] = {}
     homes: dict[str, Stage] = {}
     level_groups(mesh, device_of(mesh))
+    taken: set[int] = set()
+    shared = _shared(built)
     for stage in built:
         modules = plan.stages[stage.index].modules
+        if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
+            _hold_apart(stage.model, taken)
         stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
         level_groups(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
+    if all(isinstance(running.applied, AloneStage) for running in stages.values()):
+        # What each stage moved or made from ``meta`` for itself is one parameter again.
+        for first, *others in shared:
+            for entry in others:
+                entry.register(first.parameter)
     merge(model, homes, plan.modules)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
+
+
+def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
+    """What one rank computes of the model: values between modules, such as biases of heads, are parts."""
+    if plan.tensor is None:
+        return model
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    # What goes from stage to stage is whole, also where blocks share the sequence inside.
+    part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
+    return part
+
+
+def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
+    """Each parameter that several of this rank's stages hold, in all of them."""
+    found: dict[int, list[Owned]] = {}
+    for stage in stages:
+        for entry in owned_parameters(stage.model).values():
+            found.setdefault(id(entry.parameter), []).append(entry)
+    return [entries for entries in found.values() if len(entries) > 1]
+
+
+def _hold_apart(model: nn.Module, taken: set[int]) -> None:
+    """Give a stage copies of what another stage of this rank has: each shards and reduces its own."""
+    for owned in owned_parameters(model).values():
+        parameter = owned.parameter
+        if id(parameter) in taken:
+            owned.register(nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+        taken.add(id(parameter))
 
 
 def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
@@ -242,14 +304,17 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             device,
             reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
         ),
-        # One stage has one order, whatever it is called.
-        lambda count, _name, num_slices: make_schedule(
-            "1f1b", 1, count or microbatches, num_slices=num_slices
-        ),
+        lambda count, name, num_slices: _of_one_stage(count or microbatches, name, num_slices),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,
     )
+
+
+def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:
+    """One stage has one order, whatever it is called, if there is something of that name."""
+    default_stages_per_rank(name or "1f1b")
+    return make_schedule("1f1b", 1, num_microbatches, num_slices=num_slices)
 
 
 def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:

@@ -97,7 +97,7 @@ def _kind(leaf: Any) -> object:
 
 
 def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None) -> dict[str, Twin]:
-    """A twin for each of ``modules``, shared by those of one class, list and set of parameters.
+    """A twin for each of ``modules``, shared by those of one list that print alike and have such parameters.
 
     Args:
         model: The model.
@@ -110,7 +110,7 @@ def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | No
     for name in modules:
         module = model.get_submodule(name)
         specs = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
-        kind = (name.rpartition(".")[0], type(module), specs)
+        kind = (name.rpartition(".")[0], type(module), repr(module), specs)
         if kind not in made:
             made[kind] = Twin(module, mode, dtype)
         found[name] = made[kind]

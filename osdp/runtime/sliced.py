@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp.layout import shard_numel
+from osdp.layout import is_inside, shard_numel
 from osdp.plan import Decision, Plan
 from osdp.runtime.owners import Owned
 from osdp.runtime.reports import reporter
@@ -33,6 +33,13 @@ def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
         weights = [name for name in decision.parameters if name.rpartition(".")[2] == _WEIGHT]
         if len(weights) != 1:
             yield f"operator {decision.operator!r} is to run in slices and has {len(weights)} weights"
+        if decision.slices_kept and any(
+            is_inside(fqn, block) for fqn in decision.modules for block in plan.recomputed
+        ):
+            yield (
+                f"operator {decision.operator!r} keeps {decision.slices_kept} slices gathered, but is "
+                "recomputed, which gathers all of them right before"
+            )
         for fqn in decision.modules:
             fault = _module_fault(model, fqn, decision)
             if fault is not None:
@@ -157,4 +164,6 @@ def _slicing(module: nn.Module, decision: Decision) -> Slicing:
     """How ``module``, one of those that share a weight, is cut as the operator is."""
     kind = kind_of(module)
     by = decision.sliced_by if kind is None else slice_along(kind, decision.sliced_by)
-    return Slicing(decision.slices, by)
+    # Of a tied weight only the head needs its slices in backward.
+    kept = 0 if kind == "embedding" and len(decision.modules) > 1 else decision.slices_kept
+    return Slicing(decision.slices, by, num_kept=kept)

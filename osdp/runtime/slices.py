@@ -5,10 +5,15 @@ rank holds an equal part of every slice and a slice is gathered by one all-gathe
 DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints see the whole shape.
 
 Inside, a gathered slice has the sharded dimension first: ``[sharded, sliced]``.
+
+Slices are resharded after use (FULL_SHARD), and backward gathers them again; the last ``num_kept`` of them
+may stay gathered from forward to backward (SHARD_GRAD_OP), which uses and frees them first. To replicate a
+part of a weight would take two parameters in place of one, with other names and checkpoints; a kept slice
+moves as many bytes as a replicated one, a gather and a reduce-scatter being an all-reduce, and stores less.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +38,7 @@ class SlicedWeight:
         reduce_dtype: Dtype their gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes: two are whole then.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
+        num_kept: How many slices, the last ones, stay gathered from forward to backward.
     """
 
     sliced_dim: int
@@ -43,6 +49,11 @@ class SlicedWeight:
     reduce_dtype: torch.dtype
     prefetch: bool = False
     by_exchange: bool = False
+    num_kept: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_kept <= len(self.bounds):
+            raise ValueError(f"of {len(self.bounds)} slices {self.num_kept} cannot be kept; 0 to all can")
 
     @classmethod
     def of(
@@ -55,11 +66,13 @@ class SlicedWeight:
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = False,
         by_exchange: bool = False,
+        num_kept: int = 0,
     ) -> "SlicedWeight":
         """The slices of ``weight``, a plain matrix or a DTensor that is sharded along the other dimension.
 
         Raises:
-            ValueError: It is no matrix, has too few elements along the dimension, or is sharded otherwise.
+            ValueError: It is no matrix, has too few elements along the dimension, is sharded otherwise, or
+                has fewer slices than are to be kept.
         """
         if weight.dim() != 2:
             raise ValueError(f"only matrices run in slices; this weight has shape {tuple(weight.shape)}")
@@ -75,30 +88,56 @@ class SlicedWeight:
         dtype = dtype or weight.dtype
         bounds = slice_bounds(weight.shape[sliced_dim], num_slices)
         size = weight.shape[1 - sliced_dim]
-        return cls(sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch, by_exchange)
+        return cls(
+            sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch, by_exchange, num_kept
+        )
 
     @property
     def num_shards(self) -> int:
         """Ranks that hold a part of each slice."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def whole_slices(self, local: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+    def whole_slices(
+        self, local: torch.Tensor, kept: dict[int, torch.Tensor] | None = None
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Number, start, end and values of each slice in turn.
 
         Unpack them in the loop itself: ``enumerate`` and ``zip`` would hold on to the slice before.
 
         Args:
             local: This rank's part of the whole weight.
+            kept: Takes the slices that are kept for :meth:`whole_again`, by number.
         """
+        return self._gathered(local, range(len(self.bounds)), {} if kept is None else kept)
+
+    def whole_again(
+        self, local: torch.Tensor, kept: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """As :meth:`whole_slices` in backward: first those in ``kept``, which lets go of them, then the rest.
+
+        Args:
+            local: This rank's part of the whole weight.
+            kept: What is still gathered from forward; a second backward finds nothing there.
+        """
+        others = [index for index in range(len(self.bounds)) if index not in kept]
+        for index in sorted(kept):
+            yield index, *self.bounds[index], kept.pop(index)
+        yield from replace(self, num_kept=0)._gathered(local, others, {})
+
+    def _gathered(
+        self, local: torch.Tensor, order: Sequence[int], kept: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         ahead: list[_Gathering] = []
-        for index, (start, stop) in enumerate(self.bounds):
+        for place, index in enumerate(order):
             gathering = ahead.pop() if ahead else self._start_gather(local, index)
-            if self.prefetch and index + 1 < len(self.bounds):
-                ahead.append(self._start_gather(local, index + 1))
+            if self.prefetch and place + 1 < len(order):
+                ahead.append(self._start_gather(local, order[place + 1]))
             held = [gathering.wait()]
             del gathering
+            if index >= len(self.bounds) - self.num_kept:
+                kept[index] = held[0]
             # Nothing here keeps what is handed out: who asked may free it before the next one.
-            yield index, start, stop, held.pop()
+            yield index, *self.bounds[index], held.pop()
 
     def _start_gather(self, local: torch.Tensor, index: int) -> "_Gathering":
         piece = self._part(local, index)

@@ -9,7 +9,8 @@ number of slices does not divide.
     head and loss   log-sum-exp over the slices j of the vocabulary, one after the other (online softmax,
                     Milakov and Gimelshein, arXiv:1805.02867): the logits of one slice exist at a time
 
-Backward gathers each slice once more and reduces its gradient before the next one.
+Backward gathers each slice once more, but for those that are kept from forward, and reduces its gradient
+before the next one.
 """
 
 from typing import Any
@@ -34,6 +35,7 @@ def split_linear(
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
     by_exchange: bool = False,
+    num_kept: int = 0,
 ) -> torch.Tensor:
     """``F.linear(x, weight, bias)`` in slices.
 
@@ -49,12 +51,15 @@ def split_linear(
         reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
         prefetch: Whether the next slice is gathered while one computes.
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
+        num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
+            recomputed, whose backward comes right after.
 
     Returns:
         Output of shape ``(..., out_features)``.
 
     Raises:
-        ValueError: ``by`` is unknown, the weight cannot be cut so, or the shapes do not fit.
+        ValueError: ``by`` is unknown, the weight cannot be cut so, the shapes do not fit, or more slices are
+            to be kept than there are.
     """
     if by not in ("output", "input"):
         raise ValueError(f"a linear operator is cut by 'output' or 'input' features, not {by!r}")
@@ -73,6 +78,7 @@ def split_linear(
         reduce_dtype=reduce_dtype,
         prefetch=prefetch,
         by_exchange=by_exchange,
+        num_kept=num_kept if _goes_back(x) else 0,
     )
     flat = x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
@@ -138,6 +144,7 @@ def split_cross_entropy(
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
     by_exchange: bool = False,
+    num_kept: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
 
@@ -150,6 +157,8 @@ def split_cross_entropy(
         reduce_dtype: Dtype gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes.
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
+        num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
+            recomputed, whose backward comes right after.
 
     Returns:
         The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
@@ -168,6 +177,7 @@ def split_cross_entropy(
         reduce_dtype=reduce_dtype,
         prefetch=prefetch,
         by_exchange=by_exchange,
+        num_kept=num_kept if _goes_back(hidden, weight) else 0,
     )
     flat = labels.reshape(-1)
     counts = flat != ignore_index
@@ -192,6 +202,11 @@ def _autocast(
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype
 
 
+def _goes_back(*inputs: torch.Tensor) -> bool:
+    """Whether there will be a backward that needs the slices: that of these inputs does."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part; gradients of it become those of the DTensor."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
@@ -210,12 +225,12 @@ class _LinearSlices(torch.autograd.Function):
         out_dim: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sliced, ctx.out_dim, ctx.has_bias = sliced, out_dim, bias is not None
+        ctx.sliced, ctx.out_dim, ctx.has_bias, ctx.kept = sliced, out_dim, bias is not None, {}
         by_output = sliced.sliced_dim == out_dim
         width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
         y = x.new_zeros(x.shape[0], width, dtype=x.dtype if by_output else _sum_dtype(x))
         with _no_autocast(x):
-            for _, start, stop, part in sliced.whole_slices(weight):
+            for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
                 rows = part if out_dim == 0 else part.t()
                 if by_output:
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
@@ -233,7 +248,7 @@ class _LinearSlices(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        slices = sliced.whole_slices(weight) if needs_x else _bounds(sliced)
+        slices = sliced.whole_again(weight, ctx.kept) if needs_x else _bounds(sliced)
         for index, start, stop, part in slices:
             mine = slice(start, stop)
             its_x, its_grad = (x, grad[:, mine]) if by_output else (x[:, mine], grad)
@@ -290,11 +305,12 @@ class _HeadAndLoss(torch.autograd.Function):
         counts: torch.Tensor,
         sliced: SlicedWeight,
     ) -> torch.Tensor:
+        ctx.kept = {}
         exact = torch.promote_types(hidden.dtype, torch.float32)
         highest = hidden.new_full(labels.shape, -torch.inf, dtype=exact)
         total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
         with _no_autocast(hidden):
-            for _, start, stop, part in sliced.whole_slices(weight):
+            for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
                 logits = (hidden @ part.t()).to(exact)
                 del part
                 higher = torch.maximum(highest, logits.amax(1))
@@ -316,7 +332,7 @@ class _HeadAndLoss(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        for index, start, stop, part in sliced.whole_slices(weight):
+        for index, start, stop, part in sliced.whole_again(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
             place, inside = _places(labels, start, stop)
             share = logits.sub_(log_total[:, None]).exp_()

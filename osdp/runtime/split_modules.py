@@ -33,11 +33,14 @@ class Slicing:
         dtype: Dtype an embedding's rows are gathered in; that of the weight if ``None``.
         reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
+        num_kept: How many slices stay gathered from forward to backward; none of an embedding, which needs
+            them in forward alone.
     """
 
     num_slices: int
     by: str
     prefetch: bool = False
+    num_kept: int = 0
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     by_exchange: bool = False
@@ -53,10 +56,11 @@ class SplitLinear(nn.Linear):
         num_slices: Number of slices.
         by: ``"output"`` or ``"input"``: which features are cut.
         prefetch: Whether the next slice is gathered while one computes.
+        num_kept: How many slices, the last ones, stay gathered from forward to backward.
         **options: ``device`` and ``dtype``, as for ``nn.Linear``.
 
     Raises:
-        ValueError: There are more slices than features.
+        ValueError: There are more slices than features, or more are kept than there are.
     """
 
     def __init__(
@@ -68,10 +72,11 @@ class SplitLinear(nn.Linear):
         num_slices: int,
         by: str = "output",
         prefetch: bool = False,
+        num_kept: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
-        self.slicing = Slicing(num_slices, by, prefetch)
+        self.slicing = Slicing(num_slices, by, prefetch, num_kept)
         check_slicing(self, self.slicing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,13 +134,20 @@ class LMHeadLoss(nn.Module):
         num_slices: Number of slices.
         ignore_index: Label of positions that do not count.
         prefetch: Whether the next slice is gathered while one computes.
+        num_kept: How many slices, the last ones, stay gathered from forward to backward.
 
     Raises:
-        ValueError: The head has a bias, or fewer rows than slices.
+        ValueError: The head has a bias, fewer rows than slices, or fewer slices than are kept.
     """
 
     def __init__(
-        self, head: nn.Linear, *, num_slices: int = 1, ignore_index: int = -100, prefetch: bool = False
+        self,
+        head: nn.Linear,
+        *,
+        num_slices: int = 1,
+        ignore_index: int = -100,
+        prefetch: bool = False,
+        num_kept: int = 0,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter
@@ -145,7 +157,7 @@ class LMHeadLoss(nn.Module):
             raise ValueError("a head with a bias cannot run together with its loss; only its weight can")
         self.weight = head.weight
         self.ignore_index = ignore_index
-        self.slicing = Slicing(num_slices, "rows", prefetch)
+        self.slicing = Slicing(num_slices, "rows", prefetch, num_kept)
         check_slicing(self, self.slicing)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +177,7 @@ class LMHeadLoss(nn.Module):
             reduce_dtype=slicing.reduce_dtype,
             prefetch=slicing.prefetch,
             by_exchange=slicing.by_exchange,
+            num_kept=slicing.num_kept,
         )
 
 
@@ -240,6 +253,11 @@ def check_slicing(module: nn.Module, slicing: Slicing) -> None:
         )
     weight = cast(torch.Tensor, module.weight)
     slice_bounds(weight.shape[sliced_dim(module, slicing.by)], slicing.num_slices)
+    if not 0 <= slicing.num_kept <= (0 if kind == "embedding" else slicing.num_slices):
+        raise ValueError(
+            f"of {slicing.num_slices} slices {slicing.num_kept} cannot be kept gathered from forward to "
+            f"backward: {'an embedding needs none there' if kind == 'embedding' else '0 to all can'}"
+        )
 
 
 def slice_along(kind: str, by: str) -> str:
@@ -265,6 +283,7 @@ def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         reduce_dtype=slicing.reduce_dtype,
         prefetch=slicing.prefetch,
         by_exchange=slicing.by_exchange,
+        num_kept=slicing.num_kept,
     )
 
 

@@ -15,7 +15,7 @@ from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline import Pipeline
 from osdp.runtime.prefix import KeyValues
-from osdp.runtime.ties import TiedCopy
+from osdp.runtime.ties import TiedCopies
 from osdp.runtime.tokens import Slicing
 from osdp.schedule import Schedule, generation_schedule
 
@@ -30,9 +30,9 @@ class Steps:
         parameters: Returns the parameters as the optimizer sees them.
         data_group: The data-parallel ranks of a stage.
         stage_group: The ranks of a pipeline; ``None`` if there is one.
+        tensor_group: The ranks that compute a layer together; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         device: This rank's device.
-        tensor_group: The ranks that compute layers together; ``None`` if there is one.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Steps:
         *,
         data_group: dist.ProcessGroup,
         stage_group: dist.ProcessGroup | None = None,
-        tied: Sequence[TiedCopy] = (),
-        device: torch.device,
         tensor_group: dist.ProcessGroup | None = None,
+        tied: Sequence[TiedCopies] = (),
+        device: torch.device,
     ) -> None:
         self._pipeline = pipeline
         self._make_schedule = make_schedule
         self._parameters = parameters
         self._data_group = data_group
         self._stage_group = stage_group
+        self._tensor_group = tensor_group
         self._tied = tuple(tied)
         self._device = device
-        self._tensor_group = tensor_group
         self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = False
 
@@ -80,8 +80,8 @@ class Steps:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
         losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
-        for copy in self._tied:
-            copy.add_gradients()
+        for copies in self._tied:
+            copies.add_gradients()
         # Data-parallel reduction has averaged over ranks. Nothing counted leaves gradients of zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
         return (total / count).float()
@@ -98,7 +98,8 @@ class Steps:
     def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
         """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
         plan, parts = self._prepared(inputs, None, num_microbatches)
-        outputs = joined(self._pipeline.predict(plan.forward_only(), parts))
+        found = self._pipeline.predict(plan.forward_only(), parts)
+        outputs = joined(found, [part.samples for part in parts])
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
         return _to_all(outputs, self._stage_group, plan.placement[-1], self._device)
@@ -171,8 +172,10 @@ class Steps:
             self._schedules[key] = self._make_schedule(*key)
         plan = self._schedules[key]
         parts = split(inputs, targets, plan.num_microbatches, self._device)
-        if not self._compared and self._stage_group is not None:
-            check_same(parts, self._stage_group, self._device)
+        if not self._compared:
+            for group in (self._stage_group, self._tensor_group):
+                if group is not None and group.size() > 1:
+                    check_same(parts, group, self._device)
             self._compared = True
         return plan, parts
 
@@ -185,38 +188,48 @@ class Steps:
                 torch._foreach_mul_(here, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
-def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as those of the batch: tensors joined along dim 0."""
-    if not outputs:
-        return None
+def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+    """The outputs of all microbatches as those of the batch.
+
+    Tensors are joined along dim 0, single numbers are averaged over the samples; what cannot be joined, such
+    as a cache, is ``None``.
+    """
+    if len(outputs) < 2:
+        return outputs[0] if outputs else None
     trees = [tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    return tree_unflatten([_join(column) for column in columns], trees[0][1])
+    return tree_unflatten([_join(column, samples) for column in columns], trees[0][1])
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
     first = leaves[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        return torch.cat(list(leaves))
-    return first
+    if not isinstance(first, torch.Tensor):
+        plain = isinstance(first, (str, int, float, bool))
+        return first if plain and all(leaf == first for leaf in leaves) else None
+    if first.dim():
+        whole = all(len(leaf) == count for leaf, count in zip(leaves, samples, strict=True))
+        return torch.cat(list(leaves)) if whole else first
+    if not first.is_floating_point():
+        return first
+    return sum(leaf * count for leaf, count in zip(leaves, samples, strict=True)) / sum(samples)
 
 
 def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise unless all ranks of a pipeline were given the same inputs.
+    """Raise unless all ranks of ``group`` were given the same inputs.
 
     Raises:
         ValueError: They were not.
     """
     tensors = [leaf for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
-    sums = [float(t.double().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+    sums = [float(t.double().nan_to_num().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
     mine = torch.tensor([float(len(sums)), sum(sums)], dtype=torch.float64, device=device)
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     if not torch.equal(least, most):
         raise ValueError(
-            "the ranks of a pipeline were given different batches: each stage makes its own masks and "
-            "positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
+            "the ranks of a pipeline, or of a layer, were given different batches: each makes its own masks "
+            "and positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
             '(mesh["dp"].get_local_rank()), not by global rank'
         )
 

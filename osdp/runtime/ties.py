@@ -6,6 +6,7 @@ equal. The first stage's copy is the owner: norms and checkpoints count it alone
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,48 +17,74 @@ from osdp.pipeline_plan import PipelinePlan, Tie
 
 
 @dataclass(frozen=True)
-class TiedCopy:
-    """This rank's copy of a tied parameter.
+class TiedCopies:
+    """This rank's copies of a tied parameter; several, if it has several stages that are sharded apart.
 
     Attributes:
-        name: Its first FQN here.
-        owner: Its first FQN in the stage that owns it.
-        owned: Whether this copy is the owner's.
+        names: First FQNs of the copies here.
+        owner: First FQN in the stage that owns it.
+        owned: Whether the first copy is the owner's.
         alike: Whether all copies are sharded alike, so that shards can be added.
-        group: The ranks that hold copies, the owner first.
-        parameter: Returns what the optimizer sees of it.
+        group: The ranks that hold copies; ``None`` if this one holds all.
+        source: The owner's, among all ranks.
+        parameters: Returns what the optimizer sees of them, each parameter once.
     """
 
-    name: str
+    names: tuple[str, ...]
     owner: str
     owned: bool
     alike: bool
-    group: dist.ProcessGroup
-    parameter: Callable[[], nn.Parameter]
+    group: dist.ProcessGroup | None
+    source: int
+    parameters: Callable[[], Sequence[nn.Parameter]]
+
+    @property
+    def not_owned(self) -> Sequence[nn.Parameter]:
+        """The copies that neither norms nor checkpoints count."""
+        return self.parameters()[1:] if self.owned else self.parameters()
 
     def start_equal(self) -> None:
         """Take the owner's values."""
         with torch.no_grad():
-            self._over_ranks(self.parameter(), lambda t: dist.broadcast(t, group=self.group, group_src=0))
+            first, *others = self.parameters()
+            given = self._given(first)
+            if self.group is not None:
+                dist.broadcast(given, src=self.source, group=self.group)
+            for parameter in (first, *others):
+                self._replace(parameter, given)
 
     def add_gradients(self) -> None:
-        """Let the gradient be the sum of all copies'."""
-        parameter = self.parameter()
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        with torch.no_grad():
-            self._over_ranks(parameter.grad, lambda t: dist.all_reduce(t, group=self.group))
-
-    def _over_ranks(self, tensor: torch.Tensor, collective: Callable[[torch.Tensor], object]) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if self.alike:
-            collective(local)
+        """Let the gradients be the sum of all copies'; frozen ones have none."""
+        if not self.parameters()[0].requires_grad:
             return
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        collective(whole)
-        if isinstance(tensor, DTensor):
-            parts = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            local.copy_(parts.to_local())
+        with torch.no_grad():
+            gradients = []
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+            total = self._given(gradients[0])
+            for other in gradients[1:]:
+                total = total + self._given(other)
+            if self.group is not None:
+                dist.all_reduce(total, group=self.group)
+            for gradient in gradients:
+                self._replace(gradient, total)
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ranks exchange of it: the shard if all are alike, else the whole."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.to_local() if self.alike else tensor.full_tensor()
+
+    def _replace(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        """Let ``tensor`` have the values of ``given``, which is as :meth:`_given` returns it."""
+        if isinstance(tensor, DTensor) and not self.alike:
+            parts = distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            given = parts.to_local()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.data_ptr() != given.data_ptr():
+            local.copy_(given)
 
 
 def tied_copies(
@@ -66,7 +93,7 @@ def tied_copies(
     parameters: Mapping[str, Callable[[], nn.Parameter]],
     group: dist.ProcessGroup,
     level: Callable[[], None],
-) -> tuple[TiedCopy, ...]:
+) -> tuple[TiedCopies, ...]:
     """This rank's copies; every rank of the pipeline calls it.
 
     Args:
@@ -80,15 +107,27 @@ def tied_copies(
     found = []
     for tie in plan.ties:
         ranks = tuple(dict.fromkeys(placement[stage] for stage in tie.stages))
-        if here in ranks and len(ranks) > 1:
-            at = [placement[stage] for stage in tie.stages].index(here)
+        if here in ranks:
+            own = None
             members = [dist.get_global_rank(group, rank) for rank in ranks]
-            own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
-            name = tie.names[at]
-            owned = here == ranks[0]
-            found.append(TiedCopy(name, tie.names[0], owned, _alike(plan, tie), own, parameters[name]))
+            if len(ranks) > 1:
+                own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+            held = zip(tie.stages, tie.names, strict=True)
+            mine: dict[int, str] = {}
+            for stage, name in held:
+                if placement[stage] == here:
+                    mine.setdefault(id(parameters[name]()), name)
+            names = tuple(mine.values())
+            if own is not None or len(names) > 1:
+                get = partial(_all, [parameters[name] for name in names])
+                owned, alike = here == ranks[0], _alike(plan, tie)
+                found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get))
         level()
     return tuple(found)
+
+
+def _all(getters: Sequence[Callable[[], nn.Parameter]]) -> list[nn.Parameter]:
+    return [get() for get in getters]
 
 
 def _alike(plan: PipelinePlan, tie: Tie) -> bool:

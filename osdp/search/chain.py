@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.search.kinds import Frame, Kind, Labels, expand, undominated
-from osdp.search.linear import Relaxation, relax
+from osdp.search.linear import relax
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -88,8 +88,28 @@ class ChainSolution:
     bound: float
 
 
+@dataclass(frozen=True)
+class Guide:
+    """What the relaxation of a chain says of its rows and items.
+
+    Attributes:
+        weights: What a unit of each row is worth, shape ``(R,)``.
+        items: Rows of each item in the best mixture, shape ``(items, R)``.
+    """
+
+    weights: Floats
+    items: Floats
+
+    def of_rows(self, rows: Sequence[int]) -> "Guide":
+        """The same for some of the rows; as good as their own if the others are worth nothing."""
+        return Guide(self.weights[rows], self.items[:, rows])
+
+
 def solve_chain(
-    problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = LAST_WORD
+    problem: ChainProblem,
+    upper: float = np.inf,
+    widths: Sequence[int] = LAST_WORD,
+    guide: Guide | None = None,
 ) -> ChainSolution:
     """The best path if its value is below ``upper``.
 
@@ -97,6 +117,7 @@ def solve_chain(
         problem: The chain.
         upper: Only better paths count.
         widths: Labels to keep at a time, in one attempt after the other until the answer is proven.
+        guide: The relaxation, if it is known; with any other guide the bound is valid and weaker.
 
     Returns:
         A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search
@@ -104,11 +125,10 @@ def solve_chain(
     """
     if not problem.kinds:
         return _empty(problem, upper)
-    distinct, counts = _distinct(problem)
-    relaxed = _relaxation(problem, distinct, counts)
-    if not relaxed.feasible:
+    guide = guide or relaxation(problem)
+    if guide is None:
         return ChainSolution(np.inf, None, upper)
-    search = _Search(problem, distinct, counts, relaxed)
+    search = _Search(problem, guide)
     best, paths, bound = np.inf, None, search.bound
     for width in widths:
         known = min(best, upper)
@@ -125,22 +145,24 @@ def solve_chain(
     return ChainSolution(best, paths, bound)
 
 
-def row_prices(problem: ChainProblem) -> Floats | None:
-    """What a unit of each row is worth in the relaxation, shape ``(R,)``; ``None`` if caps cannot be kept."""
-    if not problem.kinds:
-        return np.ones(len(problem.constant))
-    relaxed = _relaxation(problem, *_distinct(problem))
-    return relaxed.weights if relaxed.feasible else None
-
-
-def _relaxation(problem: ChainProblem, distinct: list[tuple[int, int]], counts: Floats) -> Relaxation:
-    return relax(
+def relaxation(problem: ChainProblem) -> Guide | None:
+    """The relaxation of a chain; ``None`` if the caps cannot be kept."""
+    distinct, counts = _distinct(problem)
+    if not distinct:
+        weights = np.zeros(len(problem.constant))
+        weights[0] = 1.0
+        return Guide(weights, np.zeros((0, len(weights))))
+    relaxed = relax(
         lambda weights: _cheapest(problem, distinct, weights),
         counts,
         problem.constant,
         problem.caps,
         problem.num_time_rows,
     )
+    if not relaxed.feasible:
+        return None
+    each = dict(zip(distinct, relaxed.totals / counts[:, None], strict=True))
+    return Guide(relaxed.weights, np.stack([each[kind] for kind in problem.kinds]))
 
 
 def _distinct(problem: ChainProblem) -> tuple[list[tuple[int, int]], Floats]:
@@ -190,6 +212,17 @@ def _last_edges(template: Template, edges: Floats) -> list[Ints]:
     return last
 
 
+def _from_start(template: Template, edges: Floats) -> Floats:
+    """Least cost from the item's beginning to each position, shape ``(size + 1,)``."""
+    distance = np.full(template.size + 1, np.inf)
+    distance[0] = 0.0
+    for position in range(1, template.size + 1):
+        index = np.flatnonzero(template.stop == position)
+        if len(index):
+            distance[position] = (distance[template.start[index]] + edges[index]).min()
+    return distance
+
+
 def _to_end(template: Template, edges: Floats) -> Floats:
     """Least cost from each position to the item's end, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
@@ -207,10 +240,9 @@ def _to_end(template: Template, edges: Floats) -> Floats:
 class _Search:
     """Labels over the kinds of a chain under fixed prices."""
 
-    def __init__(
-        self, problem: ChainProblem, distinct: list[tuple[int, int]], counts: Floats, relaxed: Relaxation
-    ) -> None:
-        weights = relaxed.weights
+    def __init__(self, problem: ChainProblem, guide: Guide) -> None:
+        weights = guide.weights
+        distinct, counts = _distinct(problem)
         self._problem, self._weights = problem, weights
         cheapest = _cheapest(problem, distinct, weights) @ weights
         caps = np.where(np.isfinite(problem.caps), problem.caps, 0.0)
@@ -220,31 +252,50 @@ class _Search:
         self._distinct = [distinct[k] for k in order]
         self._counts = [int(counts[k]) for k in order]
         self._cheapest = [float(cheapest[k]) for k in order]
+        self._ahead = [
+            _least_to_end(problem.templates[template], problem.templates[template].rows[index])
+            for template, index in self._distinct
+        ]
         #: What the rows of the kinds so far come to in the relaxation: labels near it are kept first.
-        self._targets = np.cumsum(relaxed.totals[order], axis=0)
+        number = {kind: place for place, kind in enumerate(self._distinct)}
+        totals = np.zeros((len(distinct), len(weights)))
+        np.add.at(totals, [number[kind] for kind in problem.kinds], guide.items)
+        self._targets = np.cumsum(totals, axis=0)
 
     def run(self, upper: float, width: int) -> tuple[tuple[float, tuple[tuple[int, ...], ...]] | None, float]:
         """The best paths found, one per item, and the least bound of anything dropped."""
         problem = self._problem
         gap = upper - self.bound
         dropped = np.inf
+        room = np.where(np.isfinite(problem.caps), problem.caps, upper) - problem.constant
+        left = room - np.array(self._counts) @ np.stack([ahead[0] for ahead in self._ahead])
         kinds: list[Kind] = []
-        for (template, index), count, cheapest in zip(
-            self._distinct, self._counts, self._cheapest, strict=True
-        ):
-            kind, lost = self._kind(problem.templates[template], index, count, cheapest, gap, width)
+        for number in range(len(self._distinct)):
+            kind, lost = self._kind(number, left, gap, width)
             kinds.append(kind)
             dropped = min(dropped, self.bound + lost)
-        room = np.where(np.isfinite(problem.caps), problem.caps, upper) - problem.constant
-        least = np.cumsum([kind.least for kind in reversed(kinds)], axis=0)[::-1]
+            if not kind.paths:
+                return None, dropped
+        nothing = np.zeros((1, len(room)))
+        least, most = (
+            np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], nothing])[1:]
+            for sums in (np.array([kind.least for kind in kinds]), np.array([kind.most for kind in kinds]))
+        )
+        bounded = np.where(np.isfinite(problem.caps), room, -np.inf)
         labels = Labels.start(len(room))
         for number, kind in enumerate(kinds):
-            later = least[number + 1] if number + 1 < len(kinds) else np.zeros(len(room))
             last = number + 1 == len(kinds)
             labels, lost = expand(
                 labels,
                 kind,
-                Frame(room - later, gap, width, self._targets[number], self._weights),
+                Frame(
+                    room - least[number],
+                    bounded - most[number],
+                    gap,
+                    width,
+                    self._targets[number],
+                    self._weights,
+                ),
                 times=problem.constant[: problem.num_time_rows] if last else None,
             )
             dropped = min(dropped, self.bound + lost)
@@ -255,24 +306,35 @@ class _Search:
         best = int(np.argmin(values))
         return (float(values[best]), self._paths(kinds, labels, best)), dropped
 
-    def _kind(
-        self, template: Template, index: int, count: int, cheapest: float, gap: float, width: int
-    ) -> tuple[Kind, float]:
-        """The paths through one kind with an excess within ``gap``, and the least excess of those dropped."""
+    def _kind(self, number: int, left: Floats, gap: float, width: int) -> tuple[Kind, float]:
+        """The paths through one kind that can be in an answer, and the least excess of those dropped.
+
+        Args:
+            number: Of the kind.
+            left: Room that is left when every item adds its least, shape ``(R,)``.
+            gap: Excess that an answer may have.
+            width: Paths to keep.
+        """
+        index, count, cheapest = self._distinct[number][1], self._counts[number], self._cheapest[number]
+        template, ahead = self._problem.templates[self._distinct[number][0]], self._ahead[number]
         rows, edges = template.rows[index], template.rows[index] @ self._weights
-        remaining = _to_end(template, edges)
+        before, remaining = _from_start(template, edges), _to_end(template, edges)
+        room = left + ahead[0]
+        # What no path within the gap and the room can take.
+        dearest = before[template.start] + edges + remaining[template.stop] - cheapest
+        useful = np.flatnonzero(dearest < gap)
         none = np.zeros((1, rows.shape[1]))
         fronts: list[tuple[Floats, list[tuple[int, ...]]]] = [(none, [()])]
         lost = np.inf
         for position in range(1, template.size + 1):
             parts, paths = [none[:0]], []
-            for edge in np.flatnonzero(template.stop == position).tolist():
-                before, taken = fronts[template.start[edge]]
-                parts.append(before + rows[edge])
+            for edge in useful[template.stop[useful] == position].tolist():
+                sums, taken = fronts[template.start[edge]]
+                parts.append(sums + rows[edge])
                 paths += [(*path, edge) for path in taken]
             sums = np.concatenate(parts)
             excess = sums @ self._weights + remaining[position] - cheapest
-            keep = np.flatnonzero(excess < gap)
+            keep = np.flatnonzero((excess < gap) & (sums + ahead[position] <= room).all(axis=1))
             keep = keep[undominated(sums[keep])]
             if len(keep) > width:
                 order = keep[np.argsort(excess[keep], kind="stable")]
@@ -280,8 +342,8 @@ class _Search:
                 keep = np.sort(order[:width])
             fronts.append((sums[keep], [paths[k] for k in keep.tolist()]))
         sums, paths = fronts[-1]
-        least = count * _least(template, rows)
-        return Kind.of(sums, paths, np.maximum(sums @ self._weights - cheapest, 0.0), count, least), lost
+        found = np.maximum(sums @ self._weights - cheapest, 0.0)
+        return Kind.of(sums, paths, found, count, count * ahead[0]), lost
 
     def _paths(self, kinds: list[Kind], labels: Labels, best: int) -> tuple[tuple[int, ...], ...]:
         """The path of each item of the chain."""
@@ -293,12 +355,12 @@ class _Search:
         return tuple(next(queues[name]) for name in self._problem.kinds)
 
 
-def _least(template: Template, rows: Floats) -> Floats:
-    """The least any path adds to each row."""
-    distance = np.full((template.size + 1, rows.shape[1]), np.inf)
-    distance[0] = 0.0
-    for position in range(1, template.size + 1):
-        index = np.flatnonzero(template.stop == position)
+def _least_to_end(template: Template, rows: Floats) -> Floats:
+    """The least any path from each position on adds to each row, shape ``(size + 1, R)``."""
+    ahead = np.full((template.size + 1, rows.shape[1]), np.inf)
+    ahead[-1] = 0.0
+    for position in range(template.size - 1, -1, -1):
+        index = np.flatnonzero(template.start == position)
         if len(index):
-            distance[position] = (distance[template.start[index]] + rows[index]).min(axis=0)
-    return np.asarray(distance[-1])
+            ahead[position] = (rows[index] + ahead[template.stop[index]]).min(axis=0)
+    return ahead

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
+from osdp.cost.peaks import mildest_violation
 from osdp.cost.prices import price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.time import TimeCut, time_row
@@ -17,16 +18,17 @@ from osdp.search.chain import (
     TOLERANCE,
     ChainProblem,
     ChainSolution,
-    row_prices,
+    Guide,
+    relaxation,
 )
-from osdp.search.polish import polish
+from osdp.search.polish import Pattern, patterns_of, polish
 from osdp.search.problem import arrangements, candidates_of, chain_problem
 from osdp.search.rules import Rules
 from osdp.search.seeds import best_seed
 from osdp.search.space import build_space, root_dtype
 
 Floats = NDArray[np.float64]
-Solver = Callable[[ChainProblem, float, Sequence[int]], ChainSolution]
+Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
 
 #: Chains of at most so many items are small: there the search may be wider still.
 _SMALL = 6
@@ -37,8 +39,11 @@ _LAST_ROUNDS = 3
 _PROOF_ROUNDS = 4
 #: Rounds without a lower peak after which the search for the lowest one ends.
 _LEAN_ROUNDS = 12
-#: Rounds of cuts on larger chains; what further ones win, :mod:`osdp.search.polish` wins faster.
-_MOST_LOOKS = 16
+#: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
+#: :mod:`osdp.search.polish` wins faster.
+_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
+#: Farther above the limit, a plan says little of which blocks are too high in one that is nearly there.
+_NEAR = 1.2
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -59,6 +64,7 @@ class CutSearch:
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             whole_blocks=rules.whole_blocks,
             slices=rules.slices,
+            keep=rules.keep,
             recompute=situation.timeline.recompute.possible if rules.recompute else (),
             offload=rules.offload,
             wires=[prices.wire for prices in situation.prices.by_wire],
@@ -71,7 +77,11 @@ class CutSearch:
         #: Whether the rows prove that nothing fits.
         self.impossible = False
         self._needed: set[TimeCut | Moment] = set()
-        self._last_word = (*LAST_WORD, SMALL_WORD) if self._space.num_items <= _SMALL else LAST_WORD
+        #: Patterns of items in the answers so far, whether they fit or not.
+        self._patterns: dict[Pattern, None] = {}
+        #: What follows a first look at the same rows.
+        self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
+        self._guides: dict[tuple[int, int], Guide | None] = {}
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
         self._moments: dict[Moment, tuple[Floats, float]] = {}
 
@@ -88,19 +98,21 @@ class CutSearch:
         self.bound = min(upper, probe.bound)
         if probe.bound >= upper:
             return None
-        best = self._anything_that_fits()
-        if self.impossible:
-            self.bound = upper
-            return None
+        best, most_looks = None, _LOOKS_TO_BEAT
         if np.isinf(upper):
+            most_looks = _MOST_LOOKS
             # Nothing that fits is known yet: a search that starts from a plan never ends without one.
+            best = self._anything_that_fits()
+            if self.impossible:
+                self.bound = upper
+                return None
             seed = best_seed(self._situation, self._space, self._root, self._limit)
             best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
-            best = best if best[0].seconds < upper else None
-            upper = best[0].seconds if best is not None else upper
+            upper = best[0].seconds
+            self._cut_time(best[0].cut)
         widths, rounds, looks = FIRST_LOOK, 0, 0
-        while rounds < _LAST_ROUNDS and (looks < _MOST_LOOKS or best is None):
+        while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
             rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
             found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
             self.bound = min(upper, max(found.bound, self.bound))
@@ -113,9 +125,13 @@ class CutSearch:
                     return best
                 widths = self._last_word
                 continue
-            # One moment at a time: every further row makes equal items different.
+            # A moment or two at a time: every further row makes equal items different.
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
-            if not (progress | (not fits and self._cut_moment(outcome.moment))):
+            if not fits:
+                progress |= self._cut_moment(outcome.moment)
+                if outcome.peak <= _NEAR * self._limit:
+                    self._cut_mildest(found.chosen)
+            if not progress:
                 raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
             widths = FIRST_LOOK
         return best
@@ -140,7 +156,7 @@ class CutSearch:
         """An answer that is not proven best, after a bounded number of improvements."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
-        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome)
+        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns)
 
     def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
@@ -154,7 +170,7 @@ class CutSearch:
         patience = _LEAN_ROUNDS
         while True:
             upper = best[0].peak
-            found = self._relaxed(list(self._moments.values()), [], upper, self._last_word)
+            found = self._relaxed(list(self._moments.values()), [], upper, (*FIRST_LOOK, *self._last_word))
             outcome = found.outcome
             if outcome is None:
                 return best
@@ -187,6 +203,14 @@ class CutSearch:
         self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
         return True
 
+    def _cut_mildest(self, chosen: tuple[tuple[int, int, int], ...]) -> None:
+        """Cut at the other end of many equal items that are too high, which one by one would take long."""
+        start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        moment = mildest_violation(self._situation, units, self._root, self._limit)
+        if moment is not None and moment not in self._moments:
+            self._cut_moment(moment)
+
     def _relaxed(
         self,
         objectives: list[tuple[Floats, float]],
@@ -199,17 +223,21 @@ class CutSearch:
         constant = np.array([constant for _, constant in (*objectives, *bounded)])
         caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
         times = len(objectives)
-        prices = row_prices(chain_problem(self._space, rows, constant, caps, times))
-        if prices is None:
+        # Rows are only ever added: their numbers say which they are.
+        key = times, len(bounded)
+        if key not in self._guides:
+            self._guides[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        guide = self._guides[key]
+        if guide is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
         # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
         names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
-        active = [k for k, name in enumerate(names) if prices[k] > 0 or k == 0 or name in self._needed]
+        active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
             problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
-            solution = self._solver(problem, upper, widths)
+            solution = self._solver(problem, upper, widths, guide.of_rows(active))
             if solution.paths is None:
                 return _Relaxed(solution.value, solution.bound)
             index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
@@ -223,6 +251,7 @@ class CutSearch:
             active = sorted([*active, worst])
         options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
+        self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
     def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:

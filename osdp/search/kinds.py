@@ -37,6 +37,11 @@ class Kind:
     count: int
     least: Floats
 
+    @property
+    def most(self) -> Floats:
+        """The most all items together add to each row."""
+        return np.asarray(self.count * self.rows.max(axis=0))
+
     @classmethod
     def of(
         cls, rows: Floats, paths: Sequence[tuple[int, ...]], excess: Floats, count: int, least: Floats
@@ -117,6 +122,7 @@ class Frame:
 
     Attributes:
         room: What row sums may reach, later kinds at their least, shape ``(R,)``.
+        safe: Row sums that no choice for later kinds lifts above the caps; minus infinity for times.
         gap: Excess that the best solution known leaves.
         width: Labels to keep.
         target: Row sums of the relaxation at this place.
@@ -124,6 +130,7 @@ class Frame:
     """
 
     room: Floats
+    safe: Floats
     gap: float
     width: int
     target: Floats
@@ -147,8 +154,6 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
     Returns:
         The labels, and the least excess of those dropped for want of width.
     """
-    if not kind.paths:
-        return labels.pick(np.zeros(0, dtype=np.int64)), np.inf
     columns = np.zeros((labels.size, len(kind.paths)), dtype=np.int16)
     labels = Labels(
         labels.rows + kind.count * kind.rows[0],
@@ -167,10 +172,11 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
             break
         labels = _with_path(labels, kind, path, frame, gain)
         if labels.size > 2 * frame.width:
-            labels, dropped = _narrowed(labels, frame)
+            growth = kind.count * (kind.rows[path + 1 :] - kind.rows[0]).max(axis=0, initial=0.0)
+            labels, dropped = _narrowed(labels, frame, frame.safe - growth)
             lost = min(lost, dropped)
     labels = _promising(labels, kind, frame, np.zeros(len(frame.room)))
-    labels, dropped = _narrowed(labels, frame)
+    labels, dropped = _narrowed(labels, frame, frame.safe)
     return labels, min(lost, dropped)
 
 
@@ -235,11 +241,14 @@ def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
     return where, where + 1
 
 
-def _narrowed(labels: Labels, frame: Frame) -> tuple[Labels, float]:
-    """Undominated labels, at most ``width``, and the least excess of those dropped."""
+def _narrowed(labels: Labels, frame: Frame, safe: Floats) -> tuple[Labels, float]:
+    """Undominated labels, at most ``width``, and the least excess of those dropped.
+
+    Below ``safe`` bytes are as good as fewer. A label that leaves more items free can do what another can.
+    """
     labels, dropped = _best(labels, frame, _SPARE * frame.width)
-    # A label that leaves more items free can do what the other can.
-    labels = labels.pick(undominated(np.concatenate([labels.rows, labels.used[:, None]], axis=1)))
+    rows = np.maximum(labels.rows, safe)
+    labels = labels.pick(undominated(np.concatenate([rows, labels.used[:, None]], axis=1)))
     labels, also = _best(labels, frame, frame.width)
     return labels, min(dropped, also)
 
@@ -258,15 +267,20 @@ def undominated(rows: Floats) -> Ints:
     >>> undominated(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [1.0, 2.0]])).tolist()
     [0, 1]
     """
+    keep = np.arange(len(rows))
     if len(rows) < 2:
-        return np.arange(len(rows))
+        return keep
     scale = np.abs(rows).max(axis=0)
-    keys = np.round(rows / np.where(scale > 0, scale * _RESOLUTION, 1.0))
-    _, first = np.unique(keys, axis=0, return_index=True)
-    keep = np.sort(first)
-    if 1 < len(keep) <= _PAIRWISE:
-        chosen = keys[keep]
-        beaten = np.asarray((chosen[:, None, :] <= chosen[None, :, :]).all(axis=2))
-        np.fill_diagonal(beaten, False)
-        keep = keep[~beaten.any(axis=0)]
+    # Plus zero, since the bytes of -0.0 and 0.0 differ.
+    keys = np.round(rows / np.where(scale > 0, scale * _RESOLUTION, 1.0)) + 0.0
+    if len(keep) > _PAIRWISE:
+        whole = keys.view(np.dtype((np.void, keys.shape[1] * keys.itemsize))).ravel()
+        keep = np.sort(np.unique(whole, return_index=True)[1])
+    if len(keep) <= _PAIRWISE:
+        columns = np.ascontiguousarray(keys[keep].T)
+        beats = np.ones((len(keep), len(keep)), dtype=bool)
+        for column in columns:
+            beats &= column[:, None] <= column
+        beats &= ~np.tril(beats.T)
+        keep = keep[~beats.any(axis=0)]
     return keep

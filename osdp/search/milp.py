@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from osdp.search.chain import ChainProblem, ChainSolution
+from osdp.search.chain import ChainProblem, ChainSolution, Guide
 
 Floats = NDArray[np.float64]
 
@@ -21,9 +21,17 @@ _INFEASIBLE = 2
 
 
 def solve_milp(
-    problem: ChainProblem, upper: float = np.inf, widths: Sequence[int] = (), *, time_limit: float = 60.0
+    problem: ChainProblem,
+    upper: float = np.inf,
+    widths: Sequence[int] = (),
+    guide: Guide | None = None,
+    *,
+    time_limit: float = 60.0,
 ) -> ChainSolution:
-    """As :func:`osdp.search.chain.solve_chain`, by HiGHS: to no gap at all or for ``time_limit`` seconds."""
+    """As :func:`osdp.search.chain.solve_chain`, by HiGHS: to no gap at all or for ``time_limit`` seconds.
+
+    HiGHS needs no ``widths`` and no ``guide``.
+    """
     places, rows = _candidates(problem)
     count = len(places)
     times = problem.num_time_rows

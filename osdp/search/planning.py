@@ -8,7 +8,7 @@ import numpy as np
 from osdp.cost.judge import judge
 from osdp.cost.situation import Situation, build_situation, price_root
 from osdp.cost.step import prediction, price_plan
-from osdp.cost.ways import ROOT, is_offloaded, is_recomputed, mode_of, plain, slices_of, wire_of
+from osdp.cost.ways import ROOT, is_offloaded, is_recomputed, kept_of, mode_of, plain, slices_of, wire_of
 from osdp.device_info import DeviceInfo
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import unit_modules
@@ -222,6 +222,7 @@ def stage_plan(
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}
     slices: dict[str, int] = {}
+    kept: dict[str, int] = {}
     recomputed: dict[str, None] = {}
     in_root: list[Operator] = list(found.root_sharded)
     chain = situation.timeline.chain
@@ -231,6 +232,7 @@ def stage_plan(
         mode = Mode.HYBRID_SHARD if wire.hybrid else mode_of(way)
         decided |= {op.name: (mode, reasons.of_unit(index)) for op in operators}
         slices |= {op.name: slices_of(way) for op in operators}
+        kept |= {op.name: kept_of(way) for op in operators}
         if is_recomputed(way):
             recomputed[str(chain[a].block)] = None
         if plain(way) == ROOT:
@@ -276,6 +278,7 @@ def stage_plan(
                 op.nbytes,
                 *decided[op.name],
                 slices=slices.get(op.name, 1),
+                slices_kept=kept.get(op.name, 0),
                 sliced_by=op.cut.by if op.cut is not None and slices.get(op.name, 1) > 1 else "",
             )
             for op in model_desc.operators

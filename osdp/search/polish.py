@@ -1,10 +1,11 @@
-"""Better neighbours of a plan: one item's units exchanged at a time, while the judge sees an improvement.
+"""Better neighbours of a plan: units of items exchanged while the judge sees an improvement.
 
-Used where the exact search stopped with a gap. A neighbour gives one item the units that another item of its
-shape has, or those of a pattern that plans start from. The sweep is deterministic and bounded.
+Used where the exact search stopped with a gap. A neighbour gives one item, or all items that are alike, the
+units that another item of their size has, had in a plan that was looked at before, or has in a pattern that
+plans start from. The sweep is deterministic and bounded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from osdp.cost.judge import Outcome, judge_choice
@@ -15,12 +16,21 @@ from osdp.search.space import Space
 
 Units = tuple[tuple[int, int, int], ...]
 
+#: Number of operators of an item, and its units counted from its beginning.
+Pattern = tuple[int, Units]
+
 #: Plans that are judged at most.
 LOOKS = 160
 
 
 def polish(
-    situation: Situation, space: Space, root: RootPrice, limit: float, chosen: Units, outcome: Outcome
+    situation: Situation,
+    space: Space,
+    root: RootPrice,
+    limit: float,
+    chosen: Units,
+    outcome: Outcome,
+    seen: Iterable[Pattern] = (),
 ) -> tuple[Outcome, Units]:
     """The best of ``chosen`` and what repeated improvement makes of it.
 
@@ -31,60 +41,71 @@ def polish(
         limit: Bytes per device.
         chosen: Units of a feasible plan.
         outcome: What the judge says of them.
+        seen: Patterns of items in plans that were looked at before.
     """
-    items = _by_item(space, chosen)
-    allowed = set(zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True))
-    usual = item_patterns(space)
+    items = patterns_of(space, chosen)
+    usual = [
+        pattern
+        for in_one_way in item_patterns(space)
+        for pattern in patterns_of(space, [unit for units in in_one_way for unit in units])
+    ]
+    others = list(dict.fromkeys([*items, *seen, *usual]))
+    candidates = zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True)
+    allowed = set(candidates)
     looks, improved = 0, True
     while improved:
         improved = False
-        for item, units in _neighbours(space, items, usual, allowed):
+        for moved, pattern in _neighbours(items, others):
+            trial = [pattern if item in moved else own for item, own in enumerate(items)]
+            units = _placed(space, trial)
+            if not allowed.issuperset(units):
+                continue
             if looks == LOOKS:
-                return outcome, _joined(items)
+                return outcome, _placed(space, items)
             looks += 1
-            trial = _joined([*items[:item], units, *items[item + 1 :]])
-            seen = judge_choice(situation, trial, root)
-            if seen.peak <= limit and seen.seconds < outcome.seconds:
-                outcome, improved = seen, True
-                items[item] = units
-    return outcome, _joined(items)
+            judged = judge_choice(situation, units, root)
+            if judged.peak <= limit and judged.seconds < outcome.seconds:
+                outcome, items, improved = judged, trial, True
+                break
+    return outcome, _placed(space, items)
 
 
-def _by_item(space: Space, chosen: Units) -> list[Units]:
-    """The units of each item."""
-    return [tuple(unit for unit in chosen if first <= unit[0] < end) for first, end in pairwise(space.bounds)]
+def patterns_of(space: Space, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
+    """The pattern of each item."""
+    found: list[Pattern] = []
+    units = iter(chosen)
+    for first, end in pairwise(space.bounds):
+        mine, place = [], first
+        while place < end:
+            start, place, way = next(units)
+            mine.append((start - first, place - first, way))
+        found.append((end - first, tuple(mine)))
+    return found
 
 
-def _joined(items: Sequence[Units]) -> Units:
-    return tuple(unit for units in items for unit in units)
+def _placed(space: Space, items: Sequence[Pattern]) -> Units:
+    return tuple(
+        (a + first, b + first, way)
+        for first, (_, units) in zip(space.bounds, items, strict=False)
+        for a, b, way in units
+    )
 
 
-def _neighbours(
-    space: Space,
-    items: Sequence[Units],
-    usual: Sequence[Sequence[Units]],
-    allowed: set[tuple[int, int, int]],
-) -> Iterator[tuple[int, Units]]:
-    """Items with other units than they have, rarest patterns first: there the last bytes are to be won."""
-    sizes = [end - first for first, end in pairwise(space.bounds)]
-    patterns: dict[tuple[int, Units], int] = {}
-    for first, size, units in zip(space.bounds, sizes, items, strict=False):
-        key = (size, tuple((a - first, b - first, m) for a, b, m in units))
-        patterns[key] = patterns.get(key, 0) + 1
-    for in_one_way in usual:
-        for first, size, units in zip(space.bounds, sizes, in_one_way, strict=False):
-            patterns.setdefault((size, tuple((a - first, b - first, m) for a, b, m in units)), 0)
-    own = {
-        item: tuple((a - first, b - first, m) for a, b, m in units)
-        for item, (first, units) in enumerate(zip(space.bounds, items, strict=False))
-    }
-    rare_first = sorted(range(len(items)), key=lambda i: (patterns[sizes[i], own[i]], i))
-    for item in rare_first:
-        for size, pattern in list(patterns):
-            first = space.bounds[item]
-            units = tuple((a + first, b + first, m) for a, b, m in pattern)
-            if size == sizes[item] and pattern != own[item] and all(unit in allowed for unit in units):
-                yield item, units
+def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator[tuple[set[int], Pattern]]:
+    """Items to be given another pattern: all that are alike, then single ones.
+
+    Rare patterns come first: there the last bytes are to be won.
+    """
+    places: dict[Pattern, list[int]] = {}
+    for item, pattern in enumerate(items):
+        places.setdefault(pattern, []).append(item)
+    rare_first = sorted(places, key=lambda pattern: len(places[pattern]))
+    alike = [(own, set(places[own])) for own in rare_first if len(places[own]) > 1]
+    single = [(own, {item}) for own in rare_first for item in places[own]]
+    for own, moved in (*alike, *single):
+        for pattern in others:
+            if pattern != own and pattern[0] == own[0]:
+                yield moved, pattern
 
 
 def share_buckets(

@@ -12,6 +12,7 @@ from osdp.cost.ways import (
     WIRE,
     is_offloaded,
     is_recomputed,
+    kept_of,
     mode_of,
     sliced_way,
     slices_of,
@@ -32,7 +33,7 @@ class Reasons:
         self._situation, self._found = situation, found
         self._limit = situation.device.memory_limit
         self._ways = list(_named_ways(situation, rules))
-        self._forced = len(rules.allowed) == 1
+        self._forced, self._keep = len(rules.allowed) == 1, rules.keep
         sharded, replicated = found.root_sharded, found.root_replicated
         self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
         self._known: dict[tuple[object, ...], str] = {}
@@ -64,15 +65,20 @@ class Reasons:
             if other != way - again and (not again or self._is_whole_block(index)):
                 whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
                 yield f"{name}{whole}", self._exchanged({index: other + again})
-        fewer = slices_of(way) // 2
-        if fewer > 1:
-            yield f"{fewer} slices", self._exchanged({index: sliced_way(fewer) + again})
+        count, kept = slices_of(way), kept_of(way)
+        if count > 2:
+            yield f"{count // 2} slices", self._exchanged({index: sliced_way(count // 2, kept // 2) + again})
+        if kept:
+            yield "keeping none of the slices", self._exchanged({index: sliced_way(count)})
+        more = min(kept + max(1, count // 4), count - 1)
+        if more > kept and not again and self._keep:
+            yield f"keeping {more} of the slices", self._exchanged({index: sliced_way(count, more)})
         if is_offloaded(way):
             yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
         if again:
             members = self._of_block(index)
-            kept = {member: self._found.units[member][2] - RECOMPUTED for member in members}
-            yield "keeping its activations", self._exchanged(kept)
+            keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
+            yield "keeping its activations", self._exchanged(keeping)
 
     def _exchanged(self, ways: Mapping[int, int]) -> Units:
         return tuple((a, b, ways.get(i, way)) for i, (a, b, way) in enumerate(self._found.units))

@@ -18,6 +18,7 @@ class Rules:
         allowed: Modes.
         whole_blocks: Whether units must be whole items.
         slices: Numbers of slices an operator may run in.
+        keep: Whether half of them may stay gathered from forward to backward.
         recompute: Whether blocks may be recomputed.
         offload: Whether sharded units may live in host memory.
         two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
@@ -26,6 +27,7 @@ class Rules:
     allowed: tuple[Mode, ...] = tuple(Mode)
     whole_blocks: bool = False
     slices: tuple[int, ...] = ()
+    keep: bool = True
     recompute: bool = False
     offload: bool = False
     two_step: bool | None = None
@@ -39,11 +41,14 @@ def stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
     """What may be used in a stage.
 
     On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
-    parameters from the first forward to the last backward, as NO_SHARD does.
+    parameters from the first forward to the last backward, as NO_SHARD does; and so would kept slices.
     """
     if layout.dp == 1 and len(rules.allowed) > 1:
         return replace(rules, allowed=(Mode.NO_SHARD,))
     several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
-    if not several or len(rules.allowed) == 1:
+    if not several:
+        return rules
+    rules = replace(rules, keep=False)
+    if len(rules.allowed) == 1:
         return rules
     return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))

@@ -7,6 +7,8 @@ bound to prune with from the beginning.
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
+import numpy as np
+
 from osdp.cost.judge import Outcome, judge_choice
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.ways import (
@@ -107,28 +109,35 @@ def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
 
 def in_way(space: Space, way: int) -> list[Units]:
     """Each item as one unit of ``way``, or as near to that as its candidates come."""
-    return [
-        _nearest(space, item, first, end, way) for item, (first, end) in enumerate(pairwise(space.bounds))
-    ]
+    known: dict[bytes, Units] = {}
+    found = []
+    for (first, end), inner in zip(pairwise(space.bounds), space.inner, strict=True):
+        columns = np.stack([space.start[inner] - first, space.stop[inner] - first, space.way[inner]], axis=1)
+        key = columns.tobytes()
+        if key not in known:
+            known[key] = _nearest(list(map(tuple, columns.tolist())), end - first, way)
+        found.append(tuple((a + first, b + first, w) for a, b, w in known[key]))
+    return found
 
 
-def _nearest(space: Space, item: int, first: int, end: int, way: int) -> Units:
+def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> Units:
     """Candidates of ``way`` as long as possible; where there is none, of any, its plain way first.
 
     What cannot run in slices is replicated operator by operator, which leaves the others to be cut.
+
+    Args:
+        candidates: Those of one item, counted from its beginning.
+        size: Its number of operators.
+        way: The way.
     """
-    inner = space.inner[item]
-    found = list(
-        zip(space.start[inner].tolist(), space.stop[inner].tolist(), space.way[inner].tolist(), strict=True)
-    )
     if plain(way) > SLICED:
-        single = [unit for unit in found if unit[1] == unit[0] + 1]
+        single = [unit for unit in candidates if unit[1] == unit[0] + 1]
         alike = [unit for unit in single if is_recomputed(unit[2]) == is_recomputed(way)]
-        everywhere = set(range(first, end))
-        found = next((some for some in (alike, single) if {unit[0] for unit in some} == everywhere), found)
-    units, place = [], first
-    while place < end:
-        here = [unit for unit in found if unit[0] == place]
+        complete = (some for some in (alike, single) if len({unit[0] for unit in some}) == size)
+        candidates = next(complete, candidates)
+    units, place = [], 0
+    while place < size:
+        here = [unit for unit in candidates if unit[0] == place]
         nearest = (way, way & ~RECOMPUTED, plain(way))
         best = max(here, key=lambda unit: (*(unit[2] == near for near in nearest), unit[1], -unit[2]))
         units.append(best)

@@ -27,7 +27,7 @@ from osdp.cost.ways import ROOT, plain
 from osdp.model_desc import Operator
 from osdp.plan import Mode
 from osdp.search.chain import solve_chain
-from osdp.search.cuts import CutSearch, Solver
+from osdp.search.cuts import CLOSE_ENOUGH, CutSearch, Solver
 from osdp.search.root import root_choices
 from osdp.search.rules import SHARDING, Rules
 
@@ -133,8 +133,23 @@ def solve_bounded(
         best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
     if best is None:
         return None, bound
+    if rules.keep and rules.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
+        best = _without_kept_slices(situation, limit, rules, solver, best)
     bound = min(bound, best.outcome.seconds)
     return replace(best, bound=bound), bound
+
+
+def _without_kept_slices(
+    situation: Situation, limit: float, rules: Rules, solver: Solver, best: Assignment
+) -> Assignment:
+    """``best``, or what beats it where no slices are kept: a search of bounded width goes deeper there."""
+    root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
+    search = CutSearch(situation, root, limit, replace(rules, keep=False), solver)
+    found = search.fastest(best.outcome.seconds)
+    if found is None:
+        return best
+    outcome, units = search.polished(*found)
+    return replace(best, units=units, outcome=outcome, cuts=search.num_cuts)
 
 
 def least_peak(situation: Situation, *, rules: Rules = SHARDING, solver: Solver = solve_chain) -> float:

@@ -3,11 +3,12 @@
 The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
 any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
-and is not much smaller than the largest, may run in slices. A block may be recomputed in backward if it is
-one unit, or if its operators are replicated or run in slices. Where nothing else fits, sharded units outside
-the root's and not in slices may live in host memory. A plan is any set of units that partitions the chain,
-with the operators outside the chain replicated or in the root's unit. The root's unit lies over all ranks and
-goes the faster way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
+and is not much smaller than the largest, may run in slices, of which none or half stay gathered from forward
+to backward. A block may be recomputed in backward if it is one unit, or if its operators are replicated or
+run in slices of which none is kept. Where nothing else fits, sharded units outside the root's and not in
+slices may live in host memory. A plan is any set of units that partitions the chain, with the operators
+outside the chain replicated or in the root's unit. The root's unit lies over all ranks and goes the faster
+way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
 """
 
 from collections import Counter
@@ -27,6 +28,7 @@ from osdp.cost.ways import (
     ROOT,
     SHARD_GRAD_OP,
     WIRE,
+    kept_of,
     mode_of,
     plain,
     sliced_way,
@@ -44,6 +46,9 @@ SMALLEST_CUT = 1 / 4
 
 
 Places = tuple[NDArray[np.int64], NDArray[np.int64], int]
+
+#: Units as first operator, one past the last, and way.
+Candidates = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ def build_space(
     root_dtype: str | None = "float32",
     whole_blocks: bool = False,
     slices: Sequence[int] = (),
+    keep: bool = True,
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
     offload: bool = False,
     wires: Sequence[Wire] = (),
@@ -114,6 +120,7 @@ def build_space(
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
         whole_blocks: Whether units must be whole items (conditionally executed operators).
         slices: Numbers of slices an operator may run in.
+        keep: Whether some of them may stay gathered from forward to backward.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
         offload: Whether units with collectives of their own may live in host memory.
         wires: Over which ranks and links units may lie; only flat over all ranks if empty.
@@ -123,9 +130,6 @@ def build_space(
         The space.
     """
     bounds = item_bounds(chain)
-    candidates: list[tuple[int, int, int]] = []
-    inner: list[slice] = []
-    facts = [_Facts.of(operator) for operator in chain]
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     ways = [way for way in flat if mode_of(way) in allowed]
     ways += [
@@ -134,35 +138,53 @@ def build_space(
         if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
-    cuts = _cuts(chain, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
+    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
+    facts = [
+        _Facts.of(
+            operator,
+            cuts=cut,
+            joins_root=root_unit and operator.block is None and _joins_root(operator, allowed, root_dtype),
+        )
+        for operator, cut in zip(chain, cuts, strict=True)
+    ]
+    # Equal items have equal candidates: a chain has many of few kinds.
+    known: dict[tuple[tuple[_Facts, ...], bool], Candidates] = {}
+    columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     for first, end in pairwise(bounds):
-        begin = len(candidates)
-        for a in range(first, first + 1 if whole_blocks else end):
-            joint = facts[a]
-            for b in range(a + 1, end + 1):
-                joint = joint.joined(facts[b - 1])
-                if not whole_blocks or b == end:
-                    only = b == a + 1 or whole_blocks
-                    candidates += [(a, b, way) for way in _ways(joint, ways, only=only)]
-            if root_unit and chain[a].block is None and (not whole_blocks or end == a + 1):
-                candidates += [(a, a + 1, root_way)] if _joins_root(chain[a], allowed, root_dtype) else []
-        for k in range(first, end):
-            candidates += [(k, k + 1, sliced_way(count)) for count in cuts[k]]
-        if len(recompute) and recompute[first]:
-            again = [c for c in candidates[begin:] if _recomputable(c, first, end)]
-            candidates += [(a, b, way + RECOMPUTED) for a, b, way in again]
-        if offload:
-            own = [c for c in candidates[begin:] if plain(c[2]) in (SHARD_GRAD_OP, FULL_SHARD)]
-            candidates += [(a, b, way + OFFLOADED) for a, b, way in own]
-        inner.append(slice(begin, len(candidates)))
-    columns = np.array(candidates, dtype=np.int64).reshape(-1, 3)
-    return Space(
-        bounds=bounds,
-        start=columns[:, 0],
-        stop=columns[:, 1],
-        way=columns[:, 2],
-        inner=tuple(inner),
-    )
+        key = tuple(facts[first:end]), bool(len(recompute) and recompute[first])
+        if key not in known:
+            known[key] = _item_candidates(key[0], ways, root_way, whole=whole_blocks, recompute=key[1])
+            known[key] += _offloaded(known[key]) if offload else []
+        shift = np.array([first, first, 0])
+        columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
+        inner.append(slice(begin, begin + len(known[key])))
+        begin = inner[-1].stop
+    start, stop, way = np.ascontiguousarray(np.concatenate(columns).T)
+    return Space(bounds=bounds, start=start, stop=stop, way=way, inner=tuple(inner))
+
+
+def _item_candidates(
+    facts: "Sequence[_Facts]", ways: list[int], root_way: int, *, whole: bool, recompute: bool
+) -> Candidates:
+    """First operator, one past the last and way of each unit inside one item, counted from its beginning."""
+    size, found = len(facts), []
+    for a in range(1 if whole else size):
+        joint = facts[a]
+        for b in range(a + 1, size + 1):
+            joint = joint.joined(facts[b - 1])
+            if not whole or b == size:
+                found += [(a, b, way) for way in _ways(joint, ways, only=b == a + 1 or whole)]
+        if facts[a].joins_root and (not whole or size == 1):
+            found.append((a, a + 1, root_way))
+    found += [(k, k + 1, way) for k in range(size) for way in facts[k].cuts]
+    if recompute:
+        found += [(a, b, way + RECOMPUTED) for a, b, way in found if _recomputable(way, whole=b - a == size)]
+    return found
+
+
+def _offloaded(candidates: Candidates) -> Candidates:
+    """Those with collectives of their own, in host memory."""
+    return [(a, b, way + OFFLOADED) for a, b, way in candidates if plain(way) in (SHARD_GRAD_OP, FULL_SHARD)]
 
 
 def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
@@ -172,18 +194,25 @@ def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
     return [way + WIRE * number for way in (SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
 
 
-def _recomputable(candidate: tuple[int, int, int], first: int, end: int) -> bool:
-    """Whether a unit may be in a recomputed block: FSDP2 would gather a part of one again."""
-    start, stop, way = candidate
-    return plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or (start, stop) == (first, end)
+def _recomputable(way: int, *, whole: bool) -> bool:
+    """Whether a unit, the whole block or not, may be recomputed.
+
+    FSDP2 would gather a part again; kept slices would be gathered again for nothing.
+    """
+    return (plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or whole) and not kept_of(way)
 
 
-def _cuts(chain: Sequence[Operator], slices: Sequence[int]) -> list[list[int]]:
-    """The numbers of slices that each operator may run in."""
+def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ways in slices that each operator may have."""
     weights = [_cut_weight(operator) for operator in chain]
     least = SMALLEST_CUT * max((weight.nbytes for weight in weights if weight is not None), default=0.0)
     return [
-        [count for count in slices if _may_be_cut(operator, weight, count, least)]
+        tuple(
+            sliced_way(count, kept)
+            for count in slices
+            if _may_be_cut(operator, weight, count, least)
+            for kept in _keeps(operator, count, keep=keep)
+        )
         for operator, weight in zip(chain, weights, strict=True)
     ]
 
@@ -192,6 +221,12 @@ def _may_be_cut(operator: Operator, weight: Parameter | None, count: int, least:
     if weight is None or operator.cut is None or weight.nbytes < least:
         return False
     return count <= weight.shape[operator.cut.dim] and operator.cut.slices in (0, count)
+
+
+def _keeps(operator: Operator, count: int, *, keep: bool) -> list[int]:
+    """How many of so many slices may stay gathered: none or half, where backward needs them."""
+    needed = operator.cut is not None and operator.cut.in_backward
+    return [0, count // 2] if keep and needed else [0]
 
 
 def _cut_weight(operator: Operator) -> Parameter | None:
@@ -215,23 +250,26 @@ def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What decides whether operators may share a sharded unit.
+    """What decides which units operators may form.
 
     Attributes:
         shardable: Whether FSDP2 can shard each of them.
         dtypes: Dtypes of their trainable parameters.
+        cuts: The ways of a single one in slices.
+        joins_root: Whether a single one may join the root's unit.
     """
 
     shardable: bool
     dtypes: frozenset[str]
+    cuts: tuple[int, ...] = ()
+    joins_root: bool = False
 
     @classmethod
-    def of(cls, operator: Operator) -> "_Facts":
-        return cls(can_shard(operator), frozenset(p.dtype for p in operator.parameters if p.trainable))
+    def of(cls, operator: Operator, *, cuts: tuple[int, ...], joins_root: bool) -> "_Facts":
+        dtypes = frozenset(p.dtype for p in operator.parameters if p.trainable)
+        return cls(can_shard(operator), dtypes, cuts, joins_root)
 
     def joined(self, other: "_Facts") -> "_Facts":
-        if self == other:
-            return self
         return _Facts(self.shardable and other.shardable, self.dtypes | other.dtypes)
 
 

@@ -1,0 +1,278 @@
+"""Claim: on unequal hosts the planner's layout beats the even one, and no layout made by hand beats it.
+
+Two emulated hosts (:mod:`benchmarks.testbed`) of two ranks each, joined by rate-limited uplinks; the layers
+of one host take three times as long. Compute is emulated: each layer sleeps, so that four ranks share two
+cores, while communication is real. The planner is given the times of the layers on both kinds of device
+(:class:`osdp.layer_profile.LayerProfile`) and the measured link, and lays the model out; that plan, the same
+with even stages, and every layout made by hand in a small space (degrees, which host comes first, even stages
+and stages in proportion to the hosts' speed) train in turn. Predicted times stand beside the measured ones,
+and the loss after the last step must be that of a single process.
+
+    python -m benchmarks.planner_heterogeneous [--quick] [--json FILE]
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks import harness
+from benchmarks.baselines import TrainStep, make_optimizer, rank_batches, reference_losses
+from benchmarks.harness import Options, Result, Row
+from benchmarks.launch import WorkerError
+from benchmarks.models import Case, loss_of
+from benchmarks.stages import WIDTH, Naps, Sleeper, agreed, sleepers
+from benchmarks.testbed import NetworkUnavailableError, launch_over
+from benchmarks.timing import paired_ratio
+from benchmarks.turns import take_turns
+from osdp import OSDP, Training
+from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Wire
+from osdp.cluster_plan import ClusterPlan, Layout, Slot, Workload
+from osdp.cluster_run import runnable_plan
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import price
+from osdp.layer_profile import LayerProfile, LayerTime
+from osdp.layout import Degrees, part_sizes
+from osdp.pipeline_plan import PipelinePlan
+from osdp.profiler.stage_link import measure_stage_link
+from osdp.runtime.mesh import parallel_mesh
+from osdp.search.cluster import best_layouts
+from osdp.search.cluster_space import Space
+from osdp.transformer import Item, TransformerShape
+
+GIB = 2**30
+LAYERS, SAMPLES, GLOBAL_BATCH = 12, 2, 16
+NAPS = Naps(0.010, 0.010, 0.010)
+#: How much slower the second host is.
+SLOWNESS = 3
+MEGABITS = 500
+PLANNED, EVEN, AGAIN = "planned", "even", "planned again"
+LOSS_TOLERANCE = 1e-3
+SHAPE = TransformerShape(
+    name="sleepers", layers=LAYERS, hidden=WIDTH, heads=1, sequence=16, vocabulary=WIDTH, tied=False
+)
+LOAD = Workload(
+    shape=SHAPE, global_batch=GLOBAL_BATCH, weight_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8
+)
+SPACE = Space(samples=(SAMPLES,), schedules=("1f1b",), zero=(0,))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layout in the contest."""
+
+    name: str
+    plan: ClusterPlan
+
+
+def model(slow: bool, *, awake: bool = False) -> Case:
+    """The emulated model as a rank of one host computes it; its parameters are the same on both."""
+    case = sleepers("unequal hosts", [NAPS] * LAYERS, awake=awake)
+
+    def build() -> nn.Module:
+        made = case.build()
+        for layer in made.modules():
+            if isinstance(layer, Sleeper):
+                layer.naps = layer.naps.times(SLOWNESS if slow else 1)
+        return made
+
+    return replace(case, build=build)
+
+
+def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
+    """The cluster with its measured link, and the layers' times on both kinds of device."""
+    kinds = [("fast", 1), ("slow", SLOWNESS)]
+    wire = Wire(bandwidth, latency)
+    groups = []
+    for name, _ in kinds:
+        gpu = Gpu(name, 1e12, 8 * GIB, 1e11)
+        groups.append(NodeGroup(NodeType(name, gpu, 2, wire, Wire(2 * bandwidth, latency)), 1))
+    profiles = [
+        LayerProfile(
+            name,
+            SHAPE.name,
+            (
+                LayerTime(
+                    Item.LAYER, SAMPLES, 1, slower * NAPS.forward, slower * (NAPS.inputs + NAPS.weights)
+                ),
+                LayerTime(Item.EMBEDDING, SAMPLES, 1, 0.0, 0.0),
+                LayerTime(Item.HEAD, SAMPLES, 1, 0.0, 0.0),
+            ),
+        )
+        for name, slower in kinds
+    ]
+    return ClusterPrices(Cluster(tuple(groups)), LOAD, profiles=profiles)
+
+
+def contest(prices: ClusterPrices) -> list[Entry]:
+    """The planned layout, the same with even stages, and those made by hand, each with its price."""
+    planned = best_layouts(prices, SPACE).plans[0]
+    even = _cuts(planned.layout.degrees.pp, planned.slots)[EVEN]
+    entries = [
+        Entry(PLANNED, planned),
+        Entry(EVEN, price(prices, planned.layout, (0, *accumulate(even)), planned.slots)),
+    ]
+    for pp, dp in ((4, 1), (2, 2), (1, 4)):
+        layout = Layout(Degrees(pp, dp, 1), SAMPLES, GLOBAL_BATCH // dp // SAMPLES)
+        for first in (0, 1) if pp > 1 else (0,):
+            slots = _slots(pp, first)
+            for kind, sizes in _cuts(pp, slots).items():
+                made = price(prices, layout, (0, *accumulate(sizes)), slots)
+                known = [(entry.plan.bounds, entry.plan.slots) for entry in entries]
+                if (made.bounds, made.slots) not in known:
+                    entries.append(Entry(f"pp={pp} dp={dp}, {_order(first)}, {kind}", made))
+    return entries
+
+
+def _slots(pp: int, first: int) -> tuple[Slot, ...]:
+    if pp == 1:
+        return (Slot((1, 1)),)
+    nodes = [(1, 0), (0, 1)]
+    return tuple(Slot(nodes[host], pp // 2) for host in (first, 1 - first) for _ in range(pp // 2))
+
+
+def _order(first: int) -> str:
+    return "slow host first" if first else "fast host first"
+
+
+def _cuts(pp: int, slots: tuple[Slot, ...]) -> dict[str, tuple[int, ...]]:
+    """Items of each stage: as many layers each, or in proportion to speed; ends with their neighbours."""
+    found = {EVEN: list(part_sizes(LAYERS, pp))}
+    if pp > 1:
+        speeds = [1.0 if slot.nodes[0] else 1 / SLOWNESS for slot in slots]
+        found["in proportion"] = [round(LAYERS * speed / sum(speeds)) for speed in speeds]
+        found["in proportion"][-1] += LAYERS - sum(found["in proportion"])
+    return {
+        kind: tuple(size + (at == 0) + (at == pp - 1) for at, size in enumerate(sizes))
+        for kind, sizes in found.items()
+    }
+
+
+def compare(rank: int, world_size: int, *, rounds: int, quick: bool) -> dict[str, Any]:
+    """Worker: measure the link, plan, and time all layouts in turn; ranks 0 and 1 are on the first host."""
+    del world_size
+    torch.set_num_threads(1)
+    probe = parallel_mesh(model(False).model(device="meta"), Degrees(4, 1, 1))
+    link = agreed(measure_stage_link(probe["pp"].get_group(), torch.device("cpu")))
+    prices = prices_of(link.latency, link.bandwidth)
+    entries = contest(prices)
+    if quick:
+        entries = entries[:4]
+    steps: dict[str, TrainStep] = {}
+    for entry in [*entries, Entry(AGAIN, entries[0].plan)]:
+        first_is_slow = not entry.plan.slots[0].nodes[0]
+        slow = (rank >= 2) != first_is_slow
+        steps[entry.name] = _step(model(slow), entry.plan, prices)
+    turns = take_turns(steps, rounds=rounds, warmup=1)
+    return {
+        "seconds": turns.seconds,
+        "losses": turns.losses,
+        "steps": turns.steps,
+        "predicted": {entry.name: entry.plan.step_seconds for entry in entries},
+        "bounds": {entry.name: entry.plan.bounds for entry in entries},
+        "link": [link.latency, link.bandwidth],
+    }
+
+
+def _step(case: Case, plan: ClusterPlan, prices: ClusterPrices) -> TrainStep:
+    sample = case.sample(SAMPLES)
+    made = runnable_plan(plan, prices.cluster, LOAD, case.model(device="meta"), sample, kind="cpu")
+    degrees = plan.layout.degrees
+    mesh: DeviceMesh = parallel_mesh(case.model(device="meta"), degrees)
+    wrapped = OSDP(case.model(), plan=made, mesh=mesh if isinstance(made, PipelinePlan) else mesh["dp"])
+    optimizer = make_optimizer(wrapped.parameters(), Training())
+    share, index_of_rank = GLOBAL_BATCH // degrees.dp, mesh["dp"].get_local_rank()
+    mine = slice(index_of_rank * share, (index_of_rank + 1) * share)
+    batches = rank_batches(case, GLOBAL_BATCH, 0, 1)
+
+    def step(index: int) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        batch = {name: tensor[mine] for name, tensor in batches(index).items()}
+        loss = wrapped.train_step(batch, loss_fn=loss_of, num_microbatches=plan.layout.microbatches)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def rows_of(found: dict[str, Any]) -> list[Row]:
+    """A row for each layout."""
+    training = Training(local_batch=GLOBAL_BATCH, microbatches=1)
+    expected = reference_losses(model(False, awake=True), training, 1, found["steps"])[-1]
+    rows: list[Row] = []
+    for name, seconds in found["seconds"].items():
+        predicted = found["predicted"].get(name)
+        difference = abs(found["losses"][name] - expected) / abs(expected)
+        over = paired_ratio(seconds, found["seconds"][PLANNED])
+        row: Row = {
+            "name": name,
+            "compute": "emulated",
+            "bounds": found["bounds"].get(name),
+            "seconds": seconds,
+            "predicted_seconds": predicted,
+            "time_error": predicted / median(seconds) - 1 if predicted else None,
+            "planned_over": over.median,
+            "interval": [over.low, over.high],
+            "loss_difference": difference,
+        }
+        if not difference <= LOSS_TOLERANCE:
+            row["error"] = f"ends at loss {found['losses'][name]:.6f}, the single process at {expected:.6f}"
+        rows.append(row)
+    return rows
+
+
+def measure(options: Options) -> Result:
+    torch.set_num_threads(1)
+    result = Result(options, world_size=4, backend="gloo")
+    empty: dict[str, float | int | None] = {
+        "planned_over_best": None,
+        "planned_over_even": None,
+        "time_error": None,
+    }
+    arguments = {"rounds": 3 if options.quick else 7, "quick": options.quick}
+    try:
+        worker = "benchmarks.planner_heterogeneous:compare"
+        found = launch_over(MEGABITS * 10**6, worker, 4, arguments, timeout=1500)[0]
+    except NetworkUnavailableError as error:
+        result.add({"name": "two unequal hosts", "reason": str(error)})
+        result.summary = empty
+        return result
+    except WorkerError as error:
+        result.add({"name": "two unequal hosts", "error": str(error)})
+        result.summary = empty
+        return result
+    result.add(*rows_of(found))
+    by_hand = [row for row in result.rows if row["name"] not in (PLANNED, AGAIN)]
+    even = next(row for row in result.rows if row["name"] == EVEN)
+    planned = next(row for row in result.rows if row["name"] == PLANNED)
+    result.summary = {
+        "planned_over_best": min(row["planned_over"] for row in by_hand),
+        "planned_over_even": even["planned_over"],
+        "time_error": abs(planned["time_error"]),
+    }
+    return result
+
+
+def _cells(row: Row) -> list[object]:
+    return [
+        row["name"], row.get("bounds"), median(row["seconds"]), row["predicted_seconds"], row["time_error"],
+        f"{row['planned_over']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]",
+        row["loss_difference"],
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    result = measure(harness.parse_options("planner_heterogeneous", __doc__, arguments))
+    columns = ["layout", "items", "s/step", "predicted", "time error", "planned is faster", "loss difference"]
+    measured = [_cells(row) for row in result.rows if "seconds" in row]
+    harness.table("two hosts, one of them slower", columns, measured)
+    return harness.finish(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

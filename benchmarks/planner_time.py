@@ -1,0 +1,213 @@
+"""Claim: the best layout of a transformer on a cluster is found, and proven best, in seconds.
+
+The spaces of two published planners come first: ZeROSearch's Llama-2-13B on 16 nodes with 4 A10 and 16 with
+4 A6000 (4,128 candidates there) and FASOP's GPT-2 XL on 1 node with 4 A100 and 7 with 4 A10 (592), then 1,024
+and 16,384 devices of two kinds. Each contains all degrees, microbatches and ZeRO stages of theirs, with every
+order of the nodes, and schedules and recomputation beside them. No device is needed: "simulated" in every
+row. The time is that of pricing and searching, best of several runs. On a small space the proof is checked
+against the price of every layout with every cut in every order of the nodes.
+
+    python -m benchmarks.planner_time [--quick] [--json FILE]
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations
+
+from benchmarks import harness
+from benchmarks.harness import Options, Result, Row
+from osdp.cluster import Cluster, NodeGroup, NodeType, Wire
+from osdp.cluster_file import known_gpus, make_gpu
+from osdp.cluster_plan import ClusterPlan, Workload
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import price, stages_per_rank
+from osdp.search.cluster import best_layouts
+from osdp.search.cluster_space import Space, families
+from osdp.transformer import TransformerShape
+from osdp.transformer_shapes import SHAPES
+
+#: FASOP's: 16 heads where GPT-2 XL has 25, so that 2 and 4 ranks can share a layer.
+GPT2_XL = replace(SHAPES["gpt2-xl"], heads=16)
+LLAMA_13B = SHAPES["llama2-13b"]
+LLAMA_70B = SHAPES["llama3-70b"]
+GPT3 = SHAPES["gpt3-175b"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and a cluster.
+
+    Attributes:
+        name: What the row is called.
+        shape: The model.
+        global_batch: Samples of a step.
+        nodes: GPU, nodes, devices of each, bytes/s inside (of one device) and outside (of the node).
+        theirs: Candidates that the published planner has.
+        their_seconds: What it took, on a quiet machine of this kind.
+    """
+
+    name: str
+    shape: TransformerShape
+    global_batch: int
+    nodes: tuple[tuple[str, int, int, float, float], ...]
+    theirs: int = 0
+    their_seconds: float | None = None
+
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        groups = []
+        for name, count, devices, inside, outside in self.nodes:
+            gpu = make_gpu(name, known_gpus()[name])
+            node = NodeType(name, gpu, devices, Wire(inside, 6e-6), Wire(outside, 6e-6))
+            groups.append(NodeGroup(node, count))
+        return Cluster(tuple(groups))
+
+
+GB = 1e9
+ZEROSEARCH = Problem(
+    "zerosearch", LLAMA_13B, 64,
+    (("A10", 16, 4, 0.6 * 32 * GB, 0.6 * 25 * GB), ("A6000", 16, 4, 0.6 * 32 * GB, 0.6 * 25 * GB)),
+    4128, 133.0,
+)  # fmt: skip
+FASOP = Problem(
+    "fasop", GPT2_XL, 64, (("A100", 1, 4, 230 * GB, 5 * GB), ("A10", 7, 4, 16 * GB, 5 * GB)), 592, 7.8
+)
+THOUSAND = Problem(
+    "1024", LLAMA_70B, 1024,
+    (("H100", 64, 8, 342 * GB, 360 * GB), ("A100-80GB", 64, 8, 228 * GB, 180 * GB)),
+)  # fmt: skip
+SIXTEEN_THOUSAND = Problem(
+    "16384", GPT3, 4096,
+    (("H100", 1024, 8, 342 * GB, 360 * GB), ("A100-80GB", 1024, 8, 228 * GB, 180 * GB)),
+)  # fmt: skip
+PROBLEMS = (ZEROSEARCH, FASOP, THOUSAND, SIXTEEN_THOUSAND)
+
+SMALL = Problem(
+    "small",
+    replace(SHAPES["gpt2"], layers=3),
+    8,
+    (("A100", 1, 4, 230 * GB, 5 * GB), ("A10", 2, 4, 16 * GB, 5 * GB)),
+)
+
+
+def row_of(problem: Problem, repeats: int) -> Row:
+    """Search, best of several runs."""
+    seconds, answers = [], []
+    for _ in range(repeats):
+        began, computed = time.perf_counter(), time.process_time()
+        load = Workload(shape=problem.shape, global_batch=problem.global_batch)
+        prices = ClusterPrices(problem.cluster(), load)
+        answers.append(best_layouts(prices, Space()))
+        seconds.append((time.perf_counter() - began, time.process_time() - computed))
+    found = answers[0]
+    row: Row = {
+        "name": problem.name,
+        "simulated": True,
+        "model": problem.shape.name,
+        "devices": problem.cluster().num_devices,
+        "seconds": min(wall for wall, _ in seconds),
+        "cpu_seconds": min(cpu for _, cpu in seconds),
+        "candidates": found.candidates,
+        "placements": found.placements,
+        "arranged": found.arranged,
+        "their_candidates": problem.theirs or None,
+        "their_seconds": problem.their_seconds,
+    }
+    if not found.plans:
+        return row | {"error": "nothing fits"}
+    plan = found.plans[0]
+    layout = plan.layout
+    row |= {
+        "step_seconds": plan.step_seconds,
+        "tp": layout.degrees.tp,
+        "pp": layout.degrees.pp,
+        "dp": layout.degrees.dp,
+        "samples": layout.samples,
+        "schedule": layout.schedule,
+        "zero": layout.zero,
+        "recompute": layout.recompute.value,
+        "bounds": plan.bounds,
+        "optimal": plan.optimal,
+    }
+    if any(answer.plans != found.plans for answer in answers):
+        row["error"] = "the same problem had different answers"
+    return row
+
+
+def proof_row() -> Row:
+    """The best of a small space, and the least price of everything in it."""
+    prices = ClusterPrices(SMALL.cluster(), Workload(shape=SMALL.shape, global_batch=SMALL.global_batch))
+    found = best_layouts(prices, Space())
+    began = time.perf_counter()
+    listed = [plan.step_seconds for plan in everything(prices) if plan.fits]
+    row: Row = {
+        "name": "small, everything priced",
+        "simulated": True,
+        "candidates": found.candidates,
+        "placements": len(listed),
+        "seconds": time.perf_counter() - began,
+        "step_seconds": min(listed),
+        "optimal": abs(found.plans[0].step_seconds / min(listed) - 1) < 1e-12,
+    }
+    if not row["optimal"]:
+        row["error"] = f"the search found {found.plans[0].step_seconds} s, the list has {min(listed)} s"
+    return row
+
+
+def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
+    """Every layout of the space with every cut in every order of the nodes."""
+    num_items = len(prices.items)
+    for family in families(prices.cluster, prices.cluster.counts, prices.workload, Space()):
+        cells = family.cells
+        kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
+        for order in sorted(set(permutations(kinds))):
+            slots = [cells.slots[kind] for kind in order for _ in range(cells.stages[kind])]
+            for inside in combinations(range(1, num_items), family.plain.degrees.pp - 1):
+                bounds = (0, *inside, num_items)
+                least = min(stop - start for start, stop in pairwise(bounds))
+                for way in family.ways:
+                    if least >= stages_per_rank(way.schedule):
+                        yield price(prices, way, bounds, slots)
+
+
+def measure(options: Options) -> Result:
+    result = Result(options)
+    for problem in harness.progress(PROBLEMS, len(PROBLEMS), "planner_time"):
+        result.add(row_of(problem, 2 if options.quick else 5))
+    result.add(proof_row())
+    result.world_size = max(row.get("devices", 1) for row in result.rows)
+    by_name = {row["name"]: row for row in result.rows}
+    result.summary = {
+        "seconds_zerosearch_space": by_name["zerosearch"]["seconds"],
+        "seconds_fasop_space": by_name["fasop"]["seconds"],
+        "seconds_1024": by_name["1024"]["seconds"],
+        "seconds_16384": by_name["16384"]["seconds"],
+        "candidates": by_name["zerosearch"]["placements"],
+        "proven_optimal": all(row.get("optimal", False) for row in result.rows),
+    }
+    return result
+
+
+def _cells(row: Row) -> list[object]:
+    degrees = [row.get(name) for name in ("tp", "pp", "dp", "samples", "schedule", "zero", "recompute")]
+    return [
+        row["name"], row.get("devices"), row["candidates"], row.get("placements"), row.get("arranged"),
+        row["seconds"], row.get("their_candidates"), row.get("their_seconds"), row.get("step_seconds"),
+        *degrees,
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    result = measure(harness.parse_options("planner_time", __doc__, arguments))
+    columns = [
+        "space", "devices", "layouts", "placements", "arranged", "search, s", "theirs", "theirs, s", "s/step",
+        "tp", "pp", "dp", "mbs", "schedule", "zero", "recompute",
+    ]  # fmt: skip
+    harness.table("the best layout on a cluster (simulated)", columns, map(_cells, result.rows))
+    return harness.finish(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

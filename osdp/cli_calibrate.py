@@ -1,0 +1,61 @@
+"""``osdp calibrate``: from a CSV file of measured steps to coefficients of the planner's time model."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from osdp.cluster_file import load_cluster
+from osdp.cluster_plan import Recompute
+from osdp.cost.rates import PUBLISHED
+from osdp.cost.step_model import Setting, assumed_recompute
+from osdp.measured_step import read_steps
+from osdp.search.calibrate import Calibration, calibrate
+
+
+def calibrate_steps(
+    data: Path,
+    cluster: Path,
+    *,
+    vocabulary: int,
+    flash: bool,
+    recompute: str | None,
+    out: Path,
+    echo: Callable[[str], None],
+) -> None:
+    """Fit to the steps of ``data``, which ran on nodes of ``cluster``; save and print what was found.
+
+    Raises:
+        ValueError: The cluster has several kinds of nodes, a file is malformed, or ``recompute`` is unknown.
+    """
+    groups = load_cluster(cluster).groups
+    if len(groups) > 1:
+        kinds = ", ".join(group.node.name for group in groups)
+        raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
+    if recompute not in (None, *Recompute):
+        raise ValueError(f"--recompute {recompute}: there are {', '.join(Recompute)}")
+    steps = read_steps(data)
+    setting = Setting(groups[0].node, vocabulary, flash)
+    again = assumed_recompute(steps, setting) if recompute is None else Recompute(recompute)
+    setting = replace(setting, recompute=again)
+    found = calibrate(steps, setting)
+    found.save(out)
+    echo(_report(found, setting))
+
+
+def _report(found: Calibration, setting: Setting) -> str:
+    """Each coefficient beside what it was taken to be, and the errors of steps that were left out."""
+    lines = [f"{'coefficient':<20}{'published':>14}{'fitted':>14}"]
+    for field in fields(PUBLISHED):
+        if field.name != "corrections":
+            before, after = getattr(PUBLISHED, field.name), getattr(found.rates, field.name)
+            lines.append(f"{field.name:<20}{before:>14.4g}{after:>14.4g}")
+    for name in ("bandwidth", "latency"):
+        before, after = getattr(setting.node.inside, name), getattr(found.inside, name)
+        lines.append(f"{'link ' + name:<20}{before:>14.4g}{after:>14.4g}")
+    lines.append(
+        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
+        f"{setting.recompute}; left out of the fit, in "
+        f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
+        f"{found.median_error:.1%}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,313 @@
+"""``osdp plan --cluster`` and ``osdp estimate``: from what was written to calls of the planner.
+
+Times are told in seconds and prices in dollars, as the cluster file has them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster import Cluster
+from osdp.cluster_file import load_cluster
+from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import BUBBLE_SHARE, price
+from osdp.layer_profile import LayerProfile
+from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
+from osdp.report.exports import exports
+from osdp.report.launch_sheet import batch_script, launch_sheet
+from osdp.report.pareto_plot import plot_plans
+from osdp.search.calibrate import Calibration
+from osdp.search.cluster import arrange, every_layout
+from osdp.search.cluster_faults import check_space, nothing_fits
+from osdp.search.cluster_space import Space, families
+from osdp.search.objectives import Objective, Wish, best_plans, pareto
+from osdp.transformer import TransformerShape
+from osdp.transformer_shapes import shape_of
+from osdp.units import parse_bytes
+
+_HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asked for; ``None`` and empty are "whatever is best".
+
+    Attributes:
+        model: Name or configuration file.
+        cluster: Cluster file.
+        global_batch: Samples of a step.
+        seq: Tokens of a sample.
+        fields: Fields of the model's shape.
+        tp: Degree, as ``pp`` and ``dp``.
+        pp: Degree.
+        dp: Degree.
+        micro_batch: Samples of a microbatch.
+        schedule: Name of a schedule.
+        recompute: What is computed again.
+        zero: Stage of ZeRO.
+        overlap: Part of communication that compute hides.
+        reserve: Bytes of each device that the framework keeps, as text.
+        calibration: File that ``osdp calibrate`` wrote.
+        layer_times: Files that ``osdp layers`` wrote, one for each kind of device.
+    """
+
+    model: str
+    cluster: Path
+    global_batch: int
+    seq: int | None = None
+    fields: dict[str, Any]
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    micro_batch: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    zero: int | None = None
+    overlap: float = 0.0
+    reserve: str = "1GiB"
+    calibration: Path | None = None
+    layer_times: tuple[Path, ...] = ()
+
+    def prices(self) -> ClusterPrices:
+        """The model and the cluster, priced."""
+        sizes = {} if self.seq is None else {"sequence": self.seq}
+        shape = shape_of(self.model, {**sizes, **self.fields})
+        workload = Workload(
+            shape=shape,
+            global_batch=self.global_batch,
+            overlap=self.overlap,
+            reserve=parse_bytes(self.reserve),
+        )
+        cluster = load_cluster(self.cluster)
+        profiles = [LayerProfile.load(path) for path in self.layer_times]
+        if self.calibration is None:
+            return ClusterPrices(cluster, workload, profiles=profiles)
+        found = Calibration.load(self.calibration)
+        return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
+
+    def space(self) -> Space:
+        """What is left to choose.
+
+        Raises:
+            ValueError: A schedule, a way to recompute or a stage of ZeRO is unknown.
+        """
+        if self.schedule not in (None, *BUBBLE_SHARE):
+            raise ValueError(
+                f"schedule {self.schedule!r} is not known here; there are {', '.join(BUBBLE_SHARE)}"
+            )
+        if self.recompute not in (None, *Recompute):
+            raise ValueError(f"--recompute {self.recompute}: there are {', '.join(Recompute)}")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise ValueError(f"--zero {self.zero}: ZeRO has the stages 0, 1, 2 and 3")
+        space = Space(
+            tp=_only(self.tp), pp=_only(self.pp), dp=_only(self.dp), samples=_only(self.micro_batch)
+        )
+        if self.schedule is not None:
+            space = replace(space, schedules=(self.schedule,))
+        if self.recompute is not None:
+            space = replace(space, recompute=(Recompute(self.recompute),))
+        return space if self.zero is None else replace(space, zero=(self.zero,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where answers go, beside what is printed.
+
+    Attributes:
+        csv: Table as CSV.
+        json: Table as JSON.
+        plot: Time and cost as a picture.
+        out: The best plan as one that runs, with how to start it and what other frameworks read.
+        steps: Of the whole training, for its cost.
+    """
+
+    csv: Path | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    out: Path | None = None
+    steps: int | None = None
+
+
+def plan_on_cluster(
+    request: Request,
+    outputs: Outputs,
+    *,
+    objective: str,
+    top: int,
+    parts: bool,
+    budget: float | None,
+    deadline: str | None,
+    every: bool,
+    echo: Callable[[str], None],
+    progress: Callable[[str], Callable[[int, int], None]],
+) -> None:
+    """Search, print the table and the best plan's breakdown, and write what was asked for.
+
+    Args:
+        request: What to plan for.
+        outputs: Where answers go.
+        objective: ``time``, ``cost`` or ``pareto``.
+        top: Rows of the table.
+        parts: Whether nodes may be left out.
+        budget: Dollars for all steps.
+        deadline: Time for all steps, for example ``3d``.
+        every: Whether every layout is listed, those that do not fit as well.
+        echo: Prints.
+        progress: Makes a progress bar.
+
+    Raises:
+        InfeasibleError: Nothing fits.
+        ValueError: What is asked for is unknown or contradicts itself.
+    """
+    prices, space = request.prices(), request.space()
+    check_space(prices, space)
+    shape, cluster = prices.workload.shape, prices.cluster
+    wish = _wish(objective, top, parts, budget, deadline, outputs.steps)
+    if objective == "pareto":
+        found = pareto(prices, space, progress("parts"))
+    else:
+        found = best_plans(prices, space, wish, progress("parts"))
+    if not found.plans:
+        raise nothing_fits(prices, space, wish)
+    plans: Sequence[ClusterPlan] = found.plans
+    if every:
+        plans = sorted(every_layout(prices, space), key=lambda plan: plan.step_seconds)
+    rows = rows_of(plans, cluster, shape, outputs.steps)
+    echo(text_table(rows))
+    echo(
+        f"{found.candidates} layouts in {found.placements} placements, {found.arranged} of them cut and "
+        "placed exactly; none is better than the first row"
+    )
+    echo("")
+    echo(breakdown(found.plans[0], cluster, shape))
+    if outputs.csv is not None:
+        outputs.csv.write_text(csv_table(rows), encoding="utf8")
+    if outputs.json is not None:
+        outputs.json.write_text(json_table(rows), encoding="utf8")
+    if outputs.plot is not None:
+        plot_plans(plans, cluster, outputs.plot)
+    if outputs.out is not None:
+        write_runnable(found.plans[0], prices, request, outputs.out, echo)
+
+
+def estimate_layout(request: Request, partition: str | None, echo: Callable[[str], None]) -> None:
+    """Price one layout: print its row and what each number is made of.
+
+    Args:
+        request: All degrees, and the microbatch.
+        partition: Items of each stage as in ``13-12-12-13``; the best if ``None``.
+        echo: Prints.
+
+    Raises:
+        ValueError: A degree is missing or divides nothing.
+    """
+    prices, space = request.prices(), request.space()
+    missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
+    if missing:
+        options = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ValueError(f"one layout needs {options}, too")
+    check_space(prices, space)
+    family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
+    layout: Layout = replace(
+        family.plain,
+        schedule=request.schedule or "1f1b",
+        recompute=Recompute(request.recompute or "none"),
+        zero=request.zero or 0,
+    )
+    plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
+    if plan is None:
+        raise ValueError(
+            f"{len(prices.items)} items cannot be cut into {layout.degrees.pp} stages of this schedule"
+        )
+    if partition is not None:
+        plan = price(prices, layout, _bounds(partition), plan.slots)
+    echo(text_table(rows_of([plan], prices.cluster, prices.workload.shape)))
+    echo("")
+    echo(breakdown(plan, prices.cluster, prices.workload.shape))
+
+
+def _only(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (value,)
+
+
+def _bounds(partition: str) -> tuple[int, ...]:
+    try:
+        sizes = [int(word) for word in partition.split("-")]
+    except ValueError as error:
+        raise ValueError(f"--partition is written as 13-12-12-13, got {partition!r}") from error
+    return (0, *accumulate(sizes))
+
+
+def _wish(
+    objective: str, top: int, parts: bool, budget: float | None, deadline: str | None, steps: int | None
+) -> Wish:
+    if objective not in (*Objective, "pareto"):
+        raise ValueError(f"--objective {objective}: there are {', '.join(Objective)}, pareto")
+    if (budget is not None or deadline is not None) and steps is None:
+        raise ValueError("a budget or a deadline is for the whole training: say --steps, too")
+    if top < 1:
+        raise ValueError(f"--top {top}: at least one row is needed")
+    return Wish(
+        objective=Objective.TIME if objective == "pareto" else Objective(objective),
+        top=top,
+        parts=parts,
+        step_dollars=math.inf if budget is None or steps is None else budget / steps,
+        step_seconds=math.inf if deadline is None or steps is None else _seconds(deadline) / steps,
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text[:-1]) * _HOURS[text[-1:]] * 3600
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"a time is a number and one of s, m, h and d, such as 36h; got {text!r}") from error
+
+
+def write_runnable(
+    plan: ClusterPlan, prices: ClusterPrices, request: Request, out: Path, echo: Callable[[str], None]
+) -> None:
+    """Write the plan that runs, and beside it how to start it and what other frameworks read."""
+    from osdp.cluster_run import runnable_plan, with_note
+
+    shape, cluster = prices.workload.shape, prices.cluster
+    model, sample = build_model(request, shape, plan.layout.samples)
+    made = runnable_plan(plan, cluster, prices.workload, model, sample)
+    note = f"laid out on {_nodes(cluster)}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
+    made = with_note(made, note)
+    made.save(out)
+    plan.save(out.with_name(f"{out.stem}.layout.json"))
+    out.with_name("launch.sh").write_text(launch_sheet(plan, cluster), encoding="utf8")
+    out.with_name("launch.sbatch").write_text(batch_script(plan, cluster), encoding="utf8")
+    echo(f"\nwritten: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    for export in exports(plan, shape):
+        out.with_name(export.file).write_text(export.text, encoding="utf8")
+        missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
+        echo(f"written: {export.file}{missing}")
+
+
+def build_model(request: Request, shape: TransformerShape, samples: int) -> tuple[Any, Any]:
+    """The model itself on the meta device, and a microbatch.
+
+    Raises:
+        ValueError: Only GPT-2 sizes and configuration files can be built.
+    """
+    from osdp.cli import build
+
+    fields: dict[str, Any] = {}
+    if not request.model.endswith(".json"):
+        fields = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads}
+        fields |= {"vocab_size": shape.vocabulary, "n_positions": max(shape.positions, shape.sequence)}
+        if not request.model.startswith("gpt2"):
+            raise ValueError(
+                f"--out needs the model itself, and {request.model} has numbers only: give the JSON file of "
+                "its configuration with its model_type as --model"
+            )
+    return build(request.model, fields, samples, shape.sequence)
+
+
+def _nodes(cluster: Cluster) -> str:
+    return " + ".join(f"{group.count} {group.node.name}" for group in cluster.groups)

@@ -1,0 +1,264 @@
+"""Cluster files: YAML or JSON that says which nodes there are, read into a :class:`osdp.cluster.Cluster`.
+
+::
+
+    nodes:
+      - gpu: A100            # a name of osdp/data/gpus.json, or of gpus: below
+        count: 1
+        devices: 4
+        network: 40 Gbit/s   # of the whole node
+        link: 230 GB/s       # optional: what collectives reach between two devices, in one direction
+        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: for what is about cost
+    gpus:                    # optional: kinds that are not in the data file, or are to be changed
+      Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
+from osdp.units import parse_bytes
+
+#: Share of the specified speed that large collectives reach. Inside a node: an all-reduce of 1 GiB on 8 A100
+#: took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between nodes:
+#: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
+LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
+
+#: Seconds of a step of a collective beside its bytes: 92.8 us for 1 MiB on 8 A100, there, are 14 steps and
+#: 8 us of bytes.
+STEP_LATENCY = 6e-6
+
+_NODE_FIELDS = (
+    "gpu",
+    "count",
+    "devices",
+    "network",
+    "link",
+    "latency",
+    "network_latency",
+    "memory",
+    "price",
+    "name",
+)
+_GPU_FIELDS = ("tflops", "memory", "memory_bandwidth", "multiprocessors", "link", "link_kind", "source")
+_PRICE_FIELDS = ("per_hour", "date", "source")
+_RATE = re.compile(r"\s*([0-9.eE+]+)\s*([KMGT])(B|bit)/s\s*")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A part of the file, for messages: its value, what it is called and the line of each of its fields."""
+
+    value: Any
+    name: str
+    file: str
+    lines: Mapping[tuple[str | int, ...], int]
+    path: tuple[str | int, ...] = ()
+
+    def at(self, key: str | int) -> "_Place":
+        name = f"{self.name}[{key}]" if isinstance(key, int) else f"{self.name}.{key}".lstrip(".")
+        return _Place(self.value[key], name, self.file, self.lines, (*self.path, key))
+
+    def wrong(self, message: str) -> ValueError:
+        line = next(
+            (
+                self.lines[self.path[:end]]
+                for end in range(len(self.path), -1, -1)
+                if self.path[:end] in self.lines
+            ),
+            None,
+        )
+        where = f"{self.file}, line {line}" if line else self.file
+        return ValueError(f"{where}: {self.name or 'the file'}: {message}")
+
+    def fields(self, known: Sequence[str], needed: Sequence[str]) -> Mapping[str, Any]:
+        if not isinstance(self.value, dict):
+            raise self.wrong(f"must have the fields {', '.join(needed)}, got {self.value!r}")
+        for field in self.value:
+            if field not in known:
+                raise self.at(field).wrong(
+                    f"unknown field; there are {', '.join(known)}{_nearest(field, known)}"
+                )
+        if missing := [field for field in needed if field not in self.value]:
+            raise self.wrong(
+                f"{', '.join(missing)} missing; nothing is assumed about it, so please write it down"
+            )
+        return self.value
+
+    def number(self, *, whole: bool = False) -> float:
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value <= 0:
+            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {value!r}")
+        return value
+
+    def rate(self) -> float:
+        match = _RATE.fullmatch(str(self.value))
+        try:
+            amount = float(match[1]) if match else 0.0
+        except ValueError:
+            amount = 0.0
+        if match is None or amount <= 0:
+            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {self.value!r}")
+        bits = 8 if match[3] == "bit" else 1
+        return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
+
+    def size(self) -> int:
+        try:
+            return parse_bytes(self.value)
+        except (TypeError, ValueError) as error:
+            raise self.wrong(str(error)) from error
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster that a file describes.
+
+    Args:
+        path: YAML, or JSON if it ends in ``.json``: as above, or as :meth:`osdp.cluster.Cluster.save` writes.
+
+    Raises:
+        ValueError: The file is malformed, or a spec is missing or unknown; says which line and field.
+        ImportError: It is YAML and PyYAML is not installed.
+    """
+    text, file = Path(path).read_text(encoding="utf8"), str(path)
+    plain, lines = (_json(text, file), {}) if file.endswith(".json") else _yaml(text, file)
+    if isinstance(plain, dict) and "groups" in plain:
+        from osdp import codec
+
+        return codec.load(Cluster, path)
+    root = _Place(plain, "", file, lines)
+    given = root.fields(("nodes", "gpus"), ("nodes",))
+    gpus = {name: _Place(spec, name, "osdp/data/gpus.json", {}) for name, spec in known_gpus().items()}
+    if "gpus" in given:
+        own = root.at("gpus")
+        gpus |= {str(name): own.at(name) for name in own.fields(tuple(own.value or ()), ())}
+    nodes = root.at("nodes")
+    if not isinstance(nodes.value, list) or not nodes.value:
+        raise nodes.wrong("must be a list of nodes, each with gpu, count, devices and network")
+    try:
+        return Cluster(tuple(_group(nodes.at(index), gpus) for index in range(len(nodes.value))))
+    except ValueError as error:
+        raise error if str(error).startswith(file) else nodes.wrong(str(error)) from error
+
+
+def known_gpus() -> dict[str, dict[str, Any]]:
+    """The specs that ship with the library, by name."""
+    text = resources.files("osdp").joinpath("data/gpus.json").read_text(encoding="utf8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def make_gpu(name: str, spec: Mapping[str, Any]) -> Gpu:
+    """An accelerator by its specs, written as in cluster files.
+
+    Raises:
+        ValueError: A spec is missing or malformed.
+    """
+    return _gpu(name, _Place(spec, name, "specs", {}))
+
+
+def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
+    fields = node.fields(_NODE_FIELDS, ("gpu", "count", "devices", "network"))
+    name = str(fields["gpu"])
+    if name not in gpus:
+        raise node.at("gpu").wrong(
+            f"unknown GPU {name!r}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or describe it "
+            "under gpus:"
+        )
+    spec = gpus[name]
+    gpu = _gpu(name, spec)
+    if "memory" in fields:
+        gpu = Gpu(
+            gpu.name,
+            gpu.flops,
+            node.at("memory").size(),
+            gpu.memory_bandwidth,
+            gpu.multiprocessors,
+            gpu.source,
+        )
+    devices = int(node.at("devices").number(whole=True))
+    if "link" in fields:
+        link = node.at("link").rate()
+    elif "link" in spec.value:
+        link = spec.at("link").rate() * LINK_SHARE
+    elif devices == 1:
+        link = gpu.memory_bandwidth
+    else:
+        raise node.wrong(
+            f"link missing: nothing is known about the links between the {devices} devices; write it down"
+        )
+    latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
+    far = node.at("network_latency").number() if "network_latency" in fields else STEP_LATENCY
+    network = node.at("network").rate() * NETWORK_SHARE
+    kind = NodeType(
+        name=str(fields.get("name", name)),
+        gpu=gpu,
+        devices=devices,
+        inside=Wire(link, latency),
+        outside=Wire(network, far),
+        price=_price(node.at("price")) if "price" in fields else None,
+    )
+    return NodeGroup(kind, int(node.at("count").number(whole=True)))
+
+
+def _gpu(name: str, spec: _Place) -> Gpu:
+    fields = spec.fields(_GPU_FIELDS, ("tflops", "memory", "memory_bandwidth"))
+    return Gpu(
+        name=name,
+        flops=spec.at("tflops").number() * 1e12,
+        memory=spec.at("memory").size(),
+        memory_bandwidth=spec.at("memory_bandwidth").rate(),
+        multiprocessors=int(fields.get("multiprocessors", 0)),
+        source=str(fields.get("source", "")),
+    )
+
+
+def _price(price: _Place) -> Price:
+    fields = price.fields(_PRICE_FIELDS, _PRICE_FIELDS)
+    return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
+
+
+def _nearest(name: Any, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _json(text: str, file: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from error
+
+
+def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
+    """The content, and the line of every field by the way to it."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            "cluster files in YAML need PyYAML: pip install 'osdp[cli]', or write JSON"
+        ) from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{file}{line}: {getattr(error, 'problem', None) or error}") from error
+    lines: dict[tuple[str | int, ...], int] = {}
+    todo: list[tuple[tuple[str | int, ...], Any]] = [((), root)] if root is not None else []
+    while todo:
+        path, node = todo.pop()
+        lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                todo.append(((*path, key.value), value))
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [((*path, index), value) for index, value in enumerate(node.value)]
+    return plain, lines

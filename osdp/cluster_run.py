@@ -1,0 +1,197 @@
+"""From a layout on a cluster to a plan that runs: the same stages, degrees, batch and sharding.
+
+The planner prices a transformer by its numbers; here the model itself is traced, cut where the layout says,
+and each stage is planned operator by operator, for the ways that the layout's ZeRO stage allows. ZeRO 1 and 2
+become ``SHARD_GRAD_OP``, the nearest that the runtime has; if that does not fit, any way may be taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from osdp.api import make_plan
+from osdp.cluster import Cluster
+from osdp.cluster_plan import ClusterPlan, Recompute, Workload
+from osdp.cost.cluster_stage import Home, home_of
+from osdp.cost.rates import PUBLISHED
+from osdp.cost.ring import Ring
+from osdp.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
+from osdp.errors import InfeasibleError
+from osdp.flow import Flow
+from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Mode, Plan
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.estimate import estimate
+from osdp.profiler.flow import trace_flow
+from osdp.report.exports import chunks
+from osdp.search.pipeline import plan_at
+from osdp.search.planning import Candidate
+from osdp.search.rules import Rules
+from osdp.tensor_inputs import one_rank
+from osdp.training import Training
+
+_MODES = {
+    0: (Mode.NO_SHARD,),
+    1: (Mode.SHARD_GRAD_OP,),
+    2: (Mode.SHARD_GRAD_OP,),
+    3: (Mode.FULL_SHARD,),
+}
+_ANY = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+
+
+def runnable_plan(
+    plan: ClusterPlan,
+    cluster: Cluster,
+    workload: Workload,
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    kind: str = "cuda",
+    optimizer: str = "AdamW",
+) -> Plan | PipelinePlan:
+    """The plan that ``OSDP(model, ..., plan=...)`` runs.
+
+    Args:
+        plan: The layout.
+        cluster: What it was made for.
+        workload: Likewise.
+        model: The model; may be on ``meta``. Its blocks must be the layers of the workload's shape.
+        sample_inputs: A batch of the layout's microbatch.
+        kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
+        optimizer: Name of a ``torch.optim`` class.
+
+    Raises:
+        InfeasibleError: A stage does not fit when it is traced.
+        ValueError: The model has other layers than the layout, or cannot be cut there.
+    """
+    layout = plan.layout
+    device = device_of_stage(plan, cluster, workload, kind)
+    half = None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
+    training = Training(
+        optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
+    )
+    model_desc = ModelDesc.from_module(model, sample_inputs)
+    for modes in (_MODES[layout.zero], _ANY):
+        rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
+        try:
+            if layout.degrees.pp == layout.degrees.tp == 1:
+                return _flat(model_desc, device, training, rules)
+            return _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
+        except InfeasibleError:
+            if modes == _ANY:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: Rules) -> Plan:
+    strategy = rules.allowed[0] if len(rules.allowed) == 1 else None
+    return make_plan(
+        None, model_desc, device, training=training, strategy=strategy, recompute=rules.recompute, slices=()
+    )
+
+
+def _staged(
+    plan: ClusterPlan,
+    workload: Workload,
+    model: nn.Module,
+    sample_inputs: Any,
+    model_desc: ModelDesc,
+    device: DeviceInfo,
+    training: Training,
+    rules: Rules,
+) -> PipelinePlan:
+    batch = SampleBatch.of(sample_inputs)
+    part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
+    profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
+    flow = trace_flow(model, batch)
+    return plan_at(
+        step_bounds(flow, model_desc, chunks(plan, workload.shape)),
+        model_desc,
+        flow,
+        Candidate(training, profiled(training)),
+        device,
+        rules,
+        plan.layout.degrees,
+        plan.layout.schedule,
+        part.shared,
+    )
+
+
+def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
+    """First step of the flow in each stage, and the number of steps.
+
+    Args:
+        flow: The flow of the model.
+        model_desc: Its description, which knows its blocks.
+        layers: Blocks of each stage; what is before the first and after the last block goes with the ends.
+
+    Raises:
+        ValueError: The model has other blocks than the layers of the layout.
+    """
+    blocks = [block for block in dict.fromkeys(op.block for op in model_desc.operators) if block is not None]
+    starts = [
+        next((at for at, step in enumerate(flow.steps) if f"{step.module}.".startswith(f"{block}.")), None)
+        for block in blocks
+    ]
+    found = [start for start in starts if start is not None]
+    if len(found) != sum(layers):
+        raise ValueError(
+            f"the layout has {sum(layers)} layers and {model_desc.name} has {len(found)} blocks that it can "
+            "be cut between; plan for the numbers of this model"
+        )
+    after = found[-1] + 1
+    edges = [*found, after]
+    return (0, *(edges[count] for count in list(accumulate(layers))[:-1]), len(flow.steps))
+
+
+def device_of_stage(plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str) -> DeviceInfo:
+    """The data-parallel devices of one stage: the slowest, smallest and worst connected of all stages."""
+    homes = [home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)]
+    gpus = [gpu for home in homes for gpu in home.gpus]
+    dp = plan.layout.degrees.dp
+    return DeviceInfo(
+        memory_limit=min(home.limit for home in homes) - workload.reserve,
+        kind=kind,
+        nodes=dp,
+        devices_per_node=1,
+        links=_links([home.data for home in homes]) if dp > 1 else (),
+        blocking=False,
+        overlap=workload.overlap,
+        stage_link=_stage_link(homes),
+        tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
+        copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
+        flops=min(gpu.flops for gpu in gpus) * PUBLISHED.matrix_share,
+        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * PUBLISHED.memory_share,
+    )
+
+
+def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
+    size = rings[0].size
+    links = []
+    for collective in COLLECTIVES:
+        times = 2 if collective == "all_reduce" else 1
+        latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
+        bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times
+        links.append(Link(collective, "world", size, latency, bandwidth))
+    return tuple(links)
+
+
+def _stage_link(homes: Sequence[Home]) -> StageLink:
+    return StageLink(
+        max(home.between.latency for home in homes), min(home.between.bandwidth for home in homes)
+    )
+
+
+def stage_layers(made: PipelinePlan, model_desc: ModelDesc) -> tuple[int, ...]:
+    """Blocks of each stage of a plan."""
+    blocks = {op.block for op in model_desc.operators if op.block is not None}
+    return tuple(sum(module in blocks for module in stage.modules) for stage in made.stages)
+
+
+def with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
+    """The plan with one more fact."""
+    return replace(made, notes=(*made.notes, note))

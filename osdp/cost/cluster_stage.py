@@ -1,0 +1,374 @@
+"""Seconds and bytes of every stage that a chain of items may be cut into, on one kind of slot.
+
+A stage is a stretch ``a .. b - 1`` of the chain. What adds up over its items is the number of each kind of
+them times its price, so that all stages are priced at once as arrays of shape ``(I + 1, I + 1)`` by
+``[a, b]``, and equal stages have equal prices to the last bit.
+
+Bytes of states under ZeRO are those of Rajbhandari et al. (SC 2020, arXiv:1910.02054, section 5). Its volumes
+here are those of collectives as they are run: gradients are reduced where ``reduce_bytes`` say, weights are
+gathered in ``weight_bytes``; stages 2 and 3 scatter gradients after every microbatch, and stage 3 gathers
+weights for every forward and every backward.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster import Cluster, Gpu, Wire
+from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
+from osdp.cost.corrections import LayerCase, correction_factor
+from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
+from osdp.cost.layer_work import LayerWork, layer_work
+from osdp.cost.measured_layers import measured_seconds
+from osdp.cost.rates import PUBLISHED, Rates
+from osdp.cost.ring import Ring
+from osdp.layer_profile import LayerProfile
+from osdp.transformer import Item
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What a stage finds in its slot.
+
+    Attributes:
+        gpus: Kinds of its devices; the slowest sets the pace of all.
+        limit: Bytes of the smallest of them.
+        tensor: The ranks that compute a layer together.
+        data: The ranks that hold the same part of the model.
+        within: To the next stage in the same node.
+        between: To a stage in another node, while all devices of this one send.
+    """
+
+    gpus: tuple[Gpu, ...]
+    limit: int
+    tensor: Ring
+    data: Ring
+    within: Wire
+    between: Wire
+
+
+def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
+    """The devices and links of a slot.
+
+    Neighbouring ranks share a layer, the next ones a stage's data, so that a node's link to the network
+    carries one ring for each of the ``tp`` ranks, and messages of all its devices.
+    """
+    kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
+    tp, dp = layout.degrees.tp, layout.degrees.dp
+    within = _slowest([kind.inside for kind in kinds])
+    out = _slowest([kind.outside for kind in kinds])
+    crosses = sum(slot.nodes) > 1
+    senders = min(min(kind.devices for kind in kinds), tp * dp)
+    return Home(
+        gpus=tuple(kind.gpu for kind in kinds),
+        limit=min(kind.gpu.memory for kind in kinds),
+        tensor=Ring(tp, within),
+        data=Ring(dp, _slowest([within, _shared(out, tp)]) if crosses else within),
+        within=within,
+        between=_shared(out, senders),
+    )
+
+
+def _slowest(wires: list[Wire]) -> Wire:
+    return Wire(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
+
+
+def _shared(wire: Wire, users: int) -> Wire:
+    return Wire(wire.bandwidth / users, wire.latency)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPrices:
+    """One item of the chain on one kind of slot; seconds of a microbatch, and bytes.
+
+    Attributes:
+        compute: Forward and backward.
+        again: Forwards that a backward repeats.
+        tensor: Sums over tensor-parallel ranks, repeated ones too.
+        shards: Gathers and scatters of each microbatch that are not hidden.
+        parameters: Numbers that a rank has of it before any sharding.
+        kept: Bytes from its forward to its backward.
+        working: Bytes that are there for its backward only.
+    """
+
+    compute: float
+    again: float
+    tensor: float
+    shards: float
+    parameters: int
+    kept: int
+    working: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a microbatch."""
+        return self.compute + self.again + self.tensor + self.shards
+
+
+@dataclass(frozen=True)
+class StagePrices:
+    """All stages of a chain of ``I`` items on one kind of slot.
+
+    Attributes:
+        home: The slot's devices and links.
+        items: What each kind of item takes.
+        seconds: Of a microbatch, forward and backward, without what crosses borders; ``(I + 1, I + 1)``.
+        parameters: Of each stage, likewise.
+        kept: Bytes for each microbatch in flight, likewise.
+        working: Bytes there for a moment, likewise.
+        end: Seconds after the last microbatch: gradients and the update, likewise.
+    """
+
+    home: Home
+    items: Mapping[Item, ItemPrices]
+    seconds: Floats
+    parameters: Floats
+    kept: Floats
+    working: Floats
+    end: Floats
+
+
+class ClusterPrices:
+    """Prices of one workload on one cluster; what several layouts share is computed once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        rates: Rates = PUBLISHED,
+        profiles: Sequence[LayerProfile] = (),
+    ) -> None:
+        self.cluster = cluster
+        #: What was measured of this model, by the name of the device.
+        self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
+        self.workload = workload
+        self.rates = rates
+        self.items = workload.shape.items
+        self.kinds = tuple(dict.fromkeys(self.items))
+        #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
+        self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
+        self._homes: dict[tuple[int, int, Slot], Home] = {}
+        self._work: dict[tuple[Item, int, int], LayerWork] = {}
+        self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
+        self._factors: dict[tuple[int, int], float] = {}
+
+    def work(self, item: Item, layout: Layout) -> LayerWork:
+        """What one rank does for one item."""
+        key = (item, layout.samples, layout.degrees.tp)
+        if key not in self._work:
+            shape, flash = self.workload.shape, self.workload.flash
+            self._work[key] = layer_work(shape, item, layout.samples, layout.degrees.tp, flash=flash)
+        return self._work[key]
+
+    def home(self, layout: Layout, slot: Slot) -> Home:
+        """The devices and links of a slot."""
+        key = (layout.degrees.tp, layout.degrees.dp, slot)
+        if key not in self._homes:
+            self._homes[key] = home_of(self.cluster, layout, slot)
+        return self._homes[key]
+
+    def border_bytes(self, layout: Layout) -> Floats:
+        """Bytes that go forward over the border before each item, shape ``(I + 1,)``."""
+        outputs = [self.work(item, layout).output_bytes for item in self.items]
+        return np.array([0.0, *outputs[:-1], 0.0])
+
+    def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
+        """All stages of ``layout`` on a kind of slot."""
+        home = self.home(layout, slot)
+        items = self.item_prices(layout, home)
+        parameters = self._summed([item.parameters for item in items.values()])
+        # One stage that has all of them has one weight.
+        parameters[0, -1] -= self.workload.shape.tied_copies * self.tied_numbers(layout)
+        return StagePrices(
+            home=home,
+            items=items,
+            seconds=self._summed([item.seconds for item in items.values()]),
+            parameters=parameters,
+            kept=self._summed([item.kept for item in items.values()]),
+            working=self._working(layout, items),
+            end=self.end_seconds(layout, home, parameters),
+        )
+
+    def item_prices(self, layout: Layout, home: Home) -> dict[Item, ItemPrices]:
+        """What each kind of item takes, in order of the first of each."""
+        return {item: self._item(item, layout, home) for item in self.kinds}
+
+    def tied_numbers(self, layout: Layout) -> int:
+        """Numbers of an embedding's weight on one rank."""
+        shape = self.workload.shape
+        return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
+
+    def gradient_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+        """Collectives at the end of a step for so many parameters."""
+        if layout.degrees.dp == 1:
+            return np.zeros_like(parameters)
+        seconds: Floats
+        load, ring = self.workload, home.data
+        reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
+        scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
+        fixed = ring.scatter_seconds(0.0)
+        match layout.zero:
+            case 0:
+                seconds = 2 * (fixed + reduced * scale)
+            case 1:
+                seconds = 2 * fixed + (reduced + gathered) * scale
+            case 2:
+                seconds = fixed + gathered * scale
+            case _:
+                seconds = np.zeros_like(parameters)
+        return np.where(parameters > 0, seconds, 0.0)
+
+    def update_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+        """The optimizer's update: gradients are read, all else is read and written."""
+        load = self.workload
+        moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
+        held = parameters / (layout.degrees.dp if layout.zero else 1)
+        slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
+        seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
+        return seconds
+
+    def parameter_bytes(self, layout: Layout) -> tuple[float, float, float]:
+        """Bytes of weight, gradient and optimizer state that a rank keeps for each parameter."""
+        load, dp = self.workload, layout.degrees.dp
+        sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
+        weight, gradient, state = (size / dp if layout.zero >= stage else size for size, stage in sizes)
+        return weight, gradient, state
+
+    def stage_bytes(
+        self, prices: StagePrices, layout: Layout, start: int, stop: int, held: float
+    ) -> StageBytes:
+        """Memory of one stage with the activations of ``held`` microbatches."""
+        parameters = prices.parameters[start, stop]
+        weights, gradients, states = (
+            int(np.ceil(parameters * size)) for size in self.parameter_bytes(layout)
+        )
+        return StageBytes(
+            weights=weights,
+            gradients=gradients,
+            states=states,
+            activations=int(np.ceil(prices.kept[start, stop] * held)),
+            working=int(prices.working[start, stop]),
+            reserve=self.workload.reserve,
+            limit=prices.home.limit,
+        )
+
+    def total_bytes(self, prices: StagePrices, layout: Layout, held: float) -> Floats:
+        """The same for all stages at once."""
+        each = self.parameter_bytes(layout)
+        # Each part is rounded up by itself.
+        states = sum(np.ceil(prices.parameters * size) for size in each)
+        total: Floats = (
+            states + np.ceil(prices.kept * held) + np.floor(prices.working) + self.workload.reserve
+        )
+        return total
+
+    def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+        work = self.work(item, layout)
+        slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
+        forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
+        layer = item in (Item.LAYER, Item.CROSS_LAYER)
+        full = layer and layout.recompute is Recompute.FULL
+        again = forward if full else 0.0
+        if layer and layout.recompute is Recompute.SELECTIVE:
+            again = max(s.attention for s in slowest)
+        sums = work.sums * (3 if full else 2) * self._factor(layout)
+        kept = work.kept_bytes
+        if full:
+            kept = work.input_bytes
+        elif layout.recompute is Recompute.SELECTIVE:
+            kept -= work.score_bytes
+        parameters = self.workload.shape.parameters(item, layout.degrees.tp)
+        return ItemPrices(
+            compute=forward + backward,
+            again=again,
+            tensor=sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
+            shards=self._shards(layout, home, parameters, forward, backward + again),
+            parameters=parameters,
+            kept=kept,
+            working=work.working_bytes + (work.kept_bytes - kept),
+        )
+
+    def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
+        key = (item, layout.samples, layout.degrees.tp, gpu)
+        if key not in self._seconds:
+            modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
+            self._seconds[key] = self._measured(item, layout, gpu) or modelled
+        return self._seconds[key]
+
+    def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+        if gpu.name not in self._profiles:
+            return None
+
+        def modelled(samples: int, tp: int) -> LayerSeconds:
+            work = layer_work(self.workload.shape, item, samples, tp, flash=self.workload.flash)
+            return layer_seconds(work, gpu, self.rates)
+
+        profile = self._profiles[gpu.name]
+        return measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
+
+    def _factor(self, layout: Layout) -> float:
+        """By what measured layers say to multiply seconds."""
+        shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
+        if key not in self._factors:
+            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, case)
+        return self._factors[key]
+
+    def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
+        """Collectives of every microbatch, as far as compute does not hide them."""
+        if layout.zero < 2 or layout.degrees.dp == 1 or not parameters:
+            return 0.0
+        load = self.workload
+        scatter = home.data.scatter_seconds(parameters * load.reduce_bytes)
+        gather = home.data.scatter_seconds(parameters * load.weight_bytes) if layout.zero == 3 else 0.0
+        return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
+
+    def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
+        """What is there for a moment of one item: what is sharded is whole then."""
+        load = self.workload
+        if layout.degrees.dp == 1:
+            return item.working
+        whole = load.reduce_bytes * item.parameters if layout.zero >= 2 else 0
+        # The next item's weights arrive while this one's are used.
+        return item.working + whole + (2 * load.weight_bytes * item.parameters if layout.zero == 3 else 0)
+
+    def _summed(self, values: Sequence[float]) -> Floats:
+        total = np.zeros_like(self._counts[0])
+        for count, value in zip(self._counts, values, strict=True):
+            total += count * value
+        return total
+
+    def _working(self, layout: Layout, items: Mapping[Item, ItemPrices]) -> Floats:
+        """The most that is there for a moment: of one item, what is sharded being whole then."""
+        found = np.zeros_like(self._counts[0])
+        for count, item in zip(self._counts, items.values(), strict=True):
+            found = np.maximum(found, (count > 0) * self.working_bytes(layout, item))
+        border = 2 * self.border_bytes(layout)
+        found += border[:, None] + border[None, :]
+        return found
+
+    def end_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+        """What follows the last microbatch for so many parameters: gradients and the update."""
+        exchanged = self.gradient_seconds(layout, home, parameters)
+        exchanged += self.update_seconds(layout, home, parameters)
+        return exchanged
+
+
+def _exposed(communication: float, compute: float, overlap: float) -> float:
+    return communication - overlap * min(communication, compute)
+
+
+def _count(items: Sequence[Item], kind: Item) -> Floats:
+    """Items of a kind in each stretch, by its first item and the one after its last."""
+    prefix = np.concatenate([[0.0], np.cumsum(np.array([item is kind for item in items], dtype=float))])
+    count: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+    return count
+
+
+def slot_prices(prices: ClusterPrices, layout: Layout, slots: tuple[Slot, ...]) -> Mapping[Slot, StagePrices]:
+    """Stage prices of each distinct slot."""
+    return {slot: prices.stage_prices(layout, slot) for slot in dict.fromkeys(slots)}

@@ -1,0 +1,152 @@
+"""What one layout of a transformer on a cluster comes to: the price that the planner ranks by.
+
+With ``t_s`` the seconds of stage *s* for a microbatch, what crosses the border before it included, ``m``
+microbatches take ::
+
+    m max_s t_s + share * (sum_s t_s - max_s t_s)
+
+where the share of the fill and drain that a schedule leaves is 1 for GPipe and 1F1B (then it is ``(m - 1)
+max_s t_s + sum_s t_s``, as in Zheng et al., "Alpa", OSDI 2022, section 5.2), ``1 / v`` for *v* interleaved
+stages a rank (Narayanan et al., SC 2021) and a third for ZB-H1, whose forward and both parts of a backward
+are taken to be alike (Qi et al., 2023). A rank that sends cannot compute meanwhile. The collectives and the
+update of the slowest stage follow, and the sum of an embedding that two stages hold.
+"""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from osdp.cluster_plan import ClusterPlan, Layout, Slot, StepSeconds
+from osdp.cost.cluster_stage import ClusterPrices, Home, slot_prices
+from osdp.cost.ring import Ring
+
+#: Stages of each rank, interleaved.
+INTERLEAVED = 2
+
+#: Part of the fill and drain of the pipeline that is left.
+BUBBLE_SHARE = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / INTERLEAVED, "zb-h1": 1 / 3}
+
+
+def stages_per_rank(schedule: str) -> int:
+    """Stages that each rank holds."""
+    return INTERLEAVED if schedule == "interleaved" else 1
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """Microbatches whose activations a rank holds at once, in units of all its stages.
+
+    As many as its warm-up has forwards, and one more (:mod:`osdp.orders`).
+    """
+    pp, m = layout.degrees.pp, layout.microbatches
+    match layout.schedule:
+        case "gpipe":
+            return m
+        case "zb-h1":
+            return min(m, pp)
+        case "interleaved":
+            longest_run = -(-m // max(1, m // pp))
+            warmup = 2 * (pp - 1 - rank) + (INTERLEAVED - 1) * longest_run
+            return min(m * INTERLEAVED, warmup + 1) / INTERLEAVED
+        case _:
+            return min(m, pp - rank)
+
+
+def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, same_node: bool) -> float:
+    """What crosses the border between two stages for one microbatch: an output and its gradient."""
+    wires = (after.within,) if same_node else (before.between, after.between)
+    return 2 * stages_per_rank(layout.schedule) * max(wire.seconds(nbytes) for wire in wires)
+
+
+def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
+    """To add up the gradients of a weight that several stages hold, over the slowest link there is."""
+    if layout.degrees.pp == 1 or not prices.workload.shape.tied_copies:
+        return 0.0
+    nbytes = prices.tied_numbers(layout) * prices.workload.reduce_bytes
+    return max(
+        Ring(2, home.within if slot.shares >= layout.degrees.pp else home.between).reduce_seconds(nbytes)
+        for slot, home in homes.items()
+    )
+
+
+def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: Sequence[Slot]) -> ClusterPlan:
+    """Price one layout that is cut at ``bounds`` and placed in ``slots``.
+
+    Args:
+        prices: Of the workload on the cluster.
+        layout: Degrees, batch, schedule, recomputation, sharding.
+        bounds: First item of each stage, and the number of items.
+        slots: Where each stage lies.
+
+    Raises:
+        ValueError: There are not as many stages and slots as the layout has, or a stage is empty.
+    """
+    pp = layout.degrees.pp
+    empty = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) if start >= stop]
+    if len(bounds) != pp + 1 or len(slots) != pp or bounds[0] or bounds[-1] != len(prices.items) or empty:
+        raise ValueError(
+            f"{pp} stages of {len(prices.items)} items need {pp + 1} ascending bounds from 0 to "
+            f"{len(prices.items)} and {pp} slots, got bounds {tuple(bounds)} and {len(slots)} slots"
+        )
+    by_slot = slot_prices(prices, layout, tuple(slots))
+    border = prices.border_bytes(layout)
+    times, sends, ends = [], [], []
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        own = by_slot[slots[stage]]
+        sent = 0.0
+        if stage:
+            before, same = by_slot[slots[stage - 1]].home, shares_node(slots, stage)
+            sent = border_seconds(layout, before, own.home, float(border[start]), same_node=same)
+        sends.append(sent)
+        times.append(float(own.seconds[start, stop]) + sent)
+        ends.append(float(own.end[start, stop]))
+    slowest = times.index(max(times))
+    share, m = BUBBLE_SHARE[layout.schedule], layout.microbatches
+    last = ends.index(max(ends))
+    prices_there = by_slot[slots[slowest]].items
+    inside = [prices_there[item] for item in prices.items[bounds[slowest] : bounds[slowest + 1]]]
+    final = by_slot[slots[last]]
+    held = final.parameters[bounds[last] : bounds[last] + 1, bounds[last + 1]]
+    return ClusterPlan(
+        model=prices.workload.shape.name,
+        cluster=prices.cluster.fingerprint,
+        layout=layout,
+        bounds=tuple(bounds),
+        slots=tuple(slots),
+        seconds=StepSeconds(
+            compute=m * sum(item.compute for item in inside),
+            recompute=m * sum(item.again for item in inside),
+            tensor=m * sum(item.tensor for item in inside),
+            shards=m * sum(item.shards for item in inside),
+            sends=m * sends[slowest],
+            bubble=share * (sum(times) - times[slowest]),
+            gradients=float(prices.gradient_seconds(layout, final.home, held)[0]),
+            optimizer=float(prices.update_seconds(layout, final.home, held)[0]) + prices.rates.step_seconds,
+            embedding=embedding_seconds(prices, layout, {slot: p.home for slot, p in by_slot.items()}),
+        ),
+        stages=tuple(
+            prices.stage_bytes(by_slot[slots[stage]], layout, start, stop, in_flight(layout, stage))
+            for stage, (start, stop) in enumerate(pairwise(bounds))
+        ),
+        dollars_per_second=prices.cluster.part(nodes_of(slots)).dollars_per_second,
+    )
+
+
+def shares_node(slots: Sequence[Slot], stage: int) -> bool:
+    """Whether a stage lies in the node of the stage before it.
+
+    Stages that share a node follow each other; a run of equal slots fills one node after the other.
+    """
+    slot = slots[stage]
+    run = 0
+    while run < stage and slots[stage - run - 1] == slot:
+        run += 1
+    return run % slot.shares != 0
+
+
+def nodes_of(slots: Sequence[Slot]) -> tuple[int, ...]:
+    """Nodes of each kind that slots take together."""
+    totals = [Fraction(0)] * len(slots[0].nodes)
+    for slot in slots:
+        for kind, count in enumerate(slot.nodes):
+            totals[kind] += Fraction(count, slot.shares)
+    return tuple(int(total) for total in totals)

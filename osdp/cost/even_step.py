@@ -1,0 +1,126 @@
+"""The step of a homogeneous cluster with layers dealt out evenly: :func:`osdp.cost.cluster_step.price`, fast.
+
+Only the first, the last and one of the stages between differ, so that no arrays over all cuts are needed: a
+calibration prices thousands of steps with hundreds of coefficients. A test holds both to the same seconds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from osdp.cluster_plan import Layout, Slot
+from osdp.cost.cluster_stage import ClusterPrices, Home, home_of
+from osdp.cost.cluster_step import BUBBLE_SHARE, border_seconds, embedding_seconds
+from osdp.transformer import Item
+
+
+def even_layers(layers: int, pp: int) -> int:
+    """Layers of each stage.
+
+    Raises:
+        ValueError: The stages do not divide them.
+    """
+    if layers % pp:
+        raise ValueError(f"{layers} layers cannot be dealt out to {pp} stages evenly")
+    return layers // pp
+
+
+def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
+    """Bounds of such stages in the chain; the embedding is in the first, the head in the last.
+
+    >>> even_bounds(4, 2)
+    (0, 3, 6)
+    """
+    each = even_layers(layers, pp)
+    return (0, *(1 + each * stage for stage in range(1, pp)), layers + 2)
+
+
+def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
+    """Where each stage lies if they follow each other over nodes that are all alike.
+
+    Where neither a stage's ranks nor a node's devices divide the other, each is as if it began a node.
+    """
+    devices = prices.cluster.groups[0].node.devices
+    ranks = layout.degrees.tp * layout.degrees.dp
+    return Slot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Seconds of what the stages of a layout are made of."""
+
+    embedding: float
+    layer: float
+    head: float
+
+
+class EvenSteps:
+    """Seconds of steps of one workload on one homogeneous cluster; what several layouts share is kept."""
+
+    def __init__(self, prices: ClusterPrices) -> None:
+        self.prices = prices
+        self._homes: dict[tuple[int, ...], Home] = {}
+        self._parts: dict[tuple[object, ...], _Parts] = {}
+        self._ends: dict[tuple[int, ...], float] = {}
+
+    def seconds(self, layout: Layout, layers: int = 0) -> float:
+        """A step of ``layout``.
+
+        Args:
+            layout: Degrees, batch, schedule, recomputation and sharding.
+            layers: Of the model; those of the workload's shape if 0.
+
+        Raises:
+            ValueError: The layers cannot be dealt out evenly.
+        """
+        prices, pp = self.prices, layout.degrees.pp
+        layers = layers or prices.workload.shape.layers
+        each = even_layers(layers, pp)
+        slot = even_slot(prices, layout)
+        home = self._home(layout, slot)
+        parts = self._parts_of(layout, home)
+        if pp == 1:
+            pipeline = layout.microbatches * (parts.embedding + each * parts.layer + parts.head)
+        else:
+            sent = float(prices.work(Item.LAYER, layout).output_bytes)
+            within, between = (
+                border_seconds(layout, home, home, sent, same_node=same) for same in (True, False)
+            )
+            times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
+            times[0] = each * parts.layer + parts.embedding
+            times[-1] += parts.head
+            slowest = max(times)
+            pipeline = layout.microbatches * slowest
+            pipeline += BUBBLE_SHARE[layout.schedule] * (sum(times) - slowest)
+        return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
+
+    def _home(self, layout: Layout, slot: Slot) -> Home:
+        key = (layout.degrees.tp, layout.degrees.dp, *slot.nodes)
+        if key not in self._homes:
+            self._homes[key] = home_of(self.prices.cluster, layout, slot)
+        return self._homes[key]
+
+    def _parts_of(self, layout: Layout, home: Home) -> _Parts:
+        degrees = layout.degrees
+        key = (degrees.tp, degrees.dp, layout.samples, layout.recompute, layout.zero)
+        if key not in self._parts:
+            items = self.prices.item_prices(layout, home)
+            self._parts[key] = _Parts(
+                *(items[item].seconds for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD))
+            )
+        return self._parts[key]
+
+    def _end(self, layout: Layout, slot: Slot, home: Home, layers: int) -> float:
+        """Gradients, update and tied embedding of the slowest stage."""
+        degrees = layout.degrees
+        key = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
+        if key not in self._ends:
+            prices, shape = self.prices, self.prices.workload.shape
+            held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
+            held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
+            held[-1] += shape.parameters(Item.HEAD, degrees.tp)
+            if degrees.pp == 1:
+                held -= shape.tied_copies * prices.tied_numbers(layout)
+            ends = prices.end_seconds(layout, home, held)
+            self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout, {slot: home})
+        return self._ends[key]

@@ -1,0 +1,215 @@
+"""What one rank computes, keeps and exchanges for one microbatch of an item of a transformer.
+
+Tensor parallelism as in Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3): each layer sums its
+output over the ranks once for attention and once for the feed-forward block, forward and backward. Bytes that
+are kept for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
+``s b h (10 + 24 / t + 5 a s / (h t))`` are taken apart here, for other widths than ``4 h`` and for attention
+that never writes its scores (Dao et al., arXiv:2205.14135).
+"""
+
+from dataclasses import dataclass
+
+from osdp.transformer import Item, TransformerShape
+
+#: Bytes of an activation or a weight as it is computed with, and of what a loss computes with.
+HALF, SINGLE = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A product of matrices of ``rows x inner`` and ``inner x columns``, ``count`` times over."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.count * self.rows * self.columns * self.inner
+
+    @property
+    def moved_bytes(self) -> int:
+        """Both factors and the result, each once."""
+        rows, columns, inner = self.rows, self.columns, self.inner
+        return HALF * self.count * (rows * inner + columns * inner + rows * columns)
+
+    @property
+    def gradients(self) -> "tuple[Gemm, Gemm]":
+        """The products that give the gradients of both factors."""
+        return (
+            Gemm(self.rows, self.inner, self.columns, self.count),
+            Gemm(self.inner, self.columns, self.rows, self.count),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """One microbatch of one item on one rank; a backward does each product twice, for both of its inputs.
+
+    Attributes:
+        gemms: Products of a forward.
+        attention: Those of them that compute scores and what they weigh, which selective recomputation
+            repeats.
+        moved_bytes: Read and written in a forward by all else.
+        backward_bytes: Read and written in a backward by all else, to add up gradients as well.
+        kernels: Kernels that a forward launches.
+        sums: All-reduces over the tensor-parallel ranks in a forward, and as many in a backward.
+        summed_bytes: Of each of them.
+        kept_bytes: Kept for backward.
+        score_bytes: Of these, what selective recomputation does not keep.
+        input_bytes: What is kept where the item is recomputed.
+        working_bytes: There during its own backward only, beside what was kept.
+        output_bytes: What it hands on.
+    """
+
+    gemms: tuple[Gemm, ...]
+    attention: tuple[Gemm, ...]
+    moved_bytes: int
+    backward_bytes: int
+    kernels: int
+    sums: int
+    summed_bytes: int
+    kept_bytes: int
+    score_bytes: int
+    input_bytes: int
+    working_bytes: int
+    output_bytes: int
+
+
+def layer_work(
+    shape: TransformerShape, item: Item, samples: int, tp: int, *, flash: bool = True
+) -> LayerWork:
+    """The work of one item.
+
+    Args:
+        shape: The model.
+        item: Which item.
+        samples: Of a microbatch.
+        tp: Tensor-parallel ranks.
+        flash: Whether scores of attention stay in registers.
+    """
+    tokens = samples * shape.sequence
+    stream = tokens * shape.hidden * HALF
+    match item:
+        case Item.EMBEDDING | Item.TARGET_EMBEDDING:
+            return _embedding(shape, item, tokens, tp, stream)
+        case Item.HEAD:
+            return _head(shape, tokens, tp, stream)
+        case Item.LAYER | Item.CROSS_LAYER:
+            return _layer(shape, item, samples, tp, flash)
+
+
+def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream: int) -> LayerWork:
+    indices = 8 * tokens
+    # Autograd makes the gradient of an embedding dense and adds it to what is there.
+    weight = -(-shape.vocabulary // tp) * shape.hidden * HALF
+    return LayerWork(
+        gemms=(),
+        attention=(),
+        moved_bytes=8 * stream,
+        backward_bytes=5 * stream + 4 * weight,
+        kernels=5,
+        sums=int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=indices,
+        score_bytes=0,
+        input_bytes=indices,
+        working_bytes=stream,
+        # What an encoder gave goes on beside the decoder's own stream.
+        output_bytes=stream * (2 if item is Item.TARGET_EMBEDDING else 1),
+    )
+
+
+def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool) -> LayerWork:
+    attentions = 2 if item is Item.CROSS_LAYER else 1
+    s, tokens = shape.sequence, samples * shape.sequence
+    stream = tokens * shape.hidden * HALF
+    heads = shape.heads // tp
+    queries = heads * shape.width
+    keys = max(shape.key_heads // tp, 1) * shape.width
+    inner = shape.inner // tp
+    ups = 2 if shape.gated else 1
+    scores = (
+        Gemm(s, s, shape.width, samples * heads),
+        Gemm(s, shape.width, s, samples * heads),
+    ) * attentions
+    gemms = (
+        *(
+            Gemm(tokens, queries + 2 * keys, shape.hidden),
+            Gemm(tokens, shape.hidden, queries),
+        )
+        * attentions,
+        *scores,
+        Gemm(tokens, ups * inner, shape.hidden),
+        Gemm(tokens, shape.hidden, inner),
+    )
+    half_tokens = tokens * HALF
+    # Beside the stream's own tensors: inputs of the projections, queries, keys, values and what they give.
+    attention_kept = half_tokens * (2 * queries + 2 * keys)
+    feed_kept = half_tokens * inner * (ups + 1 + int(shape.gated))
+    # Of each score: the probabilities, a mask of one byte, the dropped ones.
+    score_bytes = 0 if flash else samples * heads * s * s * (2 * HALF + 1) * attentions
+    # Inputs of two norms and of two blocks of products, and two masks of dropout of one byte.
+    stream_kept = (attentions + 1) * (2 * stream + stream // 2)
+    kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
+    # Forward: norms, residuals with dropout, and copies of queries, keys and values and of what they give.
+    moved = (attentions + 1) * (2 * stream + 7 * stream // 2)
+    moved += attentions * half_tokens * (2 * (queries + 2 * keys) + 2 * queries)
+    # Backward: the same, and sums of biases' gradients and of both branches of each residual.
+    back = (attentions + 1) * (3 * stream + 11 * stream // 2 + stream)
+    back += attentions * half_tokens * (3 * (queries + 2 * keys) + 2 * queries)
+    # The activation, and softmax and dropout of the scores.
+    moved += half_tokens * inner * (ups + 1)
+    back += half_tokens * inner * (3 * ups + 1)
+    fused = flash or _softmax_is_fused(samples * heads, s)
+    if not flash:
+        scores_written = samples * heads * s * s * attentions
+        # One kernel for scale, mask and softmax, or in 32 bits: widened, scaled, masked, softmax, narrowed.
+        moved += scores_written * (5 + (4 if fused else 36))
+        back += scores_written * (5 + (6 if fused else 40))
+    # A weight's gradient is added to that of the microbatches before.
+    back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * HALF
+    kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
+    input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
+    return LayerWork(
+        gemms=gemms,
+        attention=scores,
+        moved_bytes=moved,
+        backward_bytes=back,
+        kernels=kernels,
+        sums=(attentions + 1) * int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=kept,
+        score_bytes=score_bytes,
+        input_bytes=input_bytes,
+        working_bytes=2 * stream + half_tokens * (ups * inner + queries + 2 * keys),
+        output_bytes=input_bytes,
+    )
+
+
+def _softmax_is_fused(matrices: int, sequence: int) -> bool:
+    """Whether Megatron-LM's kernel takes that many matrices of scores (its ``fused_softmax.py``)."""
+    return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
+
+
+def _head(shape: TransformerShape, tokens: int, tp: int, stream: int) -> LayerWork:
+    vocabulary = -(-shape.vocabulary // tp)
+    logits = tokens * vocabulary
+    return LayerWork(
+        gemms=(Gemm(tokens, vocabulary, shape.hidden),),
+        attention=(),
+        # The softmax of the logits is read twice and written once, in its backward as well.
+        moved_bytes=2 * stream + 3 * logits * HALF,
+        backward_bytes=3 * stream + 3 * logits * HALF + 3 * vocabulary * shape.hidden * HALF,
+        kernels=8,
+        # The stream's gradient is summed over the ranks; forward exchanges numbers of tokens only.
+        sums=int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=2 * stream + logits * (HALF + SINGLE),
+        score_bytes=0,
+        input_bytes=stream,
+        working_bytes=logits * SINGLE,
+        output_bytes=0,
+    )

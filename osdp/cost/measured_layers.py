@@ -1,0 +1,45 @@
+"""Seconds of an item from what was measured, carried to other batches and degrees by the roofline's shape."""
+
+from collections.abc import Callable
+
+from osdp.cost.layer_seconds import LayerSeconds
+from osdp.layer_profile import LayerProfile
+from osdp.transformer import Item
+
+
+def measured_seconds(
+    profile: LayerProfile, item: Item, samples: int, tp: int, modelled: Callable[[int, int], LayerSeconds]
+) -> LayerSeconds | None:
+    """What was measured; elsewhere times what the model says the difference makes.
+
+    Args:
+        profile: Of the device.
+        item: The item.
+        samples: Of a microbatch.
+        tp: Tensor-parallel ranks.
+        modelled: Seconds by samples and ranks without any measurement.
+
+    Returns:
+        The seconds; ``None`` if the item was not measured.
+    """
+    points = profile.around(item, samples, tp)
+    if not points:
+        return None
+    here = modelled(samples, tp)
+    there = [(time, weight, modelled(time.samples, time.tp)) for time, weight in points]
+
+    def carried(measured: float, model: float, at_points: float) -> float:
+        return measured * model / at_points if at_points > 0 else measured
+
+    forward = carried(
+        sum(weight * time.forward for time, weight, _ in there),
+        here.forward,
+        sum(weight * model.forward for _, weight, model in there),
+    )
+    backward = carried(
+        sum(weight * time.backward for time, weight, _ in there),
+        here.backward,
+        sum(weight * model.backward for _, weight, model in there),
+    )
+    # Of attention alone nothing is measured: it stays the same part of a forward.
+    return LayerSeconds(forward, backward, carried(here.attention, forward, here.forward))

@@ -1,0 +1,135 @@
+"""LayerProfile: measured seconds of the items of a transformer on one kind of device, one file each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from osdp import codec
+from osdp.model_desc import ModelDesc
+from osdp.profile import Profile
+from osdp.transformer import Item
+
+LAYER_PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One item with one microbatch on one rank.
+
+    Attributes:
+        item: Which kind of item.
+        samples: Of the microbatch.
+        tp: Tensor-parallel ranks; their communication is not in the seconds.
+        forward: Seconds of a forward.
+        backward: Seconds of a backward.
+    """
+
+    item: Item
+    samples: int
+    tp: int
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        if min(self.samples, self.tp) < 1 or min(self.forward, self.backward) < 0:
+            raise ValueError(
+                f"a measured item has at least 1 sample and rank, and no negative seconds: {self}"
+            )
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What was measured on one kind of device.
+
+    Attributes:
+        gpu: Name of the device, as in cluster files.
+        model: Name of the model's shape.
+        times: What was measured; each item, batch and degree once.
+        version: Of this format.
+    """
+
+    gpu: str
+    model: str
+    times: tuple[LayerTime, ...]
+    version: int = LAYER_PROFILE_VERSION
+
+    def __post_init__(self) -> None:
+        keys = [(time.item, time.samples, time.tp) for time in self.times]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"profile of {self.gpu}: measured several times: {twice}")
+
+    def around(self, item: Item, samples: int, tp: int) -> Sequence[tuple[LayerTime, float]]:
+        """Measured points beside a batch, with weights that add up to 1; empty if the item was not measured.
+
+        Between two batches weights are linear; beyond them the nearest counts, as does the nearest degree.
+        """
+        known = [time for time in self.times if time.item is item]
+        if not known:
+            return ()
+        degree = min((time.tp for time in known), key=lambda other: (abs(other - tp), other))
+        points = sorted((time for time in known if time.tp == degree), key=lambda time: time.samples)
+        below = [time for time in points if time.samples <= samples]
+        above = [time for time in points if time.samples >= samples]
+        if not below or not above or below[-1] == above[0]:
+            return ((below[-1] if below else above[0], 1.0),)
+        low, high = below[-1], above[0]
+        share = (samples - low.samples) / (high.samples - low.samples)
+        return ((low, 1 - share), (high, share))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path`` as JSON."""
+        codec.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LayerProfile":
+        """The profile saved at ``path``."""
+        return codec.load(cls, path)
+
+
+def layer_profile(model_desc: ModelDesc, profile: Profile, gpu: str, model: str) -> LayerProfile:
+    """The items of a decoder or an encoder that was traced and profiled on one rank.
+
+    Its blocks are the layers, of which the mean counts; what runs before the first is the embedding, what
+    runs after the last the head with the loss.
+
+    Args:
+        model_desc: The trace.
+        profile: Its profile.
+        gpu: Name of the device.
+        model: Name of the shape.
+
+    Raises:
+        ValueError: The model has no blocks.
+    """
+    inside = sorted(index for found in model_desc.block_segments.values() for index in found)
+    if not inside:
+        raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a profile")
+    seconds = [
+        (found.forward.seconds, found.backward.seconds)
+        for found in (profile.by_signature[segment.signature] for segment in model_desc.segments)
+    ]
+    parts = {
+        Item.EMBEDDING: (seconds[: inside[0]], 1),
+        Item.LAYER: ([seconds[index] for index in inside], len(model_desc.block_segments)),
+        Item.HEAD: (seconds[inside[-1] + 1 :], 1),
+    }
+    times = tuple(
+        LayerTime(
+            item, profile.local_batch, 1, sum(f for f, _ in found) / count, sum(b for _, b in found) / count
+        )
+        for item, (found, count) in parts.items()
+    )
+    return LayerProfile(gpu, model, times)
+
+
+def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
+    """Several profiles of one device and model, for example at several batches, as one.
+
+    Raises:
+        ValueError: They are of different devices or models.
+    """
+    first = profiles[0]
+    if any((other.gpu, other.model) != (first.gpu, first.model) for other in profiles):
+        kinds = ", ".join(sorted({f"{other.model} on {other.gpu}" for other in profiles}))
+        raise ValueError(f"profiles of one device and one model make one, these are of {kinds}")
+    return LayerProfile(first.gpu, first.model, tuple(time for other in profiles for time in other.times))

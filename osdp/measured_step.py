@@ -1,0 +1,135 @@
+"""MeasuredStep: one training configuration and how long its step took, as a row of a CSV file.
+
+The columns are those that vTrain publishes its measurements in (Bang et al., MICRO 2024).
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+#: Column of each field, in the order of the fields.
+COLUMNS = (
+    "# GPUs",
+    "global batch",
+    "micro batch",
+    "hidden size",
+    "attention heads",
+    "# layers",
+    "sequence length",
+    "tensor parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    "iteration time (ms)",
+)
+
+_MILLISECOND = 1e-3
+
+#: Faults of a file that a message lists.
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of a decoder of equal layers.
+
+    Attributes:
+        devices: All of them.
+        global_batch: Samples of a step.
+        samples: Of a microbatch on one data-parallel rank.
+        hidden: Width of the residual stream.
+        heads: Heads of attention.
+        layers: How many.
+        sequence: Tokens of a sample.
+        tp: Ranks that compute a layer together.
+        dp: Data-parallel ranks.
+        pp: Stages.
+        seconds: Measured.
+    """
+
+    devices: int
+    global_batch: int
+    samples: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    tp: int
+    dp: int
+    pp: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        small = [f.name for f in fields(self) if f.name != "seconds" and getattr(self, f.name) < 1]
+        if small or not 0 < self.seconds < math.inf:
+            wrong = ", ".join(small or ["seconds"])
+            raise ValueError(f"each number must be positive, which is wrong of {wrong}")
+        if self.tp * self.dp * self.pp != self.devices:
+            raise ValueError(
+                f"tp={self.tp} x dp={self.dp} x pp={self.pp} is {self.tp * self.dp * self.pp}, not "
+                f"{self.devices} devices"
+            )
+        if self.global_batch % (self.dp * self.samples):
+            raise ValueError(
+                f"dp={self.dp} x a microbatch of {self.samples} does not divide a global batch of "
+                f"{self.global_batch}"
+            )
+        for name, number, by in (
+            ("heads", self.heads, self.tp),
+            ("hidden", self.hidden, self.heads),
+            ("layers", self.layers, self.pp),
+        ):
+            if number % by:
+                raise ValueError(f"{name}={number} is no multiple of {by}")
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step on each data-parallel rank."""
+        return self.global_batch // (self.dp * self.samples)
+
+
+def read_steps(path: str | Path) -> tuple[MeasuredStep, ...]:
+    """The steps of a CSV file with the columns :data:`COLUMNS`; others are ignored.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: Columns or rows are missing, or rows are wrong; names the lines and what is wrong.
+    """
+    # Spreadsheets put a byte-order mark before the first column's name.
+    with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
+        steps: list[MeasuredStep] = []
+        faults: list[str] = []
+        for row in reader:
+            try:
+                steps.append(_step(row))
+            except ValueError as error:
+                faults.append(f"line {reader.line_num}: {error}")
+    if faults:
+        more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+        raise ValueError(f"{path}: {'; '.join(faults[:_LISTED])}{more}")
+    if not steps:
+        raise ValueError(f"{path} has no rows below its header")
+    return tuple(steps)
+
+
+def _step(row: Mapping[str, str | None]) -> MeasuredStep:
+    names = (field.name for field in fields(MeasuredStep))
+    numbers = {name: _integer(column, row[column]) for name, column in zip(names, COLUMNS[:-1], strict=False)}
+    text = row[COLUMNS[-1]]
+    try:
+        milliseconds = float(text or "")
+    except ValueError:
+        raise ValueError(f"{COLUMNS[-1]!r} is {text!r}, not a number") from None
+    return MeasuredStep(**numbers, seconds=milliseconds * _MILLISECOND)
+
+
+def _integer(column: str, text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{column!r} is {text!r}, not a whole number") from None

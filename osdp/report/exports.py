@@ -1,0 +1,205 @@
+"""A layout for people who run other frameworks: Megatron-LM, DeepSpeed, Accelerate and torchtitan.
+
+Each export says in its notes what the framework cannot express. Names of options are those of Megatron-LM's
+``arguments.py``, DeepSpeed's configuration JSON, Accelerate's FSDP configuration and torchtitan's
+``job_config.py`` in 2026.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.cluster_plan import ClusterPlan, Recompute
+from osdp.report.cluster_table import layers_of
+from osdp.transformer import TransformerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What another framework reads.
+
+    Attributes:
+        file: Name of the file.
+        text: Its content.
+        notes: What cannot be expressed there.
+    """
+
+    file: str
+    text: str
+    notes: tuple[str, ...]
+
+
+def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
+    """The layout for each framework."""
+    return (
+        megatron(plan, shape),
+        deepspeed(plan, shape),
+        accelerate(plan, shape),
+        torchtitan(plan, shape),
+    )
+
+
+def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Arguments of Megatron-LM's pretraining scripts."""
+    layout, degrees = plan.layout, plan.layout.degrees
+    words = {
+        "num-layers": shape.layers + shape.decoder_layers,
+        "hidden-size": shape.hidden,
+        "ffn-hidden-size": shape.inner,
+        "num-attention-heads": shape.heads,
+        "seq-length": shape.sequence,
+        "max-position-embeddings": max(shape.positions, shape.sequence),
+        "tensor-model-parallel-size": degrees.tp,
+        "pipeline-model-parallel-size": degrees.pp,
+        "micro-batch-size": layout.samples,
+        "global-batch-size": layout.samples * layout.microbatches * degrees.dp,
+    }
+    flags = ["bf16"]
+    if shape.key_heads != shape.heads:
+        words |= {"num-query-groups": shape.key_heads}
+        flags.append("group-query-attention")
+    if shape.gated:
+        flags.append("swiglu")
+    if not shape.biases:
+        flags.append("disable-bias-linear")
+    if not shape.tied:
+        flags.append("untie-embeddings-and-output-weights")
+    text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
+    notes = []
+    if layout.recompute is Recompute.FULL:
+        text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif layout.recompute is Recompute.SELECTIVE:
+        text.append("--recompute-granularity selective")
+    if layout.zero:
+        text.append("--use-distributed-optimizer")
+    if layout.zero > 1:
+        notes.append(f"ZeRO {layout.zero}: the distributed optimizer is ZeRO 1")
+    if shape.decoder_layers:
+        notes.append("an encoder-decoder: its stages must be given by hand")
+    elif degrees.pp > 1:
+        text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
+    if layout.schedule not in ("1f1b", "interleaved"):
+        notes.append(f"schedule {layout.schedule}: it runs 1F1B")
+    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_mixed(plan)))
+
+
+def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
+    """Stages as Megatron-LM writes them: embedding E, layers t, loss L."""
+    stages = ["t" * number for number in chunks(plan, shape)]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    return "|".join(stages)
+
+
+def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+    """Layers of every stage in the order of the model; interleaved, each rank's are halved."""
+    layers = layers_of(plan, shape)
+    if plan.layout.schedule != "interleaved":
+        return layers
+    # The first stage has the embedding and the last one the head, so these have the smaller halves.
+    first = [number - number // 2 if rank else number // 2 for rank, number in enumerate(layers)]
+    return [*first, *(number - half for number, half in zip(layers, first, strict=True))]
+
+
+def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """DeepSpeed's configuration."""
+    del shape
+    layout, degrees = plan.layout, plan.layout.degrees
+    config: dict[str, object] = {
+        "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
+        "train_micro_batch_size_per_gpu": layout.samples,
+        "gradient_accumulation_steps": layout.microbatches,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": layout.zero},
+    }
+    notes = []
+    if degrees.pp > 1:
+        notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
+        if layout.zero > 1:
+            config["zero_optimization"] = {"stage": 1}
+            notes.append(f"ZeRO {layout.zero} beside pipelines: not allowed there, ZeRO 1 is written")
+        if layout.schedule != "1f1b":
+            notes.append(f"schedule {layout.schedule}: it runs 1F1B")
+    if degrees.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": degrees.tp}
+    if layout.recompute is not Recompute.NONE:
+        config["activation_checkpointing"] = {"partition_activations": False}
+        notes.append("recomputation: call deepspeed.checkpointing in the model")
+    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_mixed(plan)))
+
+
+def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Accelerate's FSDP configuration."""
+    del shape
+    layout, degrees = plan.layout, plan.layout.degrees
+    recomputed = str(layout.recompute is Recompute.FULL).lower()
+    lines = [
+        "compute_environment: LOCAL_MACHINE",
+        "distributed_type: FSDP",
+        "mixed_precision: bf16",
+        f"num_processes: {degrees.world_size}",
+        "fsdp_config:",
+        "  fsdp_version: 2",
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        f"  fsdp_reshard_after_forward: {str(layout.zero == 3).lower()}",
+        f"  fsdp_activation_checkpointing: {recomputed}",
+    ]
+    if degrees.tp > 1:
+        lines += [
+            "parallelism_config:",
+            f"  parallelism_config_tp_size: {degrees.tp}",
+            f"  parallelism_config_dp_shard_size: {degrees.dp}",
+        ]
+    notes = [f"gradient accumulation: {layout.microbatches} steps, in Accelerator(...)"]
+    if degrees.pp > 1:
+        notes.append(f"{degrees.pp} stages: it has no pipelines for training, so these ranks shard data")
+    if layout.zero < 2:
+        notes.append(f"ZeRO {layout.zero}: gradients are sharded, too (ZeRO 2)")
+    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_mixed(plan)))
+
+
+def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Overrides on torchtitan's command line."""
+    layout, degrees = plan.layout, plan.layout.degrees
+    sharded = layout.zero > 0
+    words = {
+        "parallelism.tensor_parallel_degree": degrees.tp,
+        "parallelism.pipeline_parallel_degree": degrees.pp,
+        "parallelism.data_parallel_shard_degree": degrees.dp if sharded else 1,
+        "parallelism.data_parallel_replicate_degree": 1 if sharded else degrees.dp,
+        "parallelism.fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+        "training.seq_len": shape.sequence,
+        "training.local_batch_size": layout.samples * (layout.microbatches if degrees.pp > 1 else 1),
+        "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
+        "activation_checkpoint.mode": layout.recompute.value,
+    }
+    notes = []
+    if degrees.pp > 1:
+        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+        words["parallelism.pipeline_parallel_schedule"] = names.get(layout.schedule, "1F1B")
+        words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples
+        words["parallelism.module_fqns_per_model_part"] = json.dumps(_modules(chunks(plan, shape)))
+        if layout.schedule not in names:
+            notes.append(f"schedule {layout.schedule}: 1F1B is written")
+    if layout.zero == 1:
+        notes.append("ZeRO 1: gradients are sharded, too (ZeRO 2)")
+    if shape.tied and degrees.pp > 1:
+        notes.append("a tied embedding in several stages: it refuses that")
+    text = " \\\n".join(f"--{name} '{value}'" for name, value in words.items()) + "\n"
+    return Export("torchtitan_overrides.sh", text, (*notes, *_mixed(plan)))
+
+
+def _modules(layers: Sequence[int]) -> list[list[str]]:
+    """Names of the modules of each stage as torchtitan's models call them."""
+    parts, first = [], 0
+    for number in layers:
+        parts.append([f"layers.{index}" for index in range(first, first + number)])
+        first += number
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def _mixed(plan: ClusterPlan) -> tuple[str, ...]:
+    if len({slot.nodes for slot in plan.slots}) == 1:
+        return ()
+    return ("which nodes serve which stage: start the nodes in the order of the launch sheet",)

@@ -1,0 +1,86 @@
+"""How a layout is started: torchrun on every node, and a batch script for Slurm.
+
+Ranks are numbered along the stages: nodes are listed in the order in which stages lie in them, and each has
+its number from that order (``--node-rank``), so that rank 0 is in the first stage.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from osdp.cluster import Cluster
+from osdp.cluster_plan import ClusterPlan, Slot
+
+_PORT = 29500
+
+
+def node_order(slots: Sequence[Slot]) -> tuple[int, ...]:
+    """Kinds of the nodes in the order of the stages."""
+    order: list[int] = []
+    stage = 0
+    while stage < len(slots):
+        slot = slots[stage]
+        order += [kind for kind, count in enumerate(slot.nodes) for _ in range(count)]
+        stage += slot.shares
+    return tuple(order)
+
+
+def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str = "train.py --plan plan.json") -> str:
+    """Lines to start ``program`` by hand, node by node."""
+    order = node_order(plan.slots)
+    lines = [f"# {len(order)} nodes; MASTER_ADDR is the address of node 0 on every node."]
+    for rank, kind in enumerate(order):
+        node = cluster.groups[kind].node
+        lines.append(f"# node {rank}: {node.name}, stages {_stages(plan, rank)}")
+        lines.append(_torchrun(len(order), str(rank), node.devices, program))
+    return "\n".join(lines) + "\n"
+
+
+def batch_script(plan: ClusterPlan, cluster: Cluster, program: str = "train.py --plan plan.json") -> str:
+    """The same for ``sbatch``: one component of the job for each run of nodes of a kind."""
+    order = node_order(plan.slots)
+    runs = [(kind, len(list(run))) for kind, run in groupby(order)]
+    lines = ["#!/bin/bash"]
+    for index, (kind, count) in enumerate(runs):
+        node = cluster.groups[kind].node
+        if index:
+            lines.append("#SBATCH hetjob")
+        lines += [
+            f"#SBATCH --nodes={count}",
+            "#SBATCH --ntasks-per-node=1",
+            f"#SBATCH --gpus-per-node={node.devices}",
+            f"#SBATCH --constraint={node.name}",
+        ]
+    listed = "SLURM_JOB_NODELIST_HET_GROUP_0" if len(runs) > 1 else "SLURM_JOB_NODELIST"
+    lines += ["", f'export MASTER_ADDR=$(scontrol show hostnames "${listed}" | head -1)']
+    first = 0
+    for index, (kind, count) in enumerate(runs):
+        where = f"--het-group={index} " if len(runs) > 1 else ""
+        torchrun = _torchrun(
+            len(order), f"$(({first} + SLURM_NODEID))", cluster.groups[kind].node.devices, program
+        )
+        # In a component of a job nodes count from 0 again.
+        lines.append(f"srun {where}bash -c '{torchrun}' &")
+        first += count
+    lines.append("wait")
+    return "\n".join(lines) + "\n"
+
+
+def _torchrun(nodes: int, rank: str, devices: int, program: str) -> str:
+    return (
+        f"torchrun --nnodes {nodes} --node-rank {rank} --nproc-per-node {devices} "
+        f"--master-addr $MASTER_ADDR --master-port {_PORT} {program}"
+    )
+
+
+def _stages(plan: ClusterPlan, node: int) -> str:
+    """Numbers of the stages that lie in a node."""
+    found: list[int] = []
+    begin = 0
+    stage = 0
+    while stage < len(plan.slots):
+        slot = plan.slots[stage]
+        end = begin + sum(slot.nodes)
+        if begin <= node < end:
+            found += range(stage, stage + slot.shares)
+        begin, stage = end, stage + slot.shares
+    return f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0])

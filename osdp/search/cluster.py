@@ -1,0 +1,191 @@
+"""The best layouts of a transformer on a cluster, proven: branch and bound over the space of layouts.
+
+Families of layouts get a loose lower bound, the layouts of a family that may matter a tight one
+(:mod:`osdp.search.cluster_bound`). In order of their bounds layouts are arranged exactly
+(:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many layouts as are
+asked for: the rest cannot be better, which is the proof. GPipe takes the seconds of 1F1B and never less
+memory, and is left out where that may be chosen.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster_plan import ClusterPlan, Layout, Slot
+from osdp.cost.cluster_stage import ClusterPrices, StagePrices, slot_prices
+from osdp.cost.cluster_step import (
+    BUBBLE_SHARE,
+    border_seconds,
+    embedding_seconds,
+    in_flight,
+    price,
+    stages_per_rank,
+)
+from osdp.search.cluster_bound import family_bound, lower_bound
+from osdp.search.cluster_space import Cells, Space, families
+from osdp.search.placement import CellKind, Problem, place
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plans: The best layouts that fit, best first; each with its best stages and placement.
+        candidates: Layouts in the space.
+        placements: Layouts times the different orders of their cells.
+        arranged: Layouts that were arranged exactly; all others are proven not to be better.
+    """
+
+    plans: tuple[ClusterPlan, ...]
+    candidates: int
+    placements: int
+    arranged: int
+
+
+def best_layouts(
+    prices: ClusterPrices,
+    space: Space,
+    *,
+    counts: Sequence[int] | None = None,
+    top: int = 1,
+    upper: float = math.inf,
+    advance: Callable[[int, int], None] | None = None,
+) -> Found:
+    """The ``top`` best layouts that fit, proven best.
+
+    Args:
+        prices: Of the workload on the cluster.
+        space: What may be chosen.
+        counts: Nodes of each kind to use, all of them; those of the cluster if ``None``.
+        top: How many layouts are wanted.
+        upper: Seconds from which on a layout is of no interest.
+        advance: Called with the layouts that are done with, and all of them.
+
+    Returns:
+        The plans, which may be fewer, or none.
+    """
+    counts = prices.cluster.counts if counts is None else counts
+    known = list(families(prices.cluster, counts, prices.workload, space))
+    #: By their bounds: whole families (-1), and single ways by their number.
+    heap = [(family_bound(prices, family), index, -1) for index, family in enumerate(known)]
+    heapify(heap)
+    best: list[tuple[float, int, int, ClusterPlan]] = []
+    arranged = 0
+    while heap:
+        bound, index, number = heappop(heap)
+        ceiling = min(upper, best[-1][0]) if len(best) == top else upper
+        if bound >= ceiling or math.isinf(bound):
+            break
+        family = known[index]
+        if number < 0:
+            for number, way in enumerate(family.ways):
+                if way.schedule != "gpipe" or "1f1b" not in space.schedules:
+                    heappush(heap, (lower_bound(prices, way, family.cells), index, number))
+            continue
+        plan = arrange(prices, family.ways[number], family.cells, upper=ceiling)
+        arranged += 1
+        if plan is not None:
+            insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
+            del best[top:]
+        if advance is not None:
+            advance(arranged, arranged + len(heap))
+    return Found(
+        plans=tuple(replace(plan, optimal=True) for *_, plan in best),
+        candidates=sum(len(family.ways) for family in known),
+        placements=sum(len(family.ways) * family.cells.num_orders for family in known),
+        arranged=arranged,
+    )
+
+
+def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
+    """Each layout of the space with its best arrangement; where none fits, the best without a limit."""
+    for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
+        for way in family.ways:
+            plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
+            if plan is not None:
+                yield plan
+
+
+def arrange(
+    prices: ClusterPrices, layout: Layout, cells: Cells, *, upper: float = math.inf, limited: bool = True
+) -> ClusterPlan | None:
+    """The best stages and placement of one layout.
+
+    Args:
+        prices: Of the workload on the cluster.
+        layout: The layout.
+        cells: Places for its stages, all of which are used.
+        upper: Seconds from which on it is of no interest.
+        limited: Whether stages must fit their memory.
+
+    Returns:
+        The plan, priced by the judge; ``None`` if nothing fits or is faster than ``upper``.
+    """
+    by_slot = slot_prices(prices, layout, cells.slots)
+    fixed = embedding_seconds(prices, layout, {slot: found.home for slot, found in by_slot.items()})
+    fixed += prices.rates.step_seconds
+    share = BUBBLE_SHARE[layout.schedule]
+    problem = Problem(
+        cells=tuple(
+            _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
+            for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True)
+        ),
+        bottleneck=layout.microbatches - share,
+        share=share,
+    )
+    found = place(problem, upper - fixed)
+    if found is None:
+        return None
+    slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
+    return price(prices, layout, found.bounds, slots)
+
+
+def _cell_kind(
+    prices: ClusterPrices,
+    layout: Layout,
+    by_slot: Mapping[Slot, StagePrices],
+    slot: Slot,
+    count: int,
+    stages: int,
+    limited: bool,
+) -> CellKind:
+    own = by_slot[slot]
+    border = prices.border_bytes(layout)
+
+    def borders(before: StagePrices, *, same_node: bool) -> Floats:
+        return np.array(
+            [
+                border_seconds(layout, before.home, own.home, nbytes, same_node=same_node) if nbytes else 0.0
+                for nbytes in border.tolist()
+            ]
+        )
+
+    def fits(rank: int) -> NDArray[np.bool_]:
+        needed = prices.total_bytes(own, layout, in_flight(layout, rank))
+        return (needed <= own.home.limit) | (not limited)
+
+    first = np.arange(len(border))
+    possible = first[None, :] - first[:, None] >= stages_per_rank(layout.schedule)
+    return CellKind(
+        count=count,
+        stages=stages,
+        seconds=np.where(possible, own.seconds, np.inf),
+        end=own.end,
+        fits=fits,
+        inside=borders(own, same_node=True),
+        after=tuple(borders(before, same_node=False) for before in by_slot.values()),
+    )
+
+
+def stage_sizes(plan: ClusterPlan) -> tuple[int, ...]:
+    """Items of each stage."""
+    return tuple(stop - start for start, stop in pairwise(plan.bounds))

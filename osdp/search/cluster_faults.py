@@ -1,0 +1,98 @@
+"""Why there is no layout: which divisor fails, or what is missing of memory, money or time."""
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+from osdp.cluster_plan import ClusterPlan
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import price
+from osdp.errors import InfeasibleError, LargeOperator
+from osdp.layout import part_sizes
+from osdp.search.cluster_space import Family, Space, cells_of, families, tensor_fault
+from osdp.search.objectives import Wish, best_plans
+
+
+def check_space(prices: ClusterPrices, space: Space) -> None:
+    """Raise unless there is a layout; says which divisor fails."""
+    cluster, load = prices.cluster, prices.workload
+    if any(families(cluster, cluster.counts, load, space)):
+        return
+    world, faults = cluster.num_devices, []
+    for tp in space.tp:
+        if fault := tensor_fault(load.shape, tp):
+            faults.append(fault)
+        faults += [
+            f"tp={tp} does not divide the {group.node.devices} devices of {group.node.name}"
+            for group in cluster.groups
+            if group.node.devices % tp
+        ]
+    for dp in space.dp:
+        if load.global_batch % dp:
+            faults.append(f"dp={dp} does not divide the global batch of {load.global_batch}")
+        faults += [
+            f"{samples} samples of a microbatch do not divide the {load.global_batch // dp} samples of each "
+            f"of dp={dp} ranks"
+            for samples in space.samples
+            if load.global_batch % dp == 0 and load.global_batch // dp % samples
+        ]
+    given = {
+        name: values[0] for name, values in (("tp", space.tp), ("pp", space.pp), ("dp", space.dp)) if values
+    }
+    if given and (
+        world % math.prod(given.values()) or (len(given) == 3 and math.prod(given.values()) != world)
+    ):
+        product = " x ".join(f"{name}={value}" for name, value in given.items())
+        faults.append(f"{product} does not make the {world} devices there are")
+    for pp in space.pp:
+        if pp > len(prices.items):
+            faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
+    if (
+        space.tp
+        and space.dp
+        and not faults
+        and cells_of(cluster, cluster.counts, space.tp[0] * space.dp[0]) is None
+    ):
+        faults.append(f"stages of tp x dp = {space.tp[0] * space.dp[0]} devices leave nodes over")
+    raise ValueError("no layout is possible: " + ("; ".join(faults) or "the degrees exclude each other"))
+
+
+def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
+    """Why there is no plan."""
+    if wish.step_dollars < math.inf or wish.step_seconds < math.inf:
+        free = best_plans(prices, space, replace(wish, step_dollars=math.inf, step_seconds=math.inf))
+        if free.plans:
+            best = free.plans[0]
+            dollars = best.dollars_per_step
+            cost = "" if dollars is None else f" for ${dollars:.4g}"
+            return ValueError(
+                f"no layout keeps the limit; the best without it takes {best.step_seconds:.4g} s a step{cost}"
+            )
+    known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
+    plans = [plan for family in known for plan in _even(prices, family)]
+    least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)
+    shape = prices.workload.shape
+    each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
+    layout = least.layout
+    return InfeasibleError(
+        limit=least.peak.limit,
+        best_peak=least.peak.total,
+        largest=[
+            LargeOperator(name, size) for name, size in sorted(each.items(), key=lambda pair: -pair[1])[:3]
+        ],
+        suggestions=(
+            f"the least is tp={layout.degrees.tp} pp={layout.degrees.pp} dp={layout.degrees.dp}, "
+            f"microbatches of {layout.samples}, ZeRO {layout.zero}, recompute {layout.recompute.value}",
+            "more nodes, or devices with more memory",
+            "a smaller global batch, a shorter sequence, or --zero 3 --recompute full if they were excluded",
+        ),
+    )
+
+
+def _even(prices: ClusterPrices, family: Family) -> list[ClusterPlan]:
+    """Layouts of a family with as many items in each stage, in the order of the cells."""
+    cells = zip(family.cells.slots, family.cells.counts, family.cells.stages, strict=True)
+    slots = [slot for slot, count, stages in cells for _ in range(count * stages)]
+    sizes = part_sizes(len(prices.items), family.plain.degrees.pp)
+    bounds = (0, *accumulate(sizes))
+    return [price(prices, way, bounds, slots) for way in family.ways]

@@ -1,0 +1,195 @@
+"""The space of layouts: degrees, batches, schedules, recomputation, ZeRO stages, and places for stages.
+
+Every stage has ``tp x dp`` devices. It takes whole nodes, or a whole number of stages share a node. Stages
+lie in nodes of one kind, but for what is left over of several kinds and makes a stage together. That loses
+nothing: a stage on several kinds runs at the pace of the slowest and in the memory of the smallest, and where
+the numbers of nodes divide, any assignment of nodes to stages can be replaced by one of whole stages to kinds
+that each of them had already (transportation problems with whole margins have whole solutions).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from osdp.cluster import Cluster
+from osdp.cluster_plan import Layout, Recompute, Slot, Workload
+from osdp.cost.cluster_step import stages_per_rank
+from osdp.cost.layer_work import SINGLE
+from osdp.layout import Degrees
+from osdp.transformer import TransformerShape
+
+#: Schedules that are what they are meant to be from as many microbatches on as there are ranks.
+LATE = ("interleaved", "zb-h1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be chosen; empty is whatever divides.
+
+    Attributes:
+        tp: Tensor-parallel degrees.
+        pp: Stages.
+        dp: Data-parallel degrees.
+        samples: Samples of a microbatch.
+        schedules: Names of schedules.
+        recompute: What may be computed again.
+        zero: Stages of ZeRO.
+    """
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    dp: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
+    recompute: tuple[Recompute, ...] = tuple(Recompute)
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Places for stages of so many devices.
+
+    Attributes:
+        slots: A stage's place in each kind of cell.
+        counts: Cells of each kind.
+        stages: Stages in a cell of each kind.
+    """
+
+    slots: tuple[Slot, ...]
+    counts: tuple[int, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def num_orders(self) -> int:
+        """Orders of the cells that differ."""
+        found, total = 1, 0
+        for count in self.counts:
+            total += count
+            found *= math.comb(total, count)
+        return found
+
+
+def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None:
+    """How nodes hold stages of ``size`` devices.
+
+    Args:
+        cluster: The kinds of nodes.
+        counts: Nodes of each kind to use, all of them.
+        size: Devices of a stage.
+
+    Returns:
+        The cells; ``None`` if nodes would be left over.
+    """
+    kinds = len(counts)
+    slots: list[Slot] = []
+    numbers: list[int] = []
+    stages: list[int] = []
+    rest = [0] * kinds
+    for kind, count in enumerate(counts):
+        devices = cluster.groups[kind].node.devices
+        if not count:
+            continue
+        if devices % size == 0:
+            taken, shares, cells, rest[kind] = 1, devices // size, count, 0
+        elif size % devices == 0:
+            taken, shares = size // devices, 1
+            cells, rest[kind] = divmod(count, taken)
+        else:
+            return None
+        if cells:
+            slots.append(Slot(tuple(taken * (other == kind) for other in range(kinds)), shares))
+            numbers.append(cells)
+            stages.append(shares)
+    for left in _mixed(cluster, rest, size):
+        slots.append(Slot(left))
+        numbers.append(1)
+        stages.append(1)
+    whole = [0] * kinds
+    for slot, number in zip(slots, numbers, strict=True):
+        whole = [have + number * more for have, more in zip(whole, slot.nodes, strict=True)]
+    return Cells(tuple(slots), tuple(numbers), tuple(stages)) if whole == list(counts) else None
+
+
+def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """Stages of what is left over, as many as it fills, in the order of the kinds."""
+    left = list(rest)
+    while sum(left):
+        taken, missing = [0] * len(left), size
+        for kind, count in enumerate(left):
+            taken[kind] = min(count, missing // cluster.groups[kind].node.devices)
+            missing -= taken[kind] * cluster.groups[kind].node.devices
+        if missing:
+            return
+        yield tuple(taken)
+        left = [have - used for have, used in zip(left, taken, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layouts that differ in schedule, recomputation and ZeRO stage only.
+
+    Attributes:
+        plain: With 1F1B, without recomputation and ZeRO; it need not be in the space.
+        ways: Those in the space.
+        cells: Places for their stages.
+    """
+
+    plain: Layout
+    ways: tuple[Layout, ...]
+    cells: Cells
+
+
+def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Family]:
+    """All layouts of the space on so many nodes of each kind, in a fixed order."""
+    used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
+    world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
+    shape, batch = workload.shape, workload.global_batch
+    for tp in _divisors(math.gcd(*(node.devices for node in used))):
+        if (space.tp and tp not in space.tp) or tensor_fault(shape, tp):
+            continue
+        for dp in _divisors(math.gcd(world // tp, batch)):
+            pp = world // tp // dp
+            if (space.dp and dp not in space.dp) or (space.pp and pp not in space.pp):
+                continue
+            cells = cells_of(cluster, counts, tp * dp) if pp <= len(shape.items) else None
+            if cells is None:
+                continue
+            for samples in _divisors(batch // dp):
+                if space.samples and samples not in space.samples:
+                    continue
+                plain = Layout(Degrees(pp, dp, tp), samples, batch // dp // samples)
+                if ways := tuple(_ways(workload, space, plain)):
+                    yield Family(plain, ways, cells)
+
+
+def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
+    shape, degrees = workload.shape, plain.degrees
+    for schedule in space.schedules if degrees.pp > 1 else ("1f1b",):
+        if stages_per_rank(schedule) > 1 and (
+            shape.decoder_layers or stages_per_rank(schedule) * degrees.pp > len(shape.items)
+        ):
+            continue
+        if schedule in LATE and plain.microbatches < degrees.pp:
+            continue
+        for recompute in space.recompute:
+            if recompute is Recompute.SELECTIVE and workload.flash:
+                continue
+            for zero in space.zero if degrees.dp > 1 else (0,):
+                # Gradients of weights that are computed apart can neither be reduced nor cast.
+                alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
+                if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
+                    yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
+
+
+def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
+    """Why so many ranks cannot compute a layer together; ``None`` if they can."""
+    for what, number in (("heads", shape.heads), ("inner features", shape.inner)):
+        if number % tp:
+            return f"tp={tp} does not divide the {number} {what} of {shape.name}"
+    if shape.key_heads % tp:
+        return f"tp={tp} does not divide the {shape.key_heads} heads of keys and values of {shape.name}"
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

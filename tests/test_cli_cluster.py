@@ -1,0 +1,180 @@
+"""``osdp plan --cluster`` and ``osdp estimate``: tables, files, and what a user can mend."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from osdp.cluster_plan import ClusterPlan
+from osdp.pipeline_plan import PipelinePlan
+from tests.test_cli import run
+
+CLUSTER = """\
+nodes:
+  - gpu: A100
+    count: 1
+    devices: 2
+    network: 40 Gbit/s
+    price: {per_hour: 8, date: 2026-01-01, source: a test}
+  - gpu: A10
+    count: 1
+    devices: 2
+    network: 40 Gbit/s
+    price: {per_hour: 4, date: 2026-01-01, source: a test}
+"""
+#: Those of ZeROSearch, in its order, with one count for each kind of GPU.
+COLUMNS = [
+    "rank", "real_rank", "m", "mbs", "tp", "pp", "dp", "dp_method", "A100", "A10", "estimated time(s/step)",
+    "pipeline time", "DP all-reduce time", "Emb layer all-reduce time", "gpumem", "is_oom", "node placement",
+    "exp_partition", "partition", "train_cost", "price_per_step",
+]  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER, encoding="utf8")
+    return [
+        "--model",
+        "gpt2",
+        "--set",
+        "layers=4",
+        "--cluster",
+        str(path),
+        "--global-batch",
+        "8",
+        "--seq",
+        "128",
+    ]
+
+
+def test_the_table_is_printed_and_written(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, listed = tmp_path / "table.csv", tmp_path / "table.json"
+    files = ["--csv", str(table), "--json", str(listed)]
+    run("plan", *words, "--top", "3", "--steps", "1000", *files)
+    printed = capsys.readouterr().out
+    assert "none is better than the first row" in printed
+    assert "proven best in its space" in printed
+    with table.open(encoding="utf8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[: len(COLUMNS)] == COLUMNS
+    assert [row["rank"] for row in rows] == ["1", "2", "3"]
+    times = [float(row["estimated time(s/step)"]) for row in rows]
+    assert times == sorted(times)
+    assert float(rows[0]["train_cost"]) == pytest.approx(1000 * float(rows[0]["price_per_step"]))
+    assert sum(map(int, rows[0]["partition"].split("-"))) == 6
+    assert json.loads(listed.read_text(encoding="utf8"))[0]["rank"] == 1
+
+
+def test_all_layouts_can_be_listed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    run(
+        "plan",
+        *words,
+        "--every",
+        "--csv",
+        str(table),
+        "--reserve",
+        "22GiB",
+        "--set",
+        "layers=12",
+        "--micro-batch",
+        "8",
+    )
+    capsys.readouterr()
+    with table.open(encoding="utf8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["is_oom"] for row in rows} == {"True", "False"}
+    assert all((row["real_rank"] == "0") == (row["is_oom"] == "True") for row in rows)
+
+
+def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", *words, "--objective", "cost", "--subsets", "--top", "1")
+    cheap = capsys.readouterr().out
+    run("plan", *words, "--objective", "pareto")
+    assert cheap.splitlines()[2].split()[-1] == "none"
+    assert "$" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "library"), [("front.png", "matplotlib"), ("front.html", "plotly")])
+def test_time_and_cost_are_drawn(name: str, library: str, words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    run("plan", *words, "--objective", "pareto", "--plot", str(tmp_path / name))
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = ["--tp", "1", "--pp", "2", "--dp", "2", "--micro-batch", "2"]
+    run("estimate", *words, *degrees)
+    best = capsys.readouterr().out
+    run("estimate", *words, *degrees, "--partition", "4-2")
+    uneven = capsys.readouterr().out
+    assert "4-2" in uneven
+    assert best != uneven
+
+
+def test_a_plan_is_written_that_runs_and_how_to_start_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    degrees = ["--pp", "2", "--dp", "2", "--micro-batch", "1", "--schedule", "1f1b", "--zero", "0"]
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
+    run("plan", *words, *small, *degrees, "--out", str(out))
+    printed = capsys.readouterr().out
+    plan, layout = PipelinePlan.load(out), ClusterPlan.load(tmp_path / "plan.layout.json")
+    assert (plan.pp, plan.dp, plan.tp, plan.schedule, plan.training.microbatches) == (2, 2, 1, "1f1b", 4)
+    held = [sum(module.startswith("transformer.h.") for module in stage.modules) for stage in plan.stages]
+    items = [stop - start for start, stop in zip(layout.bounds[:-1], layout.bounds[1:], strict=True)]
+    assert held == [items[0] - 1, items[1] - 1]
+    assert {decision.mode.value for stage in plan.stages for decision in stage.plan.decisions} == {"NO_SHARD"}
+    assert "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2" in (tmp_path / "launch.sh").read_text()
+    assert "#SBATCH hetjob" in (tmp_path / "launch.sbatch").read_text()
+    assert "--pipeline-model-parallel-size 2" in (tmp_path / "megatron_args.sh").read_text()
+    assert json.loads((tmp_path / "deepspeed.json").read_text())["train_batch_size"] == 8
+    assert "cannot say" in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--model", "gpt3"], "unknown model 'gpt3'; there are gpt2, .*did you mean"),
+        (
+            ["--dp", "3"],
+            "no layout is possible: dp=3 does not divide the global batch of 8; dp=3 does not make the 4",
+        ),
+        (["--tp", "4"], "no layout is possible: tp=4 does not divide the 2 devices of A100"),
+        (
+            ["--tp", "2", "--set", "heads=3", "--set", "head_width=64"],
+            "tp=2 does not divide the 3 heads of gpt2",
+        ),
+        (
+            ["--dp", "2", "--micro-batch", "3"],
+            "3 samples of a microbatch do not divide the 4 samples of each of dp=2",
+        ),
+        (["--schedule", "zb"], "schedule 'zb' is not known here; there are 1f1b"),
+        (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),
+        (["--budget", "3"], "a budget or a deadline is for the whole training: say --steps, too"),
+        (["--deadline", "3w", "--steps", "5"], "a time is a number and one of s, m, h and d"),
+        (["--deadline", "0.001s", "--steps", "100"], "no layout keeps the limit; the best without it takes"),
+        (["--reserve", "22.48GiB"], "nothing fits the memory limit of 22.49 GiB: .*\n.*embedding"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message(more: list[str], message: str, words: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=f"error: (?s:.*){message}"):
+        run("plan", *words, *more)
+
+
+def test_a_layout_needs_all_its_degrees(words: list[str]) -> None:
+    with pytest.raises(
+        RuntimeError, match="say what to plan for: a folder that osdp profile wrote, or --model"
+    ):
+        run("plan")
+    with pytest.raises(
+        RuntimeError, match="a layout on a cluster needs --model, --cluster and --global-batch"
+    ):
+        run("plan", *words[:-4])

@@ -1,0 +1,99 @@
+"""Layouts of the planner become plans that run: unequal stages of unequal nodes train as a single process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from osdp import OSDP
+from osdp.cluster_plan import Layout, Workload
+from osdp.cluster_run import runnable_plan, step_bounds
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import price
+from osdp.layout import Degrees
+from osdp.model_desc import ModelDesc
+from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Mode, Plan
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.flow import trace_flow
+from osdp.search.cluster import arrange
+from osdp.search.cluster_space import cells_of
+from tests import distributed
+from tests.clusters import FAST, SLOW, cluster, node_type, shape
+from tests.stage_nets import TiedNet, batch, loss_fn, targets
+
+UNEQUAL = cluster((node_type(FAST, 2), 1), (node_type(SLOW, 2), 1))
+#: Blocks of the net below, with numbers that make them large enough to be cut unevenly.
+WORK = Workload(shape=shape(4, hidden=4096, sequence=2048), global_batch=8)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return TiedNet()
+
+
+def plan_of(degrees: Degrees, zero: int = 0, **changes: object) -> Plan | PipelinePlan:
+    layout = replace(Layout(degrees, 2, 4 // degrees.dp, zero=zero), **changes)  # type: ignore[arg-type]
+    prices = ClusterPrices(UNEQUAL, WORK)
+    cells = cells_of(UNEQUAL, UNEQUAL.counts, degrees.tp * degrees.dp)
+    assert cells is not None
+    found = arrange(prices, layout, cells)
+    assert found is not None
+    return runnable_plan(found, UNEQUAL, WORK, net(), batch(2), kind="cpu")
+
+
+def train_under(plans: list[Plan | PipelinePlan]) -> None:
+    plain = net()
+    total, count = loss_fn(plain(**batch(8)), targets(8))
+    expected = total.item() / count.item()
+    for plan in plans:
+        loss = OSDP(net(), plan=plan).train_step(batch(8), targets(8), loss_fn)
+        assert loss.item() == pytest.approx(expected, rel=1e-5), plan
+
+
+def test_unequal_stages_train_as_a_single_process() -> None:
+    layouts = ((Degrees(2, 2, 1), 0), (Degrees(2, 2, 1), 3), (Degrees(2, 1, 2), 0), (Degrees(1, 4, 1), 3))
+    plans = [plan_of(degrees, zero) for degrees, zero in layouts]
+    for plan in plans[:3]:
+        assert isinstance(plan, PipelinePlan)
+        held = [[m for m in stage.modules if m.count(".") == 1] for stage in plan.stages]
+        # The slow node has fewer layers than the fast one.
+        assert len(held[0]) + len(held[1]) == 4 and len(held[0]) != len(held[1])
+    distributed.run(4, train_under, plans, timeout=120)
+
+
+def test_zero_decides_which_ways_there_are() -> None:
+    ways = {}
+    for zero in range(4):
+        plan = plan_of(Degrees(1, 4, 1), zero)
+        assert isinstance(plan, Plan)
+        ways[zero] = {decision.mode for decision in plan.decisions if decision.mode is not Mode.NO_SHARD}
+    assert ways == {
+        0: set(),
+        1: {Mode.SHARD_GRAD_OP},
+        2: {Mode.SHARD_GRAD_OP},
+        # What the root's unit holds stays gathered.
+        3: {Mode.FULL_SHARD, Mode.SHARD_GRAD_OP},
+    }
+
+
+def test_another_number_of_layers_is_refused() -> None:
+    model = net()
+    flow, desc = trace_flow(model, SampleBatch.of(batch(2))), ModelDesc.from_module(model, batch(2))
+    bounds = step_bounds(flow, desc, [1, 3])
+    assert [flow.steps[at].module for at in bounds[1:-1]] == ["blocks.1"]
+    assert bounds[-1] == len(flow.steps)
+    with pytest.raises(ValueError, match="the layout has 5 layers and TiedNet has 4 blocks"):
+        step_bounds(flow, desc, [2, 3])
+
+
+def test_a_layout_is_priced_as_it_is_cut() -> None:
+    prices = ClusterPrices(UNEQUAL, WORK)
+    cells = cells_of(UNEQUAL, UNEQUAL.counts, 2)
+    assert cells is not None
+    layout = Layout(Degrees(2, 2, 1), 2, 2)
+    found = arrange(prices, layout, cells)
+    assert found is not None
+    even = [price(prices, layout, (0, 3, 6), slots) for slots in (found.slots, found.slots[::-1])]
+    assert all(found.step_seconds < plan.step_seconds for plan in even)
