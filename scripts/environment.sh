@@ -60,6 +60,7 @@ install() {
     wanted >"$STAMP"
 }
 
+[ ! -L "$VENV" ] || fail "$VENV is a link: installing there would change another checkout; remove it"
 if ! is_new_enough "$VENV/bin/python" || [ "$(cat "$STAMP" 2>/dev/null)" != "$(wanted)" ]; then install; fi
 export PATH="$VENV/bin:$PATH"
 # The training programs are modules of the project's root, whatever the directory one starts them from.
