@@ -84,13 +84,8 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         sums = [sum(column) for column in zip(*halves, strict=True)]
         if any(abs(a - b) > 1e-3 * max(1.0, abs(b)) for a, b in zip(sums, whole, strict=True)):
             raise ValueError(
-<<<<<<< HEAD
-                f"the loss mixes positions: over {tried} of them it is {whole[0]:.6g} of {whole[1]:g}, "
-                f"over their two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole "
-=======
                 f"the loss mixes positions: over {tried} positions it is {whole[0]:.6g} of {whole[1]:g}, "
                 f"over its two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole "
->>>>>>> be85f1ec269f056cc6725fbef0ca693224a04cce
                 "sequence first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each "
                 "position for itself"
             )
