@@ -134,6 +134,7 @@ def hang(rank: int, world_size: int, *, path: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.alone
 def test_hosts_limit_the_rate():
     try:
         with testbed.hosts(2, 80_000_000) as hosts:

@@ -126,6 +126,7 @@ def _detected() -> tuple[DeviceInfo, list[str]]:
     return info, refused
 
 
+@pytest.mark.alone
 def test_two_ranks_agree() -> None:
     (info, refused), (other, _) = run(2, _detected)
     assert info == other

@@ -173,6 +173,7 @@ def test_only_the_first_blocks_come_to_the_device() -> None:
     assert real == sum(p.numel() for p in model.parameters()) - len(repeats) * per_block
 
 
+@pytest.mark.alone
 def test_seconds_sum_to_a_step_of_the_whole_model() -> None:
     model, sample = _gpt2(layers=4, width=128, samples=4, length=128)
     clock, seen = Clock(CPU), []
