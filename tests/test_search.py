@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,9 +95,21 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide", "host"])
-@pytest.mark.parametrize("variant", range(len(VARIANTS)))
-@pytest.mark.parametrize("seed", range(3))
+def brute_force_cases() -> list[Any]:
+    """Every variant under all rules; enumerating groups with host memory takes a minute a seed."""
+    largest = len(VARIANTS) - 1
+    return [
+        pytest.param(
+            seed, variant, rules, id=f"{seed}-{variant}-{name}",
+            marks=[pytest.mark.slow] if seed and variant == largest and name == "host" else [],
+        )
+        for seed in range(3)
+        for variant in range(largest + 1)
+        for name, rules in zip(("plain", "wide", "host"), RULES, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "variant", "rules"), brute_force_cases())
 def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules) -> None:
     situation = random_situation(100 * seed + variant, 1, 2, **VARIANTS[variant])
     outcomes = brute_force(situation, rules)
