@@ -95,7 +95,7 @@ class StageLink:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """A homogeneous set of devices.
+    """A set of devices that are alike, but for those of other stages of a pipeline (``slowdowns``).
 
     Attributes:
         memory_limit: Bytes that live tensors may take on each device.
