@@ -99,10 +99,21 @@ def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo
     """
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
         return device
+    device = _agreed(device, mesh)
     link = measure_stage_link(mesh["pp"].get_group(), device_of(mesh))
     alone = device.ranks_per_core == 1 and not device.slowdowns
     slowdowns = measure_slowdowns(mesh, device_of(mesh)) if alone else device.slowdowns
     return replace(device, stage_link=link, slowdowns=slowdowns)
+
+
+def _agreed(device: DeviceInfo, mesh: "DeviceMesh") -> DeviceInfo:
+    """The devices with the least memory and the busiest cores of any stage: each measured its own."""
+    limits = [device.memory_limit, -device.ranks_per_core]
+    least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
+    for axis in mesh.mesh_dim_names or ():
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    limit, cores = least.tolist()
+    return replace(device, memory_limit=limit, ranks_per_core=-cores)
 
 
 def with_microbatches(training: Training, layout: Degrees) -> Training:
