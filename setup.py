@@ -24,6 +24,6 @@ setup(
     packages=find_packages(include=["osdp", "osdp.*"]),
     package_data={"osdp": ["py.typed", "data/*.json"]},
     install_requires=["torch>=2.11", "numpy", "networkx>=3", "fairscale>=0.4.13"],
-    extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF]},
+    extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF, *REPORT]},
     entry_points={"console_scripts": ["osdp=osdp.cli:main"]},
 )

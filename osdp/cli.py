@@ -58,11 +58,18 @@ _Shape = Annotated[
     ),
 ]
 _Cluster = Annotated[Path | None, typer.Option(help="YAML or JSON file of the nodes there are")]
-_Batch = Annotated[int | None, typer.Option(help="samples of a step")]
-_Seq = Annotated[int | None, typer.Option(help="tokens of a sample")]
-_Micro = Annotated[int | None, typer.Option(help="samples of a microbatch")]
+_Batch = Annotated[int | None, typer.Option(min=1, help="samples of a step")]
+_Seq = Annotated[int | None, typer.Option(min=1, help="tokens of a sample")]
+_Micro = Annotated[int | None, typer.Option(min=1, help="samples of a microbatch")]
+_Flash = Annotated[
+    bool | None,
+    typer.Option(
+        "--flash/--no-flash", help="whether scores of attention are never written; as calibrated, or yes"
+    ),
+]
 _Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective or full")]
 _Zero = Annotated[int | None, typer.Option(help="stage of ZeRO, 0 to 3")]
+_TokenSlices = Annotated[int | None, typer.Option(min=1, help="equal slices of each sequence")]
 _Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
 _LayerTimes = Annotated[
     list[Path], typer.Option("--layer-times", help="file that osdp layers wrote; one for each kind of GPU")
@@ -115,6 +122,7 @@ def profile(
 
 @app.command()
 def plan(
+    context: typer.Context,
     described: Annotated[Path | None, typer.Argument(help="folder that osdp profile wrote")] = None,
     memory_limit: _Limit = None,
     device: Annotated[Path | None, typer.Option(help="another device description")] = None,
@@ -141,6 +149,8 @@ def plan(
     micro_batch: _Micro = None,
     recomputation: _Recompute = None,
     zero: _Zero = None,
+    token_slices: _TokenSlices = None,
+    flash: _Flash = None,
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
@@ -159,6 +169,7 @@ def plan(
     """Plan for what was DESCRIBED, or lay --model over --cluster; save the plan and print it."""
     if cluster is None and described is None:
         raise ValueError("say what to plan for: a folder that osdp profile wrote, or --model and --cluster")
+    _refuse_others(context, on_cluster=cluster is not None)
     if cluster is None and described is not None:
         chosen = _PlanOptions(
             microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule
@@ -167,8 +178,9 @@ def plan(
         return
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
-        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
+        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
+        token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
+        layer_times=tuple(layer_times),
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
@@ -183,13 +195,15 @@ def estimate(
     model: _Shape,
     cluster: _Cluster,
     global_batch: _Batch,
-    tp: Annotated[int, typer.Option(help="ranks that compute each layer together")],
-    pp: Annotated[int, typer.Option(help="stages")],
-    dp: Annotated[int, typer.Option(help="data-parallel ranks")],
+    tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")],
+    pp: Annotated[int, typer.Option(min=1, help="stages")],
+    dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
     micro_batch: _Micro,
     schedule: Annotated[str, typer.Option(help="order of the stages")] = "1f1b",
     recomputation: _Recompute = None,
     zero: _Zero = None,
+    token_slices: _TokenSlices = None,
+    flash: _Flash = None,
     partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
     seq: _Seq = None,
     fields: _Fields = [],  # noqa: B006  (typer copies it)
@@ -201,8 +215,9 @@ def estimate(
     """Price one given layout of --model on --cluster, and say what each number is made of."""
     request = _request(
         model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
-        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero, overlap=overlap,
-        reserve=reserve, calibration=calibration, layer_times=tuple(layer_times),
+        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
+        token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
+        layer_times=tuple(layer_times),
     )  # fmt: skip
     cli_cluster.estimate_layout(request, partition, typer.echo)
 
@@ -233,6 +248,26 @@ def _request(
     if model is None or cluster is None or global_batch is None:
         raise ValueError("a layout on a cluster needs --model, --cluster and --global-batch")
     return cli_cluster.Request(model=model, cluster=cluster, global_batch=global_batch, **options)
+
+
+#: Parameters of ``plan`` for a folder that was described only, and those for a cluster as well.
+_OF_DESCRIBED = {
+    "described", "memory_limit", "device", "microbatches", "strategy", "slices", "recompute", "offload",
+}  # fmt: skip
+_OF_BOTH = {"cluster", "pp", "dp", "tp", "schedule", "out"}
+
+
+def _refuse_others(context: typer.Context, *, on_cluster: bool) -> None:
+    """Refuse options that the other way to plan has."""
+    wrong = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and parameter.name not in _OF_BOTH and (parameter.name in _OF_DESCRIBED) == on_cluster:
+            wrong.append(parameter.opts[0])
+    if wrong:
+        kind = "--model and --cluster" if on_cluster else "a folder that osdp profile wrote"
+        raise ValueError(f"{', '.join(sorted(wrong))} cannot be said of {kind}; see osdp plan --help")
 
 
 def _progress(what: str) -> Callable[[int, int], None]:

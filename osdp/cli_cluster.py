@@ -4,6 +4,7 @@ Times are told in seconds and prices in dollars, as the cluster file has them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -14,7 +15,7 @@ from osdp.cluster import Cluster
 from osdp.cluster_file import load_cluster
 from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import BUBBLE_SHARE, price
+from osdp.cost.cluster_step import BUBBLE_SHARE, nodes_of, price
 from osdp.layer_profile import LayerProfile
 from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
 from osdp.report.exports import exports
@@ -28,6 +29,9 @@ from osdp.search.objectives import Objective, Wish, best_plans, pareto
 from osdp.transformer import TransformerShape
 from osdp.transformer_shapes import shape_of
 from osdp.units import parse_bytes
+
+#: What of a shape a GPT-2 can be built with.
+_GPT2_FIELDS = {"layers", "hidden", "heads", "vocabulary", "positions", "sequence"}
 
 _HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
@@ -49,6 +53,8 @@ class Request:
         schedule: Name of a schedule.
         recompute: What is computed again.
         zero: Stage of ZeRO.
+        token_slices: Equal slices of each sequence.
+        flash: Whether scores of attention are never written; as calibrated, or true.
         overlap: Part of communication that compute hides.
         reserve: Bytes of each device that the framework keeps, as text.
         calibration: File that ``osdp calibrate`` wrote.
@@ -67,26 +73,39 @@ class Request:
     schedule: str | None = None
     recompute: str | None = None
     zero: int | None = None
+    token_slices: int | None = None
+    flash: bool | None = None
     overlap: float = 0.0
     reserve: str = "1GiB"
     calibration: Path | None = None
     layer_times: tuple[Path, ...] = ()
 
     def prices(self) -> ClusterPrices:
-        """The model and the cluster, priced."""
+        """The model and the cluster, priced.
+
+        Raises:
+            ValueError: A name or a file is wrong, or the calibration is of the other kind of attention.
+        """
+        found = None if self.calibration is None else Calibration.load(self.calibration)
+        if found is not None and self.flash not in (None, found.flash):
+            raise ValueError(
+                f"{self.calibration} was fitted to steps with flash={found.flash}, and --"
+                f"{'' if self.flash else 'no-'}flash was asked for; calibrate on such steps"
+            )
         sizes = {} if self.seq is None else {"sequence": self.seq}
         shape = shape_of(self.model, {**sizes, **self.fields})
         workload = Workload(
             shape=shape,
             global_batch=self.global_batch,
+            flash=found.flash if found is not None else self.flash is not False,
             overlap=self.overlap,
             reserve=parse_bytes(self.reserve),
         )
         cluster = load_cluster(self.cluster)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
-        if self.calibration is None:
+        _require_measured(profiles, shape, cluster, set(self.fields))
+        if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles)
-        found = Calibration.load(self.calibration)
         return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
 
     def space(self) -> Space:
@@ -99,8 +118,18 @@ class Request:
             raise ValueError(
                 f"schedule {self.schedule!r} is not known here; there are {', '.join(BUBBLE_SHARE)}"
             )
+        if self.schedule == "zb-h1":
+            raise ValueError(
+                "schedule 'zb-h1' computes gradients of weights apart, which 16-bit weights do not "
+                "allow; plans on a cluster compute in 16 bits"
+            )
         if self.recompute not in (None, *Recompute):
-            raise ValueError(f"--recompute {self.recompute}: there are {', '.join(Recompute)}")
+            raise ValueError(f"--recomputation {self.recompute}: there are {', '.join(Recompute)}")
+        if self.recompute == Recompute.SELECTIVE and self.flash is not False:
+            raise ValueError(
+                "--recomputation selective drops the scores of attention, which flash attention never keeps; "
+                "say --no-flash, or full"
+            )
         if self.zero not in (None, 0, 1, 2, 3):
             raise ValueError(f"--zero {self.zero}: ZeRO has the stages 0, 1, 2 and 3")
         space = Space(
@@ -108,9 +137,37 @@ class Request:
         )
         if self.schedule is not None:
             space = replace(space, schedules=(self.schedule,))
+        if self.token_slices is not None:
+            space = replace(space, token_slices=(self.token_slices,))
         if self.recompute is not None:
             space = replace(space, recompute=(Recompute(self.recompute),))
         return space if self.zero is None else replace(space, zero=(self.zero,))
+
+
+def _require_measured(
+    profiles: Sequence[LayerProfile], shape: TransformerShape, cluster: Cluster, changed: set[str]
+) -> None:
+    """Refuse measured times that are not of these layers on these devices; all faults at once."""
+    here = [group.node.gpu.name for group in cluster.groups]
+    faults = [
+        f"layers of {found.model} were measured on {found.gpu}, not of {shape.name}"
+        for found in profiles
+        if found.model != shape.name
+    ]
+    faults += [
+        f"{found.gpu} is none of the cluster's {', '.join(here)}"
+        for found in profiles
+        if found.gpu not in here
+    ]
+    faults += [
+        f"{count} files are of {gpu}; merge them by one call of osdp layers"
+        for gpu, count in Counter(found.gpu for found in profiles).items()
+        if count > 1
+    ]
+    if profiles and (other := sorted(changed - {"layers", "name"})):
+        faults.append(f"--set {', '.join(other)} makes other layers than were measured")
+    if faults:
+        raise ValueError(f"--layer-times: {'; '.join(faults)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +221,18 @@ def plan_on_cluster(
         ValueError: What is asked for is unknown or contradicts itself.
     """
     prices, space = request.prices(), request.space()
-    check_space(prices, space)
+    check_space(prices, space, parts=parts or objective == "pareto")
     shape, cluster = prices.workload.shape, prices.cluster
     wish = _wish(objective, top, parts, budget, deadline, outputs.steps)
     if objective == "pareto":
         found = pareto(prices, space, progress("parts"))
     else:
-        found = best_plans(prices, space, wish, progress("parts"))
+        found = best_plans(prices, space, wish, progress("parts" if parts else "layouts"))
     if not found.plans:
         raise nothing_fits(prices, space, wish)
     plans: Sequence[ClusterPlan] = found.plans
     if every:
-        plans = sorted(every_layout(prices, space), key=lambda plan: plan.step_seconds)
+        plans = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))
     rows = rows_of(plans, cluster, shape, outputs.steps)
     echo(text_table(rows))
     echo(
@@ -205,7 +262,7 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
     Raises:
         ValueError: A degree is missing or divides nothing.
     """
-    prices, space = request.prices(), request.space()
+    prices, space = request.prices(), replace(request.space(), token_slices=(request.token_slices or 1,))
     missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
     if missing:
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -249,8 +306,17 @@ def _wish(
         raise ValueError(f"--objective {objective}: there are {', '.join(Objective)}, pareto")
     if (budget is not None or deadline is not None) and steps is None:
         raise ValueError("a budget or a deadline is for the whole training: say --steps, too")
-    if top < 1:
-        raise ValueError(f"--top {top}: at least one row is needed")
+    if objective == "pareto" and (budget is not None or deadline is not None):
+        raise ValueError(
+            "--objective pareto shows every trade of time for cost: leave out --budget and --deadline"
+        )
+    low = [
+        f"--{name} {value}"
+        for name, value in (("top", top), ("steps", steps))
+        if value is not None and value < 1
+    ]
+    if low:
+        raise ValueError(f"{', '.join(low)}: at least 1 is needed")
     return Wish(
         objective=Objective.TIME if objective == "pareto" else Objective(objective),
         top=top,
@@ -275,13 +341,15 @@ def write_runnable(
 
     shape, cluster = prices.workload.shape, prices.cluster
     model, sample = build_model(request, shape, plan.layout.samples)
-    made = runnable_plan(plan, cluster, prices.workload, model, sample)
-    note = f"laid out on {_nodes(cluster)}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
+    made = runnable_plan(plan, cluster, prices.workload, model, sample, rates=prices.rates)
+    used = _nodes(cluster.part(nodes_of(plan.slots)))
+    note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
     made = with_note(made, note)
     made.save(out)
+    program = f"train.py --plan {out.name}"
     plan.save(out.with_name(f"{out.stem}.layout.json"))
-    out.with_name("launch.sh").write_text(launch_sheet(plan, cluster), encoding="utf8")
-    out.with_name("launch.sbatch").write_text(batch_script(plan, cluster), encoding="utf8")
+    out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
+    out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
     echo(f"\nwritten: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
@@ -298,6 +366,16 @@ def build_model(request: Request, shape: TransformerShape, samples: int) -> tupl
     from osdp.cli import build
 
     fields: dict[str, Any] = {}
+    if request.model.endswith(".json") and request.fields:
+        raise ValueError(
+            f"--out builds the model of {request.model}, which --set ({', '.join(request.fields)}) does not "
+            "change: edit the file"
+        )
+    if other := sorted(set(request.fields) - _GPT2_FIELDS):
+        raise ValueError(
+            f"--out cannot build a GPT-2 with another {', '.join(other)}; it takes "
+            f"{', '.join(sorted(_GPT2_FIELDS))}"
+        )
     if not request.model.endswith(".json"):
         fields = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads}
         fields |= {"vocab_size": shape.vocabulary, "n_positions": max(shape.positions, shape.sequence)}

@@ -73,6 +73,7 @@ class Layout:
         recompute: What is computed again.
         zero: Stage of ZeRO: 0 replicates all, 1 shards optimizer states, 2 gradients as well, 3 weights as
             well.
+        token_slices: Equal slices that each sequence is cut into; stages work on several at a time.
     """
 
     degrees: Degrees
@@ -81,6 +82,7 @@ class Layout:
     schedule: str = "1f1b"
     recompute: Recompute = Recompute.NONE
     zero: int = 0
+    token_slices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from torch import nn
 
 from osdp.api import make_plan
 from osdp.cluster import Cluster
-from osdp.cluster_plan import ClusterPlan, Recompute, Workload
+from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
 from osdp.cost.cluster_stage import Home, home_of
-from osdp.cost.rates import PUBLISHED
+from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.ring import Ring
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
 from osdp.errors import InfeasibleError
@@ -32,6 +32,7 @@ from osdp.search.pipeline import plan_at
 from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
 from osdp.tensor_inputs import one_rank
+from osdp.token_slices import TokenSlices
 from osdp.training import Training
 
 _MODES = {
@@ -52,6 +53,7 @@ def runnable_plan(
     *,
     kind: str = "cuda",
     optimizer: str = "AdamW",
+    rates: Rates = PUBLISHED,
 ) -> Plan | PipelinePlan:
     """The plan that ``OSDP(model, ..., plan=...)`` runs.
 
@@ -63,13 +65,20 @@ def runnable_plan(
         sample_inputs: A batch of the layout's microbatch.
         kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
         optimizer: Name of a ``torch.optim`` class.
+        rates: What part of their specifications devices reach.
+
+    Returns:
+        The plan; what it does otherwise than the layout is in its notes.
 
     Raises:
         InfeasibleError: A stage does not fit when it is traced.
-        ValueError: The model has other layers than the layout, or cannot be cut there.
+        ValueError: The model has other layers than the layout, or cannot be cut there, or its sequences
+            cannot.
     """
     layout = plan.layout
-    device = device_of_stage(plan, cluster, workload, kind)
+    if layout.token_slices > 1:
+        _require_sliceable(model, layout.token_slices)
+    device = device_of_stage(plan, cluster, workload, kind, rates)
     half = None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
@@ -79,12 +88,42 @@ def runnable_plan(
         rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
-                return _flat(model_desc, device, training, rules)
-            return _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
+                made: Plan | PipelinePlan = _flat(model_desc, device, training, rules)
+            else:
+                made = _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
+            return _noted(made, layout, modes)
         except InfeasibleError:
             if modes == _ANY:
                 raise
     raise AssertionError("unreachable")
+
+
+def _require_sliceable(model: nn.Module, slices: int) -> None:
+    # Needs transformers, which layouts of whole sequences do not.
+    from osdp.integrations.slice_cache import check_sliceable
+
+    try:
+        check_sliceable(model)
+    except ValueError as error:
+        raise ValueError(
+            f"the layout has {slices} token slices, plan with --token-slices 1: {error}"
+        ) from error
+
+
+def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
+    """The plan with what it does otherwise than its layout."""
+    stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
+    if modes == _ANY:
+        made = with_note(
+            made, f"ZeRO {layout.zero} everywhere does not fit when it is traced; ways are chosen by operator"
+        )
+    elif layout.zero in (1, 2):
+        made = with_note(made, f"ZeRO {layout.zero} is SHARD_GRAD_OP, which shards gradients, too")
+    if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
+        made = with_note(
+            made, "recomputation in full is not needed everywhere when it is traced, and left out there"
+        )
+    return made
 
 
 def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: Rules) -> Plan:
@@ -108,7 +147,7 @@ def _staged(
     part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
     profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
     flow = trace_flow(model, batch)
-    return plan_at(
+    found = plan_at(
         step_bounds(flow, model_desc, chunks(plan, workload.shape)),
         model_desc,
         flow,
@@ -119,6 +158,10 @@ def _staged(
         plan.layout.schedule,
         part.shared,
     )
+    slices = plan.layout.token_slices
+    if slices == 1:
+        return found
+    return replace(found, token_slices=TokenSlices.uniform(workload.shape.sequence, slices))
 
 
 def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
@@ -148,10 +191,21 @@ def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tup
     return (0, *(edges[count] for count in list(accumulate(layers))[:-1]), len(flow.steps))
 
 
-def device_of_stage(plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str) -> DeviceInfo:
-    """The data-parallel devices of one stage: the slowest, smallest and worst connected of all stages."""
+def device_of_stage(
+    plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str, rates: Rates = PUBLISHED
+) -> DeviceInfo:
+    """The data-parallel devices of the first stage, and how much slower those of the others are.
+
+    Memory and links are the smallest and the worst of all stages.
+    """
     homes = [home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)]
-    gpus = [gpu for home in homes for gpu in home.gpus]
+    pace = {
+        slot: min(gpu.flops for gpu in home.gpus)
+        for slot, home in zip(dict.fromkeys(plan.slots), homes, strict=True)
+    }
+    first = pace[plan.slots[0]]
+    slowdowns = tuple(first / pace[slot] for slot in plan.slots)
+    gpus = homes[0].gpus
     dp = plan.layout.degrees.dp
     return DeviceInfo(
         memory_limit=min(home.limit for home in homes) - workload.reserve,
@@ -164,8 +218,9 @@ def device_of_stage(plan: ClusterPlan, cluster: Cluster, workload: Workload, kin
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
         copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
-        flops=min(gpu.flops for gpu in gpus) * PUBLISHED.matrix_share,
-        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * PUBLISHED.memory_share,
+        flops=first * rates.matrix_share,
+        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
+        slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
     )
 
 
@@ -184,12 +239,6 @@ def _stage_link(homes: Sequence[Home]) -> StageLink:
     return StageLink(
         max(home.between.latency for home in homes), min(home.between.bandwidth for home in homes)
     )
-
-
-def stage_layers(made: PipelinePlan, model_desc: ModelDesc) -> tuple[int, ...]:
-    """Blocks of each stage of a plan."""
-    blocks = {op.block for op in model_desc.operators if op.block is not None}
-    return tuple(sum(module in blocks for module in stage.modules) for stage in made.stages)
 
 
 def with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:

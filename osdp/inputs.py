@@ -22,7 +22,7 @@ from osdp.profiler.measure import profile_model
 from osdp.profiler.slowdowns import measure_slowdowns
 from osdp.profiler.stage_link import measure_stage_link
 from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
-from osdp.schedule import SCHEDULES
+from osdp.schedule import SCHEDULES, split_backward_refused
 from osdp.search.rules import Rules
 from osdp.training import Training
 
@@ -140,11 +140,7 @@ def usable_schedules(name: str | None, layout: Degrees, training: Training) -> t
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
     if name in splits and not alone:
-        raise ValueError(
-            f"schedule {name!r} computes gradients of weights apart, where nothing can reduce them: it needs "
-            f"dp=1 (here {layout.dp}), tp=1 (here {layout.tp}) and no param_dtype or reduce_dtype; use "
-            "'1f1b' or 'interleaved'"
-        )
+        raise split_backward_refused(name, layout.dp, layout.tp)
     return (name,)
 
 

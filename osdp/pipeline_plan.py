@@ -9,6 +9,7 @@ from osdp import codec
 from osdp.flow import Transfer
 from osdp.plan import Plan, Prediction
 from osdp.tensor_plan import TensorParallelPlan
+from osdp.token_slices import TokenSlices
 from osdp.training import Training
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class PipelinePlan:
         tensor: How the ``tp`` ranks compute layers together; ``None`` for one.
         notes: Facts about the plan as a whole.
         peaks: Predicted peak bytes of each rank of a pipeline.
+        token_slices: How ``train_step`` cuts sequences unless it is told otherwise; ``None``: not at all.
+            What is predicted is for whole sequences.
         version: Of this format.
     """
 
@@ -95,6 +98,7 @@ class PipelinePlan:
     tensor: TensorParallelPlan | None = None
     notes: tuple[str, ...] = ()
     peaks: tuple[int, ...] = ()
+    token_slices: TokenSlices | None = None
     version: int = PIPELINE_PLAN_VERSION
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "default_stages_per_rank",
     "generation_schedule",
     "make_schedule",
+    "split_backward_refused",
 ]
 
 #: The names that :func:`make_schedule` knows.
@@ -249,7 +250,10 @@ def make_schedule(
         )
     if num_slices > 1 and not RECIPES[name].slices:
         able = " or ".join(repr(other) for other, recipe in RECIPES.items() if recipe.slices)
-        raise ValueError(f"schedule {name!r} takes sequences whole; for token slices pass schedule={able}")
+        raise ValueError(
+            f"schedule {name!r} takes sequences whole; for token slices plan with schedule={able}, with "
+            "one stage per rank"
+        )
     if per_rank != usual and (name != "interleaved" or per_rank < usual):
         least = "at least " if name == "interleaved" else ""
         raise ValueError(
@@ -294,3 +298,11 @@ def default_stages_per_rank(name: str) -> int:
     if name not in RECIPES:
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     return RECIPES[name].stages_per_rank
+
+
+def split_backward_refused(name: str, dp: int, tp: int) -> ValueError:
+    """Why a schedule whose backwards run in two parts cannot be used with ``dp`` and ``tp``."""
+    return ValueError(
+        f"schedule {name!r} computes gradients of weights apart, where nothing can reduce them: it needs "
+        f"dp=1 (here {dp}), tp=1 (here {tp}) and no param_dtype or reduce_dtype; use '1f1b' or 'interleaved'"
+    )

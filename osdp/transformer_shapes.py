@@ -1,10 +1,10 @@
-"""Shapes of transformers by name, from a configuration of transformers, from a ModelDesc, or from numbers."""
+"""Shapes of transformers by name, from a configuration of transformers, or from numbers."""
 
 import difflib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,28 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "sequence": ("max_position_embeddings", "n_positions", "n_ctx"),
     "decoder_layers": ("num_decoder_layers",),
 }
-#: Models of transformers with rotary or relative positions, gated feed-forward blocks and no biases.
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a ``model_type`` of transformers says that its numbers do not."""
+
+    gated: bool = False
+    biases: bool = True
+    learnt_positions: bool = True
+    tied: bool = True
+    causal: bool = True
+
+
+_LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False)
+_KINDS = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "opt"), _Kind()),
+    "gptj": _Kind(learnt_positions=False, tied=False),
+    **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
+    "t5": _Kind(biases=False, learnt_positions=False, causal=False),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
+    **dict.fromkeys(("gemma", "gemma2"), replace(_LLAMA_LIKE, tied=True)),
+}
 
 
 def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> TransformerShape:
@@ -116,7 +136,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> TransformerShape:
     """The shape of a configuration of transformers, or of the fields of a shape.
 
     Raises:
-        ValueError: A number is missing.
+        ValueError: A number is missing, or the kind of the model is unknown.
     """
     own = {field.name for field in dataclass_fields(TransformerShape)}
     if "layers" in config:
@@ -131,8 +151,14 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> TransformerShape:
         raise ValueError(
             f"the configuration of {name} lacks {', '.join(missing)}; nothing is assumed, write it down"
         )
-    kind = str(config.get("model_type", ""))
-    plain = kind in _LLAMA_LIKE
+    word = str(config.get("model_type", ""))
+    if word not in _KINDS or config.get("num_local_experts"):
+        raise ValueError(
+            f"the configuration of {name} has the model_type {word!r}, of which nothing is known here; there "
+            f"are {', '.join(_KINDS)}, none with experts. Write the fields of a TransformerShape instead "
+            f"({', '.join(sorted(own))}), if they describe it"
+        )
+    kind = _KINDS[word]
     if not config.get("is_encoder_decoder"):
         found.pop("decoder_layers", None)
     elif "decoder_layers" not in found:
@@ -140,9 +166,9 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> TransformerShape:
     return TransformerShape(
         name=str(config.get("name", name)),
         **found,
-        gated=plain or str(config.get("feed_forward_proj", "")).startswith("gated"),
-        biases=not (plain or kind == "t5"),
-        positions=0 if plain or kind == "t5" else found["sequence"],
-        tied=bool(config.get("tie_word_embeddings", not plain)),
-        causal=kind not in ("bert", "roberta", "t5"),
+        gated=kind.gated or str(config.get("feed_forward_proj", "")).startswith("gated"),
+        biases=kind.biases,
+        positions=found["sequence"] if kind.learnt_positions else 0,
+        tied=bool(config.get("tie_word_embeddings", kind.tied)),
+        causal=kind.causal,
     )

@@ -216,10 +216,12 @@ class OSDP(nn.Module):
                 the output's own ``loss``, which counts as a mean over samples.
             num_microbatches: Parts of the batch, as planned if ``None``.
             schedule: Another schedule than the plan's, of as many stages for each rank.
-            token_slices: How many slices each sequence is cut into, or their lengths: stages then work on
-                several slices of a sequence at a time. For causal decoders of transformers, with ``"gpipe"``
-                or ``"1f1b"`` and a loss that is a pair of sums over positions; of
-                :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand.
+            token_slices: How many slices each sequence is cut into, or their lengths, as planned if ``None``:
+                stages then work on several slices of a sequence at a time. For causal decoders of
+                transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair of sums over positions;
+                of :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand. Each
+                slice gathers the parameters of sharded units, and reduces their gradients where the plan
+                keeps no whole ones.
 
         Returns:
             The loss, a scalar, on every rank.
@@ -231,6 +233,8 @@ class OSDP(nn.Module):
         """
         self._optimizer_check.end_if_accepted()
         slicing = None
+        if token_slices is None and isinstance(self.plan, PipelinePlan):
+            token_slices = self.plan.token_slices
         if token_slices is not None:
             inputs = self._slicer.named(inputs)
             slicing = self._slicer.slicing(inputs, token_slices)
@@ -244,7 +248,9 @@ class OSDP(nn.Module):
         # Needs transformers, which nothing else here does.
         from osdp.integrations.token_step import Slicer
 
-        return Slicer(self.module)
+        tensor = self.plan.tensor if isinstance(self.plan, PipelinePlan) else None
+        shared = self.plan.tp if tensor is not None and tensor.sequence is not None else 1  # type: ignore[union-attr]
+        return Slicer(self.module, shared)
 
     def eval_step(
         self,

@@ -51,13 +51,17 @@ class Evaluations:
 
 
 def evaluate(
-    solution: Solution, stage: DecoderStage, name: str, choice: TokenChoice, batch: int, repeats: int
+    solution: Solution, stage: DecoderStage, name: str, choice: TokenChoice, repeats: int
 ) -> Evaluation:
-    """Measure one slicing of microbatches of ``batch`` sequences."""
+    """Measure one slicing."""
+    pipelines = solution.devices // choice.num_stages
+    batch = solution.batch // pipelines // choice.num_microbatches
     measured = measure_slices(stage, choice.slices, batch=batch, repeats=repeats)
     per_stage = solution.layers / choice.num_stages
     link = solution.link if choice.num_stages > 1 else None
-    tables = slice_tables(solution.latency, batch, solution.length, granularity=1, link=link)
+    tables = slice_tables(
+        solution.latency, batch, solution.length, granularity=solution.granularity, link=link
+    )
     costs = [
         StageCost(
             sample.forward_seconds * per_stage / stage.num_layers,
@@ -77,20 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="evaluate_token_slices", description=__doc__.splitlines()[0])
     parser.add_argument("solution", type=Path, help="what solve_token_slices wrote")
     add_stage(parser)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a step of one pipeline")
     parser.add_argument("--repeats", type=int, default=3, help="how often each slicing is run")
     parser.add_argument("--out", type=Path, default=Path("token_evaluation.json"), help="where to write")
     options = parser.parse_args(arguments)
     solution = codec.load(Solution, options.solution)
     options.length = solution.length
     stage = make_stage(options)
+    if stage.name != solution.latency.model:
+        raise SystemExit(
+            f"error: {options.solution} is for {solution.latency.model}, the flags make {stage.name}"
+        )
     outcome = solution.outcomes[0]
     found = []
     for name, choice in (("best", outcome.best), ("uniform", outcome.uniform), ("whole", outcome.whole)):
         if choice is None:
             continue
-        size = options.batch // choice.num_microbatches
-        found.append(evaluate(solution, stage, name, choice, size, options.repeats))
+        found.append(evaluate(solution, stage, name, choice, options.repeats))
         print(
             f"{name:8s} {choice.slices.num_slices:4d} slices: predicted {format_seconds(choice.seconds)}, "
             f"measured {format_seconds(found[-1].measured_seconds)} ({found[-1].error:+.1%})"

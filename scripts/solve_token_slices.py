@@ -1,6 +1,7 @@
 """Fit measured slices and find the best ones: ``python -m scripts.solve_token_slices token_latency.json``.
 
-Several ``--stages`` and ``--schedules`` are compared for the same devices, layers and batch.
+Several ``--stages`` and ``--schedules`` are compared for the same devices, layers and batch, by the seconds
+of the layers: embedding, head, reductions over data-parallel pipelines and the optimizer are left out.
 """
 
 import argparse
@@ -27,6 +28,8 @@ class Solution:
         length: Tokens of a sequence.
         granularity: Tokens between places where slices may end.
         layers: Layers of the model.
+        devices: Of all pipelines.
+        batch: Sequences of a step, of all pipelines.
         link: The way from stage to stage; ``None`` is free.
         outcomes: Of each number of stages and schedule, fastest first.
     """
@@ -35,6 +38,8 @@ class Solution:
     length: int
     granularity: int
     layers: int
+    devices: int
+    batch: int
     link: StageLink | None
     outcomes: tuple[TokenOutcome, ...]
 
@@ -77,7 +82,8 @@ def solve(
             for entry in latency.batches
         }
         problems += [TokenProblem(tables, own, num_stages, schedule) for schedule in schedules]
-    return Solution(latency, length, granularity, layers, link, solve_jointly(problems))
+    outcomes = solve_jointly(problems)
+    return Solution(latency, length, granularity, layers, devices, batch, link, outcomes)
 
 
 def _line(what: str, choice: TokenChoice | None) -> str:

@@ -85,7 +85,7 @@ def test_the_same_steps_give_the_same_calibration(steps: tuple[MeasuredStep, ...
 
 
 def test_a_calibration_is_of_its_nodes() -> None:
-    found = Calibration("node", PUBLISHED, INSIDE, 1, 0.1, 0.1, 2)
+    found = Calibration("node", PUBLISHED, INSIDE, 1, 0.1, 0.1, 2, flash=False)
     assert found.applied(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
     with pytest.raises(ValueError, match="of nodes 'node', the cluster has other"):
         found.applied(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))

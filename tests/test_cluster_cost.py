@@ -7,7 +7,7 @@ import pytest
 from osdp.cluster import Wire
 from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Slot, Workload
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import BUBBLE_SHARE, in_flight, price
+from osdp.cost.cluster_step import BUBBLE_SHARE, bubble_share, in_flight, price
 from osdp.cost.layer_work import layer_work
 from osdp.cost.pipeline import StageCost, simulate
 from osdp.cost.ring import Ring
@@ -35,6 +35,34 @@ def test_the_formula_is_what_the_simulated_schedule_takes(schedule: str, pp: int
     assert played.seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("pp", "microbatches", "slices"), [(2, 1, 4), (4, 2, 2), (4, 3, 8)])
+def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
+    schedule: str, pp: int, microbatches: int, slices: int
+) -> None:
+    layout = Layout(Degrees(pp, 1, 1), 1, microbatches, schedule, token_slices=slices)
+    stages = [StageCost(1.0 / slices, 2.0 / slices, activation_bytes=1)] * pp
+    played = simulate(make_schedule(schedule, pp, microbatches, num_slices=slices), stages)
+    share = bubble_share(layout)
+    assert played.seconds == pytest.approx((microbatches - share) * 3.0 + share * pp * 3.0)
+    assert [in_flight(layout, rank) * slices for rank in range(pp)] == list(played.peak_activation_bytes)
+
+
+def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD):
+        whole, part = (layer_work(gpt, item, 2, 1, flash=False, slices=slices) for slices in (1, 4))
+        assert 4 * sum(gemm.flops for gemm in part.gemms) == sum(gemm.flops for gemm in whole.gemms)
+        assert (4 * part.kept_bytes, 4 * part.output_bytes) == (whole.kept_bytes, whole.output_bytes)
+        assert part.kernels == whole.kernels
+    layout = Layout(Degrees(2, 1, 1), 2, 4)
+    prices = ClusterPrices(FOUR, replace(workload(global_batch=8), shape=gpt))
+    homes = prices.home(layout, Slot((1,), 2))
+    kept = [prices.item_prices(replace(layout, token_slices=k), homes)[Item.LAYER].kept for k in (1, 4)]
+    # Keys and values of whole sequences, and their gradients.
+    assert kept[1] - kept[0] == 2 * 2 * (2 * 2 * 1024 * 1024)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_activations_in_flight_are_those_of_the_schedule(schedule: str) -> None:
     per_rank = 2 if schedule == "interleaved" else 1
@@ -57,12 +85,14 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
 def test_a_layer_does_and_keeps_what_is_published() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
-    work = layer_work(gpt, Item.LAYER, b, 1)
+    work = layer_work(gpt, Item.LAYER, b, 1, flash=False)
     # Narayanan et al. (SC 2021, appendix): 24 b s h^2 + 4 b s^2 h in a forward.
     assert sum(gemm.flops for gemm in work.gemms) == 24 * b * s * h * h + 4 * b * s * s * h
-    assert work.kept_bytes == 34 * s * b * h
-    with_scores = layer_work(gpt, Item.LAYER, b, 1, flash=False)
-    assert with_scores.kept_bytes == 34 * s * b * h + 5 * 16 * s * s * b
+    assert work.kept_bytes == 34 * s * b * h + 5 * 16 * s * s * b
+    flash = layer_work(gpt, Item.LAYER, b, 1)
+    assert flash.kept_bytes == 34 * s * b * h
+    assert sum(gemm.flops for gemm in flash.gemms) == 24 * b * s * h * h + 2 * b * s * s * h
+    assert sum(gemm.moved_bytes for gemm in flash.attention) == 0
     half = layer_work(gpt, Item.LAYER, b, 2, flash=False)
     assert half.kept_bytes == s * b * h * 10 + (s * b * h * 24 + 5 * 16 * s * s * b) // 2
     assert work.sums == 0 and half.sums == 2

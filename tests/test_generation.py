@@ -7,8 +7,9 @@ import torch
 
 from osdp import OSDP
 from osdp.layout import Degrees
+from osdp.plan import Mode
 from tests import distributed
-from tests.test_token_pipeline import decoder, plan_of, staged
+from tests.test_token_pipeline import decoder, plan_of, staged, wrapped
 
 SAMPLES, LENGTH, NEW = 3, 5, 12
 
@@ -57,10 +58,43 @@ def in_two_stages(plans: dict[str, str]) -> None:
     assert torch.equal(*drawn) and not torch.equal(drawn[0], wanted("gpt2"))
     with pytest.raises(ValueError, match="padding must come first"):
         model.generate(*[prompts()[0], NEW], attention_mask=prompts(padded=True)[1].flip(1))
+    assert model.generate(prompts()[0], 28, eos_token_id=()).shape == (SAMPLES, LENGTH + 28)
     with pytest.raises(ValueError, match="more than the 32 positions"):
-        model.generate(prompts()[0], 28)
+        model.generate(prompts()[0], 29)
+    with pytest.raises(ValueError, match="temperature is for drawing tokens: pass do_sample=True"):
+        generated(model, temperature=0.5)
+    plain: Any = model.module
+    plain.generation_config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match=r"generate with repetition_penalty=1.5, which is not done here"):
+        generated(model)
 
 
 def test_stages_generate_what_transformers_does() -> None:
     plans = {name: plan_of(name, Degrees(2, 1, 1)) for name in ("gpt2", "opt", "mistral")}
     distributed.run(2, in_two_stages, plans, timeout=120)
+
+
+def in_four_ranks(plan: str) -> None:
+    model = staged("gpt2", plan).eval()
+    tokens = prompts()[0].roll(model.mesh["dp"].get_local_rank(), 0)[:1]
+    for end in (None, int(wanted("gpt2")[0, LENGTH + 2])):
+        # One data-parallel rank's prompt ends early, the other's goes on.
+        plain: Any = decoder("gpt2").eval()
+        want = plain.generate(tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0)
+        got = model.generate(tokens, NEW, eos_token_id=() if end is None else end, pad_token_id=0)
+        assert torch.equal(got, want), end
+    for layout in ({"pp": 2, "tp": 2, "schedule": "1f1b"}, {"tp": 2, "strategy": "FULL_SHARD"}):
+        model = wrapped("qwen2", **layout)
+        assert torch.equal(generated(model), wanted("qwen2")), layout
+
+
+def interleaved() -> None:
+    model = wrapped("gpt2", pp=2, schedule="interleaved")
+    assert len(model.plan.stages) == 4
+    assert torch.equal(generated(model), wanted("gpt2"))
+    assert torch.equal(generated(model, padded=True, num_microbatches=3), wanted("gpt2", padded=True))
+
+
+def test_data_and_tensor_parallel_ranks_generate_the_same() -> None:
+    distributed.run(4, in_four_ranks, plan_of("gpt2", Degrees(2, 2, 1), Mode.FULL_SHARD), timeout=120)
+    distributed.run(2, interleaved, timeout=120)

@@ -21,6 +21,7 @@ from osdp.runtime.prefix import Prefix
 from osdp.search.pipeline import plan_at
 from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
+from osdp.token_slices import TokenSlices
 from tests import distributed
 from tests.plans import plan_by_hand
 from tests.test_pipeline import devices, whole
@@ -28,7 +29,8 @@ from tests.test_pipeline import devices, whole
 pytest.importorskip("transformers")
 
 from osdp.integrations.slice_cache import SliceCache, check_sliceable
-from osdp.integrations.token_loss import next_token_labels
+from osdp.integrations.token_loss import check_by_position, next_token_labels
+from osdp.integrations.token_step import Slicer
 from tests import transformer_models
 
 DECODERS = ("gpt2", "gpt_neo", "gptj", "opt", "llama", "qwen2", "mistral")
@@ -137,6 +139,20 @@ def check(
         assert error < limit, (name, slices, schedule, error)
 
 
+def slices_of_the_plan(plan: str) -> None:
+    made = replace(codec.from_json(PipelinePlan, plan), token_slices=TokenSlices((1, 6, 2)))
+    model = OSDP(decoder("gpt2"), plan=codec.from_json(PipelinePlan, codec.to_json(made)))
+    check("gpt2", model, [(None, "gpipe"), (None, "1f1b")], 1e-5)
+    inputs, labels = mine(model, *batch("gpt2"))
+    model.zero_grad()
+    with pytest.raises(ValueError, match=r"slices \[1, 6, 2\] add up to 9 tokens, and the sequence has 8"):
+        model.train_step({key: value[:, :8] for key, value in inputs.items()}, labels[:, :8], causal_lm_loss)
+
+
+def test_a_plan_says_how_sequences_are_cut() -> None:
+    distributed.run(2, slices_of_the_plan, plan_of("gpt2", Degrees(2, 1, 1)))
+
+
 def decoders_in_two_stages(plans: dict[str, str], exact: dict[str, str], low: str) -> None:
     for name, plan in plans.items():
         model = staged(name, plan)
@@ -203,6 +219,37 @@ def test_gradients_of_keys_and_values_are_kept_once_for_all_slices() -> None:
     assert len(held) == 4
 
 
+def test_keys_and_values_of_all_slices_lie_in_one_tensor_each() -> None:
+    """Joined anew for each slice they took (M + 1) / 2 times the memory of M slices."""
+    model = decoder("llama")
+    prefix, tokens = Prefix(SliceCache.of(model)(8)), torch.ones(SAMPLES, 2, dtype=torch.int64)
+    passes = [prefix.forward(lambda more: model(input_ids=tokens, **more), 2) for _ in range(4)]
+    held = [tensor for keys, _ in passes for pair in keys.held.values() for tensor in pair]
+    assert len(held) == 4 * 4 and held[-1].shape[-2] == 8
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    assert list(stored.values()) == [held[-1].nbytes] * 4
+
+
+def test_slices_of_a_shared_sequence_can_be_shared() -> None:
+    slicer, inputs = Slicer(decoder("gpt2"), shared_by=2), {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
+    assert slicer.slicing(inputs, 3).slices.lengths == (4, 2, 2)
+    with pytest.raises(ValueError, match=r"slices of \[3, 5\] tokens cannot be shared by 2"):
+        slicer.slicing(inputs, [3, 5])
+    with pytest.raises(ValueError, match="one token cannot be shared"):
+        slicer.request(inputs["input_ids"], 2, None)
+
+
+def other_slices() -> None:
+    model = wrapped("gpt2", strategy="FULL_SHARD")
+    inputs, labels = mine(model, *batch("gpt2"))
+    with pytest.raises(ValueError, match=r"differ in the number of token slices: .* to "):
+        model.train_step(inputs, labels, causal_lm_loss, token_slices=2 + dist.get_rank())
+
+
+def test_ranks_that_cut_unlike_are_refused() -> None:
+    distributed.run(2, other_slices)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
@@ -249,6 +296,13 @@ def refusals() -> None:
     model.train_step(inputs, next_token_labels(labels), masked_lm_loss, num_microbatches=1, token_slices=3)
 
 
+def test_where_nothing_counts_nothing_is_proven() -> None:
+    labels = torch.full((1, 40), -100)
+    assert not check_by_position(masked_lm_loss, labels, 40, 7)
+    labels[0, 3] = 1
+    assert check_by_position(masked_lm_loss, labels, 40, 7)
+
+
 def by_heart(_: None, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return causal_lm_loss(output, labels)
 
@@ -274,6 +328,15 @@ def test_models_whose_sequences_cannot_be_cut_are_refused_with_the_reason(name: 
 
 def test_a_cache_that_training_would_drop_is_refused() -> None:
     model: Any = decoder("llama")
+    slicer, inputs = Slicer(model), batch("llama")[0]
     model.model.gradient_checkpointing = True
     with pytest.raises(ValueError, match="drops the cache in training"):
+        slicer.slicing(inputs, 3)
+    check_sliceable(model, trains=False)
+
+
+def test_a_decoder_that_is_configured_to_look_at_later_tokens_is_refused() -> None:
+    model: Any = decoder("llama")
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match=r"\(is_causal=False in its configuration\) looks at later tokens"):
         check_sliceable(model)

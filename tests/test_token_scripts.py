@@ -33,8 +33,9 @@ def test_latencies_are_collected_slices_solved_and_evaluated(
         outcome.best.slices.check(64)
         assert outcome.bound <= outcome.best.seconds
         assert outcome.uniform is not None and outcome.best.seconds <= outcome.uniform.seconds
-    stages = found.outcomes[0].best.num_stages
-    flags = [*stage, "--batch", str(4 * stages // 4), "--repeats", "1", "--out", str(evaluation)]
+    flags = [*stage, "--repeats", "1", "--out", str(evaluation)]
+    with pytest.raises(SystemExit, match="is for 1 layers of gpt2 with 32 channels, the flags make 2 layers"):
+        evaluate_token_slices.main([str(solution), *flags, "--layers", "2"])
     evaluate_token_slices.main([str(solution), *flags])
     evaluated = codec.load(Evaluations, evaluation)
     assert [entry.name for entry in evaluated.of] == ["best", "uniform", "whole"]

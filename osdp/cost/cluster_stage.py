@@ -152,16 +152,18 @@ class ClusterPrices:
         #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
         self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
         self._homes: dict[tuple[int, int, Slot], Home] = {}
-        self._work: dict[tuple[Item, int, int], LayerWork] = {}
-        self._seconds: dict[tuple[Item, int, int, Gpu], LayerSeconds] = {}
+        self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
+        self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: Layout) -> LayerWork:
-        """What one rank does for one item."""
-        key = (item, layout.samples, layout.degrees.tp)
+        """What one rank does for one item on one slice of a microbatch."""
+        key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
         if key not in self._work:
             shape, flash = self.workload.shape, self.workload.flash
-            self._work[key] = layer_work(shape, item, layout.samples, layout.degrees.tp, flash=flash)
+            self._work[key] = layer_work(
+                shape, item, layout.samples, layout.degrees.tp, flash=flash, slices=layout.token_slices
+            )
         return self._work[key]
 
     def home(self, layout: Layout, slot: Slot) -> Home:
@@ -172,7 +174,7 @@ class ClusterPrices:
         return self._homes[key]
 
     def border_bytes(self, layout: Layout) -> Floats:
-        """Bytes that go forward over the border before each item, shape ``(I + 1,)``."""
+        """Bytes of a slice that go forward over the border before each item, shape ``(I + 1,)``."""
         outputs = [self.work(item, layout).output_bytes for item in self.items]
         return np.array([0.0, *outputs[:-1], 0.0])
 
@@ -267,7 +269,7 @@ class ClusterPrices:
         return total
 
     def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
-        work = self.work(item, layout)
+        work, slices = self.work(item, layout), layout.token_slices
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
@@ -283,17 +285,17 @@ class ClusterPrices:
             kept -= work.score_bytes
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
         return ItemPrices(
-            compute=forward + backward,
-            again=again,
-            tensor=sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
-            shards=self._shards(layout, home, parameters, forward, backward + again),
+            compute=slices * (forward + backward),
+            again=slices * again,
+            tensor=slices * sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
+            shards=self._shards(layout, home, parameters, slices * forward, slices * (backward + again)),
             parameters=parameters,
-            kept=kept,
+            kept=slices * kept + _cache_bytes(work, slices),
             working=work.working_bytes + (work.kept_bytes - kept),
         )
 
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
-        key = (item, layout.samples, layout.degrees.tp, gpu)
+        key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
             self._seconds[key] = self._measured(item, layout, gpu) or modelled
@@ -308,7 +310,12 @@ class ClusterPrices:
             return layer_seconds(work, gpu, self.rates)
 
         profile = self._profiles[gpu.name]
-        return measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
+        whole = measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
+        if whole is None or layout.token_slices == 1:
+            return whole
+        # Whole sequences were measured.
+        of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
+        return whole.scaled(of_slice, modelled(layout.samples, layout.degrees.tp))
 
     def _factor(self, layout: Layout) -> float:
         """By what measured layers say to multiply seconds."""
@@ -356,6 +363,11 @@ class ClusterPrices:
         exchanged = self.gradient_seconds(layout, home, parameters)
         exchanged += self.update_seconds(layout, home, parameters)
         return exchanged
+
+
+def _cache_bytes(work: LayerWork, slices: int) -> int:
+    """Kept beside activations where sequences are cut: all keys and values, and their gradients."""
+    return 0 if slices == 1 else 2 * slices * work.cache_bytes
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:

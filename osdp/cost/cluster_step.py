@@ -23,7 +23,7 @@ from osdp.cost.ring import Ring
 #: Stages of each rank, interleaved.
 INTERLEAVED = 2
 
-#: Part of the fill and drain of the pipeline that is left.
+#: Part of the fill and drain of the pipeline that is left, with whole sequences.
 BUBBLE_SHARE = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / INTERLEAVED, "zb-h1": 1 / 3}
 
 
@@ -32,12 +32,17 @@ def stages_per_rank(schedule: str) -> int:
     return INTERLEAVED if schedule == "interleaved" else 1
 
 
+def bubble_share(layout: Layout) -> float:
+    """Part of the fill and drain that is left: what fills the pipeline is a slice of a microbatch."""
+    return BUBBLE_SHARE[layout.schedule] / layout.token_slices
+
+
 def in_flight(layout: Layout, rank: int) -> float:
     """Microbatches whose activations a rank holds at once, in units of all its stages.
 
     As many as its warm-up has forwards, and one more (:mod:`osdp.orders`).
     """
-    pp, m = layout.degrees.pp, layout.microbatches
+    pp, m, slices = layout.degrees.pp, layout.microbatches, layout.token_slices
     match layout.schedule:
         case "gpipe":
             return m
@@ -48,13 +53,17 @@ def in_flight(layout: Layout, rank: int) -> float:
             warmup = 2 * (pp - 1 - rank) + (INTERLEAVED - 1) * longest_run
             return min(m * INTERLEAVED, warmup + 1) / INTERLEAVED
         case _:
-            return min(m, pp - rank)
+            return min(m, (pp - 1 - rank + slices) / slices)
 
 
 def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, same_node: bool) -> float:
-    """What crosses the border between two stages for one microbatch: an output and its gradient."""
+    """What crosses the border between two stages for one microbatch: an output and its gradient.
+
+    Each slice does so by itself, in messages of ``nbytes``.
+    """
     wires = (after.within,) if same_node else (before.between, after.between)
-    return 2 * stages_per_rank(layout.schedule) * max(wire.seconds(nbytes) for wire in wires)
+    messages = 2 * stages_per_rank(layout.schedule) * layout.token_slices
+    return messages * max(wire.seconds(nbytes) for wire in wires)
 
 
 def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
@@ -100,7 +109,7 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
         times.append(float(own.seconds[start, stop]) + sent)
         ends.append(float(own.end[start, stop]))
     slowest = times.index(max(times))
-    share, m = BUBBLE_SHARE[layout.schedule], layout.microbatches
+    share, m = bubble_share(layout), layout.microbatches
     last = ends.index(max(ends))
     prices_there = by_slot[slots[slowest]].items
     inside = [prices_there[item] for item in prices.items[bounds[slowest] : bounds[slowest + 1]]]

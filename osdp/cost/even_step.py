@@ -10,7 +10,7 @@ import numpy as np
 
 from osdp.cluster_plan import Layout, Slot
 from osdp.cost.cluster_stage import ClusterPrices, Home, home_of
-from osdp.cost.cluster_step import BUBBLE_SHARE, border_seconds, embedding_seconds
+from osdp.cost.cluster_step import border_seconds, bubble_share, embedding_seconds
 from osdp.transformer import Item
 
 
@@ -91,7 +91,7 @@ class EvenSteps:
             times[-1] += parts.head
             slowest = max(times)
             pipeline = layout.microbatches * slowest
-            pipeline += BUBBLE_SHARE[layout.schedule] * (sum(times) - slowest)
+            pipeline += bubble_share(layout) * (sum(times) - slowest)
         return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
 
     def _home(self, layout: Layout, slot: Slot) -> Home:
@@ -102,7 +102,7 @@ class EvenSteps:
 
     def _parts_of(self, layout: Layout, home: Home) -> _Parts:
         degrees = layout.degrees
-        key = (degrees.tp, degrees.dp, layout.samples, layout.recompute, layout.zero)
+        key = (degrees.tp, degrees.dp, layout.samples, layout.recompute, layout.zero, layout.token_slices)
         if key not in self._parts:
             items = self.prices.item_prices(layout, home)
             self._parts[key] = _Parts(

@@ -31,6 +31,14 @@ class LayerSeconds:
         """All of them, longer by a factor."""
         return LayerSeconds(self.forward * factor, self.backward * factor, self.attention * factor)
 
+    def scaled(self, to: "LayerSeconds", by: "LayerSeconds") -> "LayerSeconds":
+        """Times ``to`` over ``by``, pass for pass."""
+        return LayerSeconds(
+            self.forward * to.forward / by.forward,
+            self.backward * to.backward / by.backward,
+            self.attention * to.attention / by.attention if by.attention else 0.0,
+        )
+
 
 def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
     """The compute of one item."""
@@ -40,6 +48,8 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
     backward = work.backward_bytes / bandwidth
     for gemm in work.gemms:
         backward += sum(_seconds(part, gpu, rates) for part in gemm.gradients)
+        # Scores that were not kept are one of the two products once more.
+        backward += _seconds(gemm, gpu, rates) / 2 if gemm.fused else 0.0
     return LayerSeconds(
         forward=rates.together(forward, calling),
         backward=rates.together(backward, calling),

@@ -17,12 +17,17 @@ HALF, SINGLE = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A product of matrices of ``rows x inner`` and ``inner x columns``, ``count`` times over."""
+    """A product of matrices of ``rows x inner`` and ``inner x columns``, ``count`` times over.
+
+    ``fused`` is one of a kernel that reads and writes no scores (FlashAttention, Dao et al.,
+    arXiv:2205.14135): its other bytes are counted with those of the layer.
+    """
 
     rows: int
     columns: int
     inner: int
     count: int = 1
+    fused: bool = False
 
     @property
     def flops(self) -> float:
@@ -32,6 +37,8 @@ class Gemm:
     @property
     def moved_bytes(self) -> int:
         """Both factors and the result, each once."""
+        if self.fused:
+            return 0
         rows, columns, inner = self.rows, self.columns, self.inner
         return HALF * self.count * (rows * inner + columns * inner + rows * columns)
 
@@ -39,8 +46,8 @@ class Gemm:
     def gradients(self) -> "tuple[Gemm, Gemm]":
         """The products that give the gradients of both factors."""
         return (
-            Gemm(self.rows, self.inner, self.columns, self.count),
-            Gemm(self.inner, self.columns, self.rows, self.count),
+            Gemm(self.rows, self.inner, self.columns, self.count, self.fused),
+            Gemm(self.inner, self.columns, self.rows, self.count, self.fused),
         )
 
 
@@ -62,6 +69,7 @@ class LayerWork:
         input_bytes: What is kept where the item is recomputed.
         working_bytes: There during its own backward only, beside what was kept.
         output_bytes: What it hands on.
+        cache_bytes: Keys and values, which later slices of the sequence need.
     """
 
     gemms: tuple[Gemm, ...]
@@ -76,12 +84,16 @@ class LayerWork:
     input_bytes: int
     working_bytes: int
     output_bytes: int
+    cache_bytes: int = 0
 
 
 def layer_work(
-    shape: TransformerShape, item: Item, samples: int, tp: int, *, flash: bool = True
+    shape: TransformerShape, item: Item, samples: int, tp: int, *, flash: bool = True, slices: int = 1
 ) -> LayerWork:
-    """The work of one item.
+    """The work of one item on one slice of the sequences.
+
+    Every slice counts as the last one, which attends to all keys. Of whole sequences of causal models flash
+    attention computes half of the scores.
 
     Args:
         shape: The model.
@@ -89,8 +101,9 @@ def layer_work(
         samples: Of a microbatch.
         tp: Tensor-parallel ranks.
         flash: Whether scores of attention stay in registers.
+        slices: Equal slices that sequences are cut into.
     """
-    tokens = samples * shape.sequence
+    tokens = samples * shape.sequence // slices
     stream = tokens * shape.hidden * HALF
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
@@ -98,7 +111,7 @@ def layer_work(
         case Item.HEAD:
             return _head(shape, tokens, tp, stream)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, flash)
+            return _layer(shape, item, samples, tp, flash, slices)
 
 
 def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream: int) -> LayerWork:
@@ -122,18 +135,20 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream
     )
 
 
-def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool) -> LayerWork:
+def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int) -> LayerWork:
     attentions = 2 if item is Item.CROSS_LAYER else 1
-    s, tokens = shape.sequence, samples * shape.sequence
+    s, length = shape.sequence, shape.sequence // slices
+    tokens = samples * length
     stream = tokens * shape.hidden * HALF
     heads = shape.heads // tp
     queries = heads * shape.width
     keys = max(shape.key_heads // tp, 1) * shape.width
     inner = shape.inner // tp
     ups = 2 if shape.gated else 1
+    seen = s // 2 if flash and shape.causal and slices == 1 else s
     scores = (
-        Gemm(s, s, shape.width, samples * heads),
-        Gemm(s, shape.width, s, samples * heads),
+        Gemm(length, seen, shape.width, samples * heads, flash),
+        Gemm(length, shape.width, seen, samples * heads, flash),
     ) * attentions
     gemms = (
         *(
@@ -150,7 +165,7 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     attention_kept = half_tokens * (2 * queries + 2 * keys)
     feed_kept = half_tokens * inner * (ups + 1 + int(shape.gated))
     # Of each score: the probabilities, a mask of one byte, the dropped ones.
-    score_bytes = 0 if flash else samples * heads * s * s * (2 * HALF + 1) * attentions
+    score_bytes = 0 if flash else samples * heads * length * s * (2 * HALF + 1) * attentions
     # Inputs of two norms and of two blocks of products, and two masks of dropout of one byte.
     stream_kept = (attentions + 1) * (2 * stream + stream // 2)
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
@@ -165,7 +180,7 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     back += half_tokens * inner * (3 * ups + 1)
     fused = flash or _softmax_is_fused(samples * heads, s)
     if not flash:
-        scores_written = samples * heads * s * s * attentions
+        scores_written = samples * heads * length * s * attentions
         # One kernel for scale, mask and softmax, or in 32 bits: widened, scaled, masked, softmax, narrowed.
         moved += scores_written * (5 + (4 if fused else 36))
         back += scores_written * (5 + (6 if fused else 40))
@@ -186,6 +201,7 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
         input_bytes=input_bytes,
         working_bytes=2 * stream + half_tokens * (ups * inner + queries + 2 * keys),
         output_bytes=input_bytes,
+        cache_bytes=2 * half_tokens * keys,
     )
 
 

@@ -32,7 +32,8 @@ def decoder_stage(
         ValueError: The model type or a field is unknown, the model has fewer layers, or shorter sequences.
     """
     from transformers import AutoModel
-    from transformers.cache_utils import DynamicCache
+
+    from osdp.integrations.slice_cache import empty_cache
 
     # The model itself stays on the meta device; only its configuration is used.
     config: Any = causal_lm(name, overrides).config
@@ -56,4 +57,4 @@ def decoder_stage(
         module = AutoModel.from_config(config).to(dtype).train()
     width = config.hidden_size
     described = f"{num_layers} layers of {name} with {width} channels"
-    return DecoderStage(described, module, lambda: DynamicCache(config=config), num_layers, width)
+    return DecoderStage(described, module, lambda: empty_cache(config, length or 0), num_layers, width)

@@ -1,8 +1,8 @@
 """The cache of transformers, slice by slice: each slice of a sequence has its own.
 
-Layers are transformers' own; one is copied before it takes what a slice adds, so that recomputation finds
-what the slice found. Layers of other stages hold one channel of zeros, so that lengths, masks and positions
-come out as in the whole model.
+Layers are transformers' own, or fill one tensor for all slices (:mod:`osdp.integrations.stored_layer`). One
+is copied before it takes what a slice adds, so that recomputation finds what the slice found. Layers of other
+stages hold one channel of zeros, so that lengths, masks and positions come out as in the whole model.
 """
 
 import copy
@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from osdp.integrations.stored_layer import StoredLayer
 from osdp.runtime.prefix import Pair
 
 
@@ -34,14 +35,15 @@ class SliceCache(DynamicCache):
         self._before, self._after = tuple(layers), list(layers)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Callable[[], SliceCache]":
-        """Makes caches for ``model``, as they are before the first slice of a sequence.
+    def of(cls, model: nn.Module) -> "Callable[..., SliceCache]":
+        """Makes caches for ``model``, as they are before the first slice of a sequence of so many tokens.
 
         Raises:
             ValueError: Its layers keep something else than keys and values.
         """
         layers = _layers(model)
-        return lambda: cls(layers, {})
+
+        return lambda length=0: cls(_stored(layers, length), {})
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -84,6 +86,18 @@ class SliceCache(DynamicCache):
         return found
 
 
+def empty_cache(config: Any, length: int) -> Any:
+    """A cache for a model of this configuration and a sequence of ``length`` tokens."""
+    cache: Any = DynamicCache(config=config)
+    cache.layers = _stored(cache.layers, length)
+    return cache
+
+
+def _stored(layers: Sequence[DynamicLayer], length: int) -> list[DynamicLayer]:
+    """New layers; those with a window stay transformers' own, which forget."""
+    return [StoredLayer(length) if type(layer) is DynamicLayer else copy.copy(layer) for layer in layers]
+
+
 def _pair(layer: DynamicLayer) -> Pair:
     assert layer.keys is not None and layer.values is not None
     return layer.keys, layer.values
@@ -107,8 +121,12 @@ def _layers(model: Any) -> list[DynamicLayer]:
     return [layer for layer in known if isinstance(layer, DynamicLayer)]
 
 
-def check_sliceable(model: nn.Module) -> None:
+def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
     """Refuse models whose sequences cannot be cut into slices.
+
+    Args:
+        model: The model.
+        trains: Whether slices are trained on; otherwise tokens are generated one by one.
 
     Raises:
         ValueError: The model looks at later tokens, or has no cache of keys and values; says why.
@@ -116,6 +134,8 @@ def check_sliceable(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
     both_ways = sorted({type(m).__name__ for m in model.modules() if getattr(m, "is_causal", None) is False})
+    if not both_ways and getattr(_text_config(config), "is_causal", True) is False:
+        both_ways = ["is_causal=False in its configuration"]
     if both_ways:
         reason = (
             f"its attention ({', '.join(both_ways)}) looks at later tokens too, so no slice can be computed "
@@ -125,14 +145,22 @@ def check_sliceable(model: nn.Module) -> None:
         reason = "its decoder looks at all that its encoder made of the sequence"
     elif config is None or not {"past_key_values", "use_cache"} <= set(takes):
         reason = "its forward takes no past_key_values, so it has no cache as transformers' decoders have"
-    elif any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+    elif trains and drops_cache(model):
         reason = (
             "its own checkpointing of activations drops the cache in training; turn that off and let the "
             "plan recompute (OSDP(recompute=True))"
         )
     else:
         return
-    raise ValueError(
-        f"the sequences of {type(model).__name__} cannot be cut into token slices: {reason}; train without "
-        "token_slices"
-    )
+    what = "cannot be cut into token slices" if trains else "cannot be generated token by token"
+    instead = "train without token_slices" if trains else "use predict"
+    raise ValueError(f"the sequences of {type(model).__name__} {what}: {reason}; {instead}")
+
+
+def drops_cache(model: nn.Module) -> bool:
+    """Whether transformers' own checkpointing is on, which drops the cache while it trains."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

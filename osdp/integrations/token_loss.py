@@ -46,7 +46,7 @@ def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
     return loss_fn, targets
 
 
-def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> None:
+def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> bool:
     """Refuse a loss that is not, with its count, the sum of those of the parts of a sequence.
 
     It is tried on random logits for a few positions, the same on all ranks.
@@ -57,12 +57,15 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         length: Positions of a sequence.
         vocabulary: Channels of the logits.
 
+    Returns:
+        Whether it is proven: where no position that was tried counts, nothing shows.
+
     Raises:
         ValueError: It is not, or the targets have other shapes.
     """
     like = _like(targets, length)
     if length < 2:
-        return
+        return True
     tried = min(length, _TRIED)
     logits = torch.randn(len(like), tried, vocabulary, generator=torch.Generator().manual_seed(0))
     logits = logits.to(like.device)
@@ -90,7 +93,8 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
                 "position for itself"
             )
         if whole[1]:
-            return  # where nothing counts nothing shows
+            return True
+    return False
 
 
 def _sum_and_count(loss: Any) -> tuple[float, float]:

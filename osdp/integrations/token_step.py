@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from osdp.integrations.slice_cache import SliceCache, check_sliceable
+from osdp.integrations.slice_cache import SliceCache, check_sliceable, drops_cache
 from osdp.integrations.token_loss import by_position, check_by_position
 from osdp.runtime.generation import Choice
 from osdp.runtime.losses import LossFn
@@ -23,19 +24,34 @@ _REFUSED = {
 }
 
 
+#: Settings of a generation that are not supported, with the values that say nothing.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "forced_eos_token_id": (None,),
+}
+
+
 class Slicer:
     """Cuts the sequences of a model.
 
     Args:
         model: A decoder of transformers, whole or the modules of some stages.
+        shared_by: Ranks that share each sequence, which must divide slices.
 
     Raises:
         ValueError: Its sequences cannot be cut.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        check_sliceable(model)
+    def __init__(self, model: nn.Module, shared_by: int = 1) -> None:
+        check_sliceable(model, trains=False)
         self._model: Any = model
+        self._shared_by = shared_by
         self._names = tuple(inspect.signature(model.forward).parameters)
         self._empty = SliceCache.of(model)
         self._tried: LossFn | None = None
@@ -57,17 +73,26 @@ class Slicer:
         Raises:
             ValueError: They do not add up to the sequences, or an input cannot be cut.
         """
+        # Its modules may have been told to checkpoint since the last step.
+        if drops_cache(self._model):
+            check_sliceable(self._model)
         length = _length(inputs)
         _check(inputs, length)
         if isinstance(token_slices, int):
-            slices = TokenSlices.uniform(length, token_slices)
+            slices = TokenSlices.uniform(length, token_slices, self._shared_by)
         else:
             given = (
                 token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
             )
             given.check(length)
             slices = given
-        return Slicing(slices, self._empty)
+        uneven = [size for size in slices.lengths if size % self._shared_by]
+        if uneven:
+            raise ValueError(
+                f"slices of {uneven} tokens cannot be shared by {self._shared_by} tensor-parallel ranks; "
+                "with sequence_parallel all slices are multiples of them"
+            )
+        return Slicing(slices, partial(self._empty, length))
 
     def loss(self, loss_fn: LossFn | None, targets: Any, length: int) -> tuple[LossFn, Any]:
         """Loss function and targets of slices.
@@ -77,23 +102,31 @@ class Slicer:
         """
         found, wanted = by_position(loss_fn, targets)
         if loss_fn is not self._tried:
-            check_by_position(found, wanted, length, self._model.config.get_text_config().vocab_size)
-            self._tried = loss_fn
+            vocabulary = self._model.config.get_text_config().vocab_size
+            if check_by_position(found, wanted, length, vocabulary):
+                self._tried = loss_fn
         return found, wanted
 
     def request(self, prompt: torch.Tensor, num_tokens: int, mask: torch.Tensor | None) -> dict[str, Any]:
         """What :meth:`osdp.runtime.steps.Steps.generate` wants.
 
         Raises:
-            ValueError: Padding comes last, no token is asked for, or the model has too few positions.
+            ValueError: Padding comes last, no token is asked for, the model has too few positions, or its
+                ranks share sequences.
         """
+        if self._shared_by > 1:
+            raise ValueError(
+                f"{self._shared_by} tensor-parallel ranks share sequences, and one token cannot be shared: "
+                "to generate, plan without sequence_parallel"
+            )
         if num_tokens < 1 or prompt.dim() != 2:
             raise ValueError(
                 f"a prompt of shape (samples, length) and at least one token more are needed, got "
                 f"{tuple(prompt.shape)} and max_new_tokens={num_tokens}"
             )
         most = getattr(self._model.config, "max_position_embeddings", None)
-        if most is not None and prompt.shape[1] + num_tokens > most:
+        # The last token is not looked up any more.
+        if most is not None and prompt.shape[1] + num_tokens - 1 > most:
             raise ValueError(
                 f"{prompt.shape[1]} tokens of the prompt and max_new_tokens={num_tokens} are more than the "
                 f"{most} positions of the model"
@@ -109,7 +142,7 @@ class Slicer:
             "mask": mask if padded else None,
             "num_tokens": num_tokens,
             "takes": self._names,
-            "empty": self._empty,
+            "empty": partial(self._empty, prompt.shape[1] + num_tokens),
         }
 
     def choice(
@@ -117,6 +150,20 @@ class Slicer:
     ) -> Choice:
         """How tokens are chosen; what is not given is as the model is configured."""
         configured = getattr(self._model, "generation_config", self._model.config)
+        strange = [
+            f"{k}={getattr(configured, k)}"
+            for k, plain in _PLAIN.items()
+            if getattr(configured, k, None) not in plain
+        ]
+        if strange:
+            raise ValueError(
+                f"the model is configured to generate with {', '.join(strange)}, which is not done here: set "
+                "its generation_config to the defaults, or use transformers' own generate"
+            )
+        if not sampling.get("do_sample") and sampling:
+            ignored = ", ".join(sorted(set(sampling) - {"do_sample"}))
+            if ignored:
+                raise ValueError(f"{ignored} is for drawing tokens: pass do_sample=True, too")
         if ends is None:
             ends = configured.eos_token_id
         found = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

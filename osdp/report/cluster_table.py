@@ -69,6 +69,7 @@ def _row(
         "optimizer time": seconds.optimizer,
         "schedule": layout.schedule,
         "recompute": layout.recompute.value,
+        "token slices": layout.token_slices,
     }
 
 
@@ -127,6 +128,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     """What each number of one plan is made of."""
     layout, seconds = plan.layout, plan.seconds
     degrees = layout.degrees
+    slices = f" in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
     parts = (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
         ("recomputation", seconds.recompute, layout.recompute.value),
@@ -136,7 +138,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
         (
             "bubble",
             seconds.bubble,
-            f"{layout.schedule}: {degrees.pp} stages, {layout.microbatches} microbatches",
+            f"{layout.schedule}: {degrees.pp} stages, {layout.microbatches} microbatches{slices}",
         ),
         ("gradients", seconds.gradients, f"over {degrees.dp} data-parallel ranks, after the last backward"),
         ("embedding", seconds.embedding, "sum of the copies that stages hold"),
@@ -146,7 +148,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     rows += [(name, f"{value:.4g}", f"{value / plan.step_seconds:.0%}", why) for name, value, why in parts]
     head = (
         f"{shape.name}: tp={degrees.tp} x pp={degrees.pp} x dp={degrees.dp}, {layout.microbatches} "
-        f"microbatches of {layout.samples}, {layout.schedule}, ZeRO {layout.zero}, "
+        f"microbatches of {layout.samples}{slices}, {layout.schedule}, ZeRO {layout.zero}, "
         f"recompute {layout.recompute.value}"
     )
     dollars = plan.dollars_per_step

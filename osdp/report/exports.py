@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from osdp.cluster_plan import ClusterPlan, Recompute
+from osdp.cost.cluster_step import nodes_of
 from osdp.report.cluster_table import layers_of
 from osdp.transformer import TransformerShape
 
@@ -42,13 +43,14 @@ def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
 def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Arguments of Megatron-LM's pretraining scripts."""
     layout, degrees = plan.layout, plan.layout.degrees
-    words = {
+    words: dict[str, int | str] = {
         "num-layers": shape.layers + shape.decoder_layers,
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.inner,
         "num-attention-heads": shape.heads,
         "seq-length": shape.sequence,
         "max-position-embeddings": max(shape.positions, shape.sequence),
+        "vocab-size": shape.vocabulary,
         "tensor-model-parallel-size": degrees.tp,
         "pipeline-model-parallel-size": degrees.pp,
         "micro-batch-size": layout.samples,
@@ -58,8 +60,13 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if shape.key_heads != shape.heads:
         words |= {"num-query-groups": shape.key_heads}
         flags.append("group-query-attention")
+    if shape.head_width:
+        words |= {"kv-channels": shape.head_width}
+    if not shape.positions and not shape.decoder_layers:
+        words |= {"position-embedding-type": "rope"}
     if shape.gated:
         flags.append("swiglu")
+        words |= {"normalization": "RMSNorm"}
     if not shape.biases:
         flags.append("disable-bias-linear")
     if not shape.tied:
@@ -80,7 +87,11 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
     if layout.schedule not in ("1f1b", "interleaved"):
         notes.append(f"schedule {layout.schedule}: it runs 1F1B")
-    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_mixed(plan)))
+    if layout.schedule == "interleaved" and layout.microbatches % degrees.pp:
+        notes.append(
+            f"interleaved with {layout.microbatches} microbatches, no multiple of {degrees.pp} stages"
+        )
+    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_unsaid(plan)))
 
 
 def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
@@ -124,18 +135,22 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if layout.recompute is not Recompute.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
-    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_mixed(plan)))
+    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_unsaid(plan)))
 
 
 def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Accelerate's FSDP configuration."""
     del shape
     layout, degrees = plan.layout, plan.layout.degrees
+    replicas = degrees.dp * degrees.pp
+    steps, rest = divmod(layout.microbatches, degrees.pp)
+    nodes = sum(nodes_of(plan.slots))
     recomputed = str(layout.recompute is Recompute.FULL).lower()
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
         "mixed_precision: bf16",
+        f"num_machines: {nodes}",
         f"num_processes: {degrees.world_size}",
         "fsdp_config:",
         "  fsdp_version: 2",
@@ -147,14 +162,21 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
         lines += [
             "parallelism_config:",
             f"  parallelism_config_tp_size: {degrees.tp}",
-            f"  parallelism_config_dp_shard_size: {degrees.dp}",
+            f"  parallelism_config_dp_shard_size: {replicas}",
         ]
-    notes = [f"gradient accumulation: {layout.microbatches} steps, in Accelerator(...)"]
+    notes = [f"gradient accumulation: {max(steps, 1)} steps, in Accelerator(...)"]
+    if nodes > 1:
+        notes.append("machine_rank and main_process_ip: give them to accelerate launch on each node")
     if degrees.pp > 1:
         notes.append(f"{degrees.pp} stages: it has no pipelines for training, so these ranks shard data")
+    if rest or not steps:
+        notes.append(
+            f"the global batch: {layout.microbatches} microbatches cannot be dealt out to {degrees.pp} times "
+            "as many data-parallel ranks"
+        )
     if layout.zero < 2:
         notes.append(f"ZeRO {layout.zero}: gradients are sharded, too (ZeRO 2)")
-    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_mixed(plan)))
+    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_unsaid(plan)))
 
 
 def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
@@ -182,10 +204,12 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
     if layout.zero == 1:
         notes.append("ZeRO 1: gradients are sharded, too (ZeRO 2)")
+    if layout.recompute is Recompute.SELECTIVE:
+        notes.append("selective recomputation: its own choice of operators, not the scores of attention")
     if shape.tied and degrees.pp > 1:
         notes.append("a tied embedding in several stages: it refuses that")
     text = " \\\n".join(f"--{name} '{value}'" for name, value in words.items()) + "\n"
-    return Export("torchtitan_overrides.sh", text, (*notes, *_mixed(plan)))
+    return Export("torchtitan_overrides.sh", text, (*notes, *_unsaid(plan)))
 
 
 def _modules(layers: Sequence[int]) -> list[list[str]]:
@@ -199,7 +223,11 @@ def _modules(layers: Sequence[int]) -> list[list[str]]:
     return parts
 
 
-def _mixed(plan: ClusterPlan) -> tuple[str, ...]:
-    if len({slot.nodes for slot in plan.slots}) == 1:
-        return ()
-    return ("which nodes serve which stage: start the nodes in the order of the launch sheet",)
+def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
+    """What none of them can express."""
+    notes = []
+    if len({slot.nodes for slot in plan.slots}) > 1:
+        notes.append("which nodes serve which stage: start the nodes in the order of the launch sheet")
+    if plan.layout.token_slices > 1:
+        notes.append(f"{plan.layout.token_slices} token slices: sequences go through the stages whole")
+    return tuple(notes)

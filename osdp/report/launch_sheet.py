@@ -24,18 +24,24 @@ def node_order(slots: Sequence[Slot]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str = "train.py --plan plan.json") -> str:
-    """Lines to start ``program`` by hand, node by node."""
+def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
+    """A script that starts ``program`` on the node of the number it is given."""
     order = node_order(plan.slots)
-    lines = [f"# {len(order)} nodes; MASTER_ADDR is the address of node 0 on every node."]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# bash launch.sh NODE on each of {len(order)} nodes; MASTER_ADDR is the address of node 0.",
+        "# The program is yours: OSDP(model, plan=...) with the plan that it is given.",
+        'case "${1:?number of this node}" in',
+    ]
     for rank, kind in enumerate(order):
         node = cluster.groups[kind].node
-        lines.append(f"# node {rank}: {node.name}, stages {_stages(plan, rank)}")
-        lines.append(_torchrun(len(order), str(rank), node.devices, program))
+        lines.append(f"{rank})  # {node.name}, stages {_stages(plan, rank)}")
+        lines.append(f"    {_torchrun(len(order), str(rank), node.devices, program)} ;;")
+    lines += [f'*) echo "nodes are 0 to {len(order) - 1}, got $1" >&2; exit 1 ;;', "esac"]
     return "\n".join(lines) + "\n"
 
 
-def batch_script(plan: ClusterPlan, cluster: Cluster, program: str = "train.py --plan plan.json") -> str:
+def batch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
     """The same for ``sbatch``: one component of the job for each run of nodes of a kind."""
     order = node_order(plan.slots)
     runs = [(kind, len(list(run))) for kind, run in groupby(order)]

@@ -27,6 +27,8 @@ def _facts(plan: PipelinePlan) -> list[str]:
     predicted, training = plan.predicted, plan.training
     proven = "proven best" if plan.optimal else "not proven best"
     several = "es" * (training.microbatches > 1)
+    slices = plan.token_slices
+    cut = [f"sequences cut into slices of {', '.join(map(str, slices.lengths))} tokens"] if slices else []
     return [
         f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp} = {plan.world_size} ranks, schedule {plan.schedule}, "
         f"{training.microbatches} microbatch{several} of {plan.local_batch}",
@@ -34,6 +36,7 @@ def _facts(plan: PipelinePlan) -> list[str]:
         f"waiting {plan.bubble:.0%}; {proven}",
         f"peak {format_bytes(predicted.peak_bytes)} of {format_bytes(plan.memory_limit)}: "
         f"{predicted.peak_moment}",
+        *cut,
     ]
 
 

@@ -36,6 +36,19 @@ class RunningStage:
     applied: AppliedPlan | AloneStage
 
 
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """When gradients are reduced, beside the end of a step.
+
+    Attributes:
+        microbatches: After every microbatch.
+        slices: After every slice, where sequences are cut.
+    """
+
+    microbatches: bool = False
+    slices: bool = False
+
+
 @dataclass(slots=True)
 class _Flight:
     """A microbatch, or a slice of its sequences, between its forward and its backward.
@@ -104,7 +117,7 @@ class Pipeline:
         group: The ranks of this pipeline, in order; ``None`` if there is one.
         device: This rank's device.
         channels: Communicators between stages, where a backend needs several.
-        reduces_each: Whether gradients are reduced after every microbatch.
+        reduces: When gradients are reduced beside the end of the step.
 
     Attributes:
         stages: Those of this rank, by number.
@@ -121,7 +134,7 @@ class Pipeline:
         device: torch.device,
         *,
         channels: Mapping[Channel, dist.ProcessGroup] | None = None,
-        reduces_each: bool = False,
+        reduces: Reductions = Reductions(),
     ) -> None:
         self.stages = dict(stages)
         self._number = {transfer: index for index, transfer in enumerate(transfers)}
@@ -129,7 +142,7 @@ class Pipeline:
         self.mail = Mail(group, device, channels)
         self.rank = group.rank() if group is not None else 0
         self._device = device
-        self._reduces_each = reduces_each
+        self._reduces = reduces
 
     def train(
         self,
@@ -327,7 +340,7 @@ class Pipeline:
         """Let the stage reduce its gradients in the backward inside if it is its last one."""
         running = self.stages[action.stage]
         last = _last_backward(step.schedule, self.rank, action.stage) == action
-        each = self._reduces_each and step.begins(action)
+        each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches
         running.applied.set_requires_gradient_sync(last or each)
         if isinstance(running.stage.model, FSDPModule):
             running.stage.model.set_is_last_backward(last)

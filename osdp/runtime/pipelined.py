@@ -15,6 +15,7 @@ from osdp.comm.groups import level_groups
 from osdp.errors import PlanMismatchError
 from osdp.layout import is_inside
 from osdp.pipeline_plan import PipelinePlan
+from osdp.plan import Mode, Plan
 from osdp.runtime.alone import AloneStage, apply_alone, stands_alone
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply
@@ -22,13 +23,13 @@ from osdp.runtime.channels import Channel, ordered_channels
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
 from osdp.runtime.owners import Owned, owned_parameters
-from osdp.runtime.pipeline import Pipeline, RunningStage
+from osdp.runtime.pipeline import Pipeline, Reductions, RunningStage
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
 from osdp.runtime.tensor_parallel import imagine, parallelize
 from osdp.runtime.ties import TiedCopies, tied_copies
-from osdp.schedule import Schedule, default_stages_per_rank, make_schedule
+from osdp.schedule import Schedule, default_stages_per_rank, make_schedule, split_backward_refused
 
 
 class AppliedPipeline:
@@ -65,8 +66,7 @@ class AppliedPipeline:
                 group,
                 device_of(mesh),
                 channels=self._channels(group),
-                reduces_each=any(stage.plan.reduce_each_microbatch for stage in plan.stages)
-                and plan.training.microbatches > 1,
+                reduces=_reductions([stage.plan for stage in plan.stages], plan.training.microbatches),
             ),
             self._schedule,
             self.stored_parameters,
@@ -104,11 +104,7 @@ class AppliedPipeline:
         schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
         alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
         if schedule.splits_backward and not alone:
-            raise ValueError(
-                f"schedule {schedule.name!r} computes gradients of weights apart, where nothing can reduce "
-                f"them: it needs dp=1 (here {self.plan.dp}), tp=1 (here {self.plan.tp}) and no param_dtype "
-                "or reduce_dtype; use '1f1b' or 'interleaved'"
-            )
+            raise split_backward_refused(schedule.name, self.plan.dp, self.plan.tp)
         return schedule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -302,13 +298,20 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
             (),
             None,
             device,
-            reduces_each=applied.plan.reduce_each_microbatch and microbatches > 1,
+            reduces=_reductions([applied.plan], microbatches),
         ),
         lambda count, name, num_slices: _of_one_stage(count or microbatches, name, num_slices),
         applied.stored_parameters,
         data_group=applied.mesh.get_group(),
         device=device,
     )
+
+
+def _reductions(plans: Sequence[Plan], microbatches: int) -> Reductions:
+    """When gradients are reduced: as planned, and slices never keep whole ones where the plan has none."""
+    each = microbatches > 1 and any(plan.reduce_each_microbatch for plan in plans)
+    sharded = any(unit.mode is not Mode.NO_SHARD for plan in plans for unit in plan.units)
+    return Reductions(each, slices=sharded and (each or microbatches == 1))
 
 
 def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:

@@ -83,7 +83,7 @@ class Prefix:
             else:
                 root, gradient = held, self._gradients.pop(key)
             if root.requires_grad:
-                yield root, gradient
+                yield root, gradient.to(root.dtype)
 
     def collect(self, now: KeyValues) -> None:
         """Let the backward of a slice, which comes next, leave the gradients of what it got from others."""
@@ -97,7 +97,9 @@ class Prefix:
         if key in self._gradients:
             self._gradients[key].add_(gradient)
         else:
-            self._gradients[key] = gradient
+            # As kernels add up inside: the first token's gradient is a sum over all slices.
+            low = gradient.dtype in (torch.bfloat16, torch.float16)
+            self._gradients[key] = gradient.float() if low else gradient
 
 
 def _length(now: KeyValues, key: _Key) -> int:

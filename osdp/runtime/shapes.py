@@ -96,8 +96,19 @@ def _kind(leaf: Any) -> object:
     return leaf if isinstance(leaf, (str, int, float, bool, type(None))) else type(leaf)
 
 
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """Plain attributes of a module and those inside, such as a window of attention, but not its number."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (key, value)
+        for inner in module.modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, plain) and key not in ("layer_idx", "training")
+    )
+
+
 def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None) -> dict[str, Twin]:
-    """A twin for each of ``modules``, shared by those of one list that print alike and have such parameters.
+    """A twin for each of ``modules``, shared by those of one list that print alike, settings included.
 
     Args:
         model: The model.
@@ -110,7 +121,7 @@ def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | No
     for name in modules:
         module = model.get_submodule(name)
         specs = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
-        kind = (name.rpartition(".")[0], type(module), repr(module), specs)
+        kind = (name.rpartition(".")[0], type(module), repr(module), specs, _settings(module))
         if kind not in made:
             made[kind] = Twin(module, mode, dtype)
         found[name] = made[kind]

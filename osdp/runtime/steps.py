@@ -56,7 +56,7 @@ class Steps:
         self._tied = tuple(tied)
         self._device = device
         self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
-        self._compared = False
+        self._compared = self._slices_compared = False
 
     def train_step(
         self,
@@ -75,6 +75,8 @@ class Steps:
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
             )
         num_slices = slicing.slices.num_slices if slicing else 1
+        if slicing and not self._slices_compared:
+            self._compare_slices(slicing.slices.lengths)
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
         if slicing:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
@@ -132,8 +134,10 @@ class Steps:
         one = self._make_schedule(1, None, 1)
         count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
         parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
-        if self._stage_group is not None:
-            check_same(parts, self._stage_group, self._device)
+        for group in (self._stage_group, self._tensor_group):
+            if group is not None and group.size() > 1:
+                check_same(parts, group, self._device)
+        self._require_equal((count, num_tokens), self._data_group, "groups of prompts and tokens to generate")
         run = Generation(
             self._pipeline,
             generation_schedule(one.placement, count, num_tokens),
@@ -178,6 +182,27 @@ class Steps:
                     check_same(parts, group, self._device)
             self._compared = True
         return plan, parts
+
+    def _compare_slices(self, lengths: Sequence[int]) -> None:
+        """Refuse slices that ranks cut unlike: each may have searched by times of its own."""
+        for group in (self._stage_group, self._tensor_group):
+            if group is not None:
+                ends = sum(at * size for at, size in enumerate(lengths, start=1))
+                self._require_equal((len(lengths), ends), group, "token slices and where they end")
+        self._require_equal((len(lengths),), self._data_group, "token slices")
+        self._slices_compared = True
+
+    def _require_equal(self, numbers: Sequence[int], group: dist.ProcessGroup, what: str) -> None:
+        if group.size() == 1:
+            return
+        given = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device)
+        dist.all_reduce(given, op=dist.ReduceOp.MAX, group=group)
+        most, least = given[: len(numbers)].tolist(), (-given[len(numbers) :]).tolist()
+        if most != least:
+            raise ValueError(
+                f"ranks differ in the number of {what}: {least} to {most}; give all the same, for example "
+                "those of the first rank"
+            )
 
     def _scale_gradients(self, factor: torch.Tensor) -> None:
         gradients = [p.grad for p in self._parameters() if p.grad is not None]

@@ -61,6 +61,7 @@ class Calibration:
         mean_error: Mean absolute relative error of steps that were left out of the fit.
         median_error: Their median.
         folds: In so many parts.
+        flash: Whether scores of attention were never written in those steps.
     """
 
     node: str
@@ -70,6 +71,7 @@ class Calibration:
     mean_error: float
     median_error: float
     folds: int
+    flash: bool
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""
@@ -120,6 +122,7 @@ def calibrate(
         mean_error=float(errors.mean()),
         median_error=float(np.median(errors)),
         folds=folds,
+        flash=setting.flash,
     )
 
 

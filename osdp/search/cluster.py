@@ -12,7 +12,6 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from osdp.cluster_plan import ClusterPlan, Layout, Slot
 from osdp.cost.cluster_stage import ClusterPrices, StagePrices, slot_prices
 from osdp.cost.cluster_step import (
-    BUBBLE_SHARE,
     border_seconds,
+    bubble_share,
     embedding_seconds,
     in_flight,
     price,
@@ -133,7 +132,7 @@ def arrange(
     by_slot = slot_prices(prices, layout, cells.slots)
     fixed = embedding_seconds(prices, layout, {slot: found.home for slot, found in by_slot.items()})
     fixed += prices.rates.step_seconds
-    share = BUBBLE_SHARE[layout.schedule]
+    share = bubble_share(layout)
     problem = Problem(
         cells=tuple(
             _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
@@ -184,8 +183,3 @@ def _cell_kind(
         inside=borders(own, same_node=True),
         after=tuple(borders(before, same_node=False) for before in by_slot.values()),
     )
-
-
-def stage_sizes(plan: ClusterPlan) -> tuple[int, ...]:
-    """Items of each stage."""
-    return tuple(stop - start for start, stop in pairwise(plan.bounds))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster_plan import Layout
 from osdp.cost.cluster_stage import ClusterPrices, Home, ItemPrices
-from osdp.cost.cluster_step import BUBBLE_SHARE, border_seconds, embedding_seconds, in_flight
+from osdp.cost.cluster_step import border_seconds, bubble_share, embedding_seconds, in_flight
 from osdp.search.cluster_space import Cells, Family
 from osdp.transformer import Item
 
@@ -83,7 +83,7 @@ def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
     best = {item: min(place.items[item].seconds for place in places) for item in prices.kinds}
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places)
-    share = BUBBLE_SHARE[layout.schedule]
+    share = bubble_share(layout)
     bound = (layout.microbatches - share) * slowest + share * max(total, slowest)
     bound += _end(prices, layout, places) + embedding_seconds(prices, layout, homes)
     return bound * (1 - _ROUNDING)
@@ -102,7 +102,7 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     )
     slowest = max(best[Item.HEAD], sum(item in _LAYERS for item in prices.items) / speed)
     total = sum(best[item] for item in prices.items)
-    share = min(BUBBLE_SHARE[way.schedule] for way in family.ways)
+    share = min(bubble_share(way) for way in family.ways)
     bound = (plain.microbatches - share) * slowest + share * max(total, slowest)
     return (bound + embedding_seconds(prices, plain, homes)) * (1 - _ROUNDING)
 

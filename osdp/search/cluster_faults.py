@@ -9,14 +9,14 @@ from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import part_sizes
-from osdp.search.cluster_space import Family, Space, cells_of, families, tensor_fault
-from osdp.search.objectives import Wish, best_plans
+from osdp.search.cluster_space import Family, Space, cells_of, families, slices_fault, tensor_fault
+from osdp.search.objectives import Objective, Wish, best_plans, parts_of
 
 
-def check_space(prices: ClusterPrices, space: Space) -> None:
-    """Raise unless there is a layout; says which divisor fails."""
+def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> None:
+    """Raise unless there is a layout, on all nodes or on any part of them; says which divisor fails."""
     cluster, load = prices.cluster, prices.workload
-    if any(families(cluster, cluster.counts, load, space)):
+    if any(any(families(cluster, counts, load, space)) for counts in parts_of(prices, parts)):
         return
     world, faults = cluster.num_devices, []
     for tp in space.tp:
@@ -27,6 +27,11 @@ def check_space(prices: ClusterPrices, space: Space) -> None:
             for group in cluster.groups
             if group.node.devices % tp
         ]
+    faults += [
+        f"microbatches of {samples} do not divide the global batch of {load.global_batch}"
+        for samples in space.samples
+        if load.global_batch % samples
+    ]
     for dp in space.dp:
         if load.global_batch % dp:
             faults.append(f"dp={dp} does not divide the global batch of {load.global_batch}")
@@ -47,6 +52,7 @@ def check_space(prices: ClusterPrices, space: Space) -> None:
     for pp in space.pp:
         if pp > len(prices.items):
             faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
+    faults += [fault for slices in space.token_slices if (fault := slices_fault(load.shape, slices))]
     if (
         space.tp
         and space.dp
@@ -60,13 +66,23 @@ def check_space(prices: ClusterPrices, space: Space) -> None:
 def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
     """Why there is no plan."""
     if wish.step_dollars < math.inf or wish.step_seconds < math.inf:
-        free = best_plans(prices, space, replace(wish, step_dollars=math.inf, step_seconds=math.inf))
+        # What is limited is what is shown at its least.
+        by_time = wish.step_seconds < math.inf
+        objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
+        free = best_plans(
+            prices,
+            space,
+            replace(wish, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf),
+        )
         if free.plans:
             best = free.plans[0]
             dollars = best.dollars_per_step
             cost = "" if dollars is None else f" for ${dollars:.4g}"
+            limits = [f"{wish.step_seconds:.4g} s"] if wish.step_seconds < math.inf else []
+            limits += [f"${wish.step_dollars:.4g}"] if wish.step_dollars < math.inf else []
             return ValueError(
-                f"no layout keeps the limit; the best without it takes {best.step_seconds:.4g} s a step{cost}"
+                f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
+                f"{best.step_seconds:.4g} s{cost}"
             )
     known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
     plans = [plan for family in known for plan in _even(prices, family)]
@@ -82,9 +98,10 @@ def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
         ],
         suggestions=(
             f"the least is tp={layout.degrees.tp} pp={layout.degrees.pp} dp={layout.degrees.dp}, "
-            f"microbatches of {layout.samples}, ZeRO {layout.zero}, recompute {layout.recompute.value}",
+            f"microbatches of {layout.samples}, ZeRO {layout.zero}, recompute {layout.recompute.value}, "
+            f"{layout.token_slices} token slices",
             "more nodes, or devices with more memory",
-            "a smaller global batch, a shorter sequence, or --zero 3 --recompute full if they were excluded",
+            "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",
         ),
     )
 

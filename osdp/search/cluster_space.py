@@ -16,6 +16,7 @@ from osdp.cluster_plan import Layout, Recompute, Slot, Workload
 from osdp.cost.cluster_step import stages_per_rank
 from osdp.cost.layer_work import SINGLE
 from osdp.layout import Degrees
+from osdp.orders import RECIPES
 from osdp.transformer import TransformerShape
 
 #: Schedules that are what they are meant to be from as many microbatches on as there are ranks.
@@ -34,6 +35,8 @@ class Space:
         schedules: Names of schedules.
         recompute: What may be computed again.
         zero: Stages of ZeRO.
+        token_slices: Slices that the sequences of causal models may be cut into, with ``1f1b`` or ``gpipe``,
+            without recomputation, and with ZeRO 0 or 1: 2 and 3 would exchange for every slice.
     """
 
     tp: tuple[int, ...] = ()
@@ -43,6 +46,7 @@ class Space:
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
     recompute: tuple[Recompute, ...] = tuple(Recompute)
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Layouts that differ in schedule, recomputation and ZeRO stage only.
+    """Layouts with as many token slices that differ in schedule, recomputation and ZeRO stage only.
 
     Attributes:
         plain: With 1F1B, without recomputation and ZeRO; it need not be in the space.
@@ -157,9 +161,14 @@ def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space:
             for samples in _divisors(batch // dp):
                 if space.samples and samples not in space.samples:
                     continue
-                plain = Layout(Degrees(pp, dp, tp), samples, batch // dp // samples)
-                if ways := tuple(_ways(workload, space, plain)):
-                    yield Family(plain, ways, cells)
+                for slices in space.token_slices:
+                    # Where there is one stage nothing is won.
+                    if slices > 1 and (pp == 1 or slices_fault(shape, slices)):
+                        continue
+                    degrees = Degrees(pp, dp, tp)
+                    plain = Layout(degrees, samples, batch // dp // samples, token_slices=slices)
+                    if ways := tuple(_ways(workload, space, plain)):
+                        yield Family(plain, ways, cells)
 
 
 def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
@@ -175,6 +184,10 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
             if recompute is Recompute.SELECTIVE and workload.flash:
                 continue
             for zero in space.zero if degrees.dp > 1 else (0,):
+                if plain.token_slices > 1 and not (
+                    RECIPES[schedule].slices and recompute is Recompute.NONE and zero < 2
+                ):
+                    continue
                 # Gradients of weights that are computed apart can neither be reduced nor cast.
                 alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
                 if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
@@ -188,6 +201,17 @@ def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
             return f"tp={tp} does not divide the {number} {what} of {shape.name}"
     if shape.key_heads % tp:
         return f"tp={tp} does not divide the {shape.key_heads} heads of keys and values of {shape.name}"
+    return None
+
+
+def slices_fault(shape: TransformerShape, slices: int) -> str | None:
+    """Why sequences cannot be cut into so many equal slices; ``None`` if they can."""
+    if slices == 1:
+        return None
+    if not shape.causal or shape.decoder_layers:
+        return f"{slices} token slices: {shape.name} is not causal, every token needs all others"
+    if shape.sequence % slices:
+        return f"{slices} token slices do not divide the {shape.sequence} tokens of a sequence"
     return None
 
 

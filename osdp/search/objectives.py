@@ -7,7 +7,7 @@ bounds show that it cannot beat what is known is given up early.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
@@ -59,7 +59,8 @@ def best_plans(
         prices: Of the workload on the cluster.
         space: What may be chosen.
         wish: What is wanted.
-        advance: Called with the number of parts that are done with, and of all.
+        advance: Called with the number of parts, or of layouts of the only part, that are done with, and of
+            all.
 
     Raises:
         ValueError: A price is needed and unknown.
@@ -79,12 +80,14 @@ def best_plans(
         if len(best) == wish.top:
             worst = _value(best[-1], wish)
             upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)
-        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper)
+        # One part's layouts, or many parts: what there is more of.
+        watch = advance if len(parts) == 1 else None
+        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper, advance=watch)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
         best = sorted([*best, *found.plans], key=lambda plan: _value(plan, wish))[: wish.top]
-        if advance is not None:
+        if advance is not None and len(parts) > 1:
             advance(done + 1, len(parts))
-    return Found(tuple(best), *totals)
+    return Found(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
 
 
 def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], None] | None = None) -> Found:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from osdp.cost.token_pipeline import SliceTables, StepBound, simulate_slices, step_bound
+from osdp.layout import slice_bounds
+from osdp.orders import RECIPES
 from osdp.schedule import Schedule, make_schedule
 from osdp.search.token_slices import slice_grid
 from osdp.token_slices import TokenSlices
@@ -48,6 +49,9 @@ class TokenProblem:
             raise ValueError(
                 f"{self.num_stages} stages and {self.end_seconds} s at the end; at least 1 and 0 are needed"
             )
+        if self.schedule not in RECIPES or not RECIPES[self.schedule].slices:
+            able = ", ".join(name for name, recipe in RECIPES.items() if recipe.slices)
+            raise ValueError(f"schedule {self.schedule!r} takes sequences whole; slices go with {able}")
         if not self.parts:
             raise ValueError(
                 f"a batch of {self.batch} sequences cannot be cut into microbatches of "
@@ -96,7 +100,7 @@ class TokenOutcome:
 
     Attributes:
         best: The fastest way that was judged.
-        uniform: The fastest with slices as equal as can be.
+        uniform: The fastest of those judged with slices as equal as can be.
         whole: The fastest without slices; ``None`` if whole sequences are not allowed.
         bound: No way takes less.
         num_paths: Shortest paths that it took.
@@ -259,17 +263,10 @@ def _uniform(problem: TokenProblem, parts: int, most: int | None = None) -> list
     found = []
     steps = len(tables.points) - 1
     for num_slices in range(1, min(steps, most or steps) + 1):
-        bounds = _even_bounds(steps, num_slices)
+        bounds = np.array([0, *(stop for _, stop in slice_bounds(steps, num_slices))])
         ends, begins = bounds[1:], bounds[:-1]
         largest = float(least.times[ends, begins].max())
         if math.isfinite(largest):
             value = float(least.weights[ends, begins].sum()) + least.bottleneck * largest
             found.append(_Candidate(value, parts, tables.slices(bounds.tolist())))
     return found
-
-
-def _even_bounds(steps: int, num_slices: int) -> NDArray[np.int64]:
-    """Grid points of slices as equal as can be, the longer ones first."""
-    base, longer = divmod(steps, num_slices)
-    at = np.arange(num_slices + 1)
-    return at * base + np.minimum(at, longer)
