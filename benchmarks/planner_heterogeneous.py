@@ -59,7 +59,7 @@ SHAPE = TransformerShape(
 LOAD = Workload(
     shape=SHAPE, global_batch=GLOBAL_BATCH, weight_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8
 )
-SPACE = Space(samples=(SAMPLES,), schedules=("1f1b",), zero=(0,))
+SPACE = Space(samples=(SAMPLES,), schedules=("1f1b",), zero=(0,), token_slices=(1,))
 
 
 @dataclass(frozen=True)

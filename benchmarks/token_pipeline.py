@@ -63,7 +63,7 @@ def decoder(layers: int, width: int, length: int = LENGTH) -> Case:
 
 
 #: Layers of each stage that computes, their width, and how many times as much a sleeping stage holds.
-LAYERS, WIDTH, SLEEPING = 3, 256, 2
+LAYERS, WIDTH, SLEEPING = 6, 256, 1
 #: The same stage for the latency model.
 STAGE = {
     "n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": LENGTH,

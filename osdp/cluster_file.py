@@ -8,6 +8,8 @@
         devices: 4
         network: 40 Gbit/s   # of the whole node
         link: 230 GB/s       # optional: what collectives reach between two devices, in one direction
+        latency: 6.0e-6      # optional: seconds of a step of a collective inside the node
+        network_latency: 1.4e-5   # optional: the same between nodes
         price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: for what is about cost
     gpus:                    # optional: kinds that are not in the data file, or are to be changed
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
@@ -31,8 +33,9 @@ from osdp.units import parse_bytes
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds of a step of a collective beside its bytes: 92.8 us for 1 MiB on 8 A100, there, are 14 steps and
-#: 8 us of bytes.
-STEP_LATENCY = 6e-6
+#: 8 us of bytes. Between nodes what NCCL takes a ring's step over the network for (src/graph/tuning.cc,
+#: hwLatencies of NET, ring, Simple).
+STEP_LATENCY, NETWORK_LATENCY = 6e-6, 14e-6
 
 _NODE_FIELDS = (
     "gpu",
@@ -193,7 +196,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
             f"link missing: nothing is known about the links between the {devices} devices; write it down"
         )
     latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
-    far = node.at("network_latency").number() if "network_latency" in fields else STEP_LATENCY
+    far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
     network = node.at("network").rate() * NETWORK_SHARE
     kind = NodeType(
         name=str(fields.get("name", name)),

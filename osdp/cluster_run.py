@@ -196,19 +196,17 @@ def device_of_stage(
 ) -> DeviceInfo:
     """The data-parallel devices of the first stage, and how much slower those of the others are.
 
-    Memory and links are the smallest and the worst of all stages.
+    Links are the worst of all stages.
     """
-    homes = [home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)]
-    pace = {
-        slot: min(gpu.flops for gpu in home.gpus)
-        for slot, home in zip(dict.fromkeys(plan.slots), homes, strict=True)
-    }
-    first = pace[plan.slots[0]]
-    slowdowns = tuple(first / pace[slot] for slot in plan.slots)
+    by_slot = {slot: home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
+    homes = list(by_slot.values())
+    pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
+    slowdowns = tuple(pace[0] / flops for flops in pace)
+    limits = tuple(by_slot[slot].limit - workload.reserve for slot in plan.slots)
     gpus = homes[0].gpus
     dp = plan.layout.degrees.dp
     return DeviceInfo(
-        memory_limit=min(home.limit for home in homes) - workload.reserve,
+        memory_limit=min(limits),
         kind=kind,
         nodes=dp,
         devices_per_node=1,
@@ -218,9 +216,10 @@ def device_of_stage(
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
         copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
-        flops=first * rates.matrix_share,
+        flops=pace[0] * rates.matrix_share,
         memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
         slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
+        rank_limits=limits if len(set(limits)) > 1 else (),
     )
 
 

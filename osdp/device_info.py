@@ -95,7 +95,7 @@ class StageLink:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """A set of devices that are alike, but for those of other stages of a pipeline (``slowdowns``).
+    """A set of devices that are alike, but for those of other stages of a pipeline.
 
     Attributes:
         memory_limit: Bytes that live tensors may take on each device.
@@ -118,6 +118,7 @@ class DeviceInfo:
         stage_link: The way from one stage of a pipeline to the next; ``None`` if it is unknown.
         slowdowns: How many times as long the devices of each rank of a pipeline compute as those of the
             profile; empty if all are alike.
+        rank_limits: ``memory_limit`` of the devices of each rank of a pipeline; empty if all are alike.
         tensor_links: The collectives, each alone, of the ranks that compute one layer together, which are
             others than those of ``links``. Empty if they are unknown.
         measured: Whether the numbers were measured on the live process group.
@@ -139,6 +140,7 @@ class DeviceInfo:
     ranks_per_core: int = 1
     stage_link: StageLink | None = None
     slowdowns: tuple[float, ...] = ()
+    rank_limits: tuple[int, ...] = ()
     tensor_links: tuple[Link, ...] = ()
     measured: bool = False
 
@@ -175,7 +177,12 @@ class DeviceInfo:
             for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
             if value is not None and not 0 <= value <= 1
         ]
-        faults += [f"slowdowns must be positive, got {value}" for value in self.slowdowns if value <= 0]
+        faults += [
+            f"{name} must be positive, got {value}"
+            for name in ("slowdowns", "rank_limits")
+            for value in getattr(self, name)
+            if value <= 0
+        ]
         if self.mixed_overlap is not None and self.mixed_overlap > self.overlap:
             faults.append(
                 f"mixed_overlap {self.mixed_overlap} must not exceed overlap {self.overlap}: beside sharded "

@@ -129,6 +129,12 @@ class TransformerShape:
         return total - self.tied_copies * self.vocabulary * self.hidden
 
     @property
+    def tied_items(self) -> frozenset[Item]:
+        """Items that use the first one's weight, itself too: a tied head, and a decoder's embedding."""
+        head = {Item.HEAD} if self.tied else set()
+        return frozenset({Item.EMBEDDING, Item.TARGET_EMBEDDING, *head}.intersection(self.items))
+
+    @property
     def tied_copies(self) -> int:
-        """Items beside the first that use its weight: a tied head, and a decoder's embedding."""
-        return int(self.tied) + int(self.decoder_layers > 0)
+        """Items beside the first that use its weight."""
+        return len(self.tied_items) - 1

@@ -1,6 +1,7 @@
-"""Runs a function on several ranks: processes of a forkserver that has torch loaded, joined by a file store.
+"""Runs a function on several ranks: processes of a forkserver that has loaded most, joined by a file store.
 
-A plain fork hangs once the parent ran a multi-threaded backward, and spawn pays torch's import every time.
+A plain fork hangs once the parent ran a multi-threaded backward, and spawn pays torch's import every time. So
+does every rank for what the forkserver has not loaded: the library and the models of transformers.
 """
 
 import contextlib
@@ -24,6 +25,14 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "pytest",
+    "hypothesis",
+    "osdp.wrapper",
+    "osdp.api",
+    "osdp.integrations.token_step",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "mistral", "opt", "qwen2", "t5", "vit")
+    ),
 ]
 #: Seconds the other ranks get to report once one has failed.
 _GRACE = 2.0

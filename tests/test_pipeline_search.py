@@ -106,6 +106,24 @@ def test_slower_ranks_get_less_to_do() -> None:
         )
 
 
+def test_each_rank_of_a_pipeline_has_its_own_limit() -> None:
+    """The smallest device's used to be the limit of all, so that a larger one could not be used."""
+    model_desc, flow, candidate, device = problem(6)
+    bounds = (0, flow.cuts[-1], len(flow.steps))
+
+    def at(device: DeviceInfo) -> PipelinePlan:
+        return plan_at(bounds, model_desc, flow, candidate, device, RULES, LAYOUT, "1f1b")
+
+    peaks = at(device).peaks
+    large, small = (round(1.3 * peak) for peak in peaks)
+    assert small < peaks[0]
+    assert at(replace(device, memory_limit=small, rank_limits=(large, small))).peaks == peaks
+    with pytest.raises(InfeasibleError):
+        at(replace(device, memory_limit=small))
+    with pytest.raises(InfeasibleError):
+        at(replace(device, memory_limit=small, rank_limits=(small, large)))
+
+
 def test_schedules_with_too_many_stages_are_passed_over() -> None:
     # Steps: embedding, norm, head. Two stages can be cut, four cannot.
     assert found(0, 2**30, ("1f1b", "interleaved")).schedule == "1f1b"

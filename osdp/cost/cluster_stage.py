@@ -88,6 +88,7 @@ class ItemPrices:
     Attributes:
         compute: Forward and backward.
         again: Forwards that a backward repeats.
+        backward: Of compute, the backward.
         tensor: Sums over tensor-parallel ranks, repeated ones too.
         shards: Gathers and scatters of each microbatch that are not hidden.
         parameters: Numbers that a rank has of it before any sharding.
@@ -97,6 +98,7 @@ class ItemPrices:
 
     compute: float
     again: float
+    backward: float
     tensor: float
     shards: float
     parameters: int
@@ -120,6 +122,7 @@ class StagePrices:
         parameters: Of each stage, likewise.
         kept: Bytes for each microbatch in flight, likewise.
         working: Bytes there for a moment, likewise.
+        backward: Seconds of a backward's compute, likewise.
         end: Seconds after the last microbatch: gradients and the update, likewise.
     """
 
@@ -129,6 +132,7 @@ class StagePrices:
     parameters: Floats
     kept: Floats
     working: Floats
+    backward: Floats
     end: Floats
 
 
@@ -151,6 +155,11 @@ class ClusterPrices:
         self.kinds = tuple(dict.fromkeys(self.items))
         #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
         self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
+        tied = workload.shape.tied_items
+        self._tied: Floats = sum(
+            (count for kind, count in zip(self.kinds, self._counts, strict=True) if kind in tied),
+            np.zeros_like(self._counts[0]),
+        )
         self._homes: dict[tuple[int, int, Slot], Home] = {}
         self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
@@ -183,8 +192,9 @@ class ClusterPrices:
         home = self.home(layout, slot)
         items = self.item_prices(layout, home)
         parameters = self._summed([item.parameters for item in items.values()])
-        # One stage that has all of them has one weight.
-        parameters[0, -1] -= self.workload.shape.tied_copies * self.tied_numbers(layout)
+        backward = self._summed([item.backward for item in items.values()])
+        # A stage that has several of the tied items has one weight of theirs.
+        parameters -= np.maximum(self._tied - 1, 0) * self.tied_numbers(layout)
         return StagePrices(
             home=home,
             items=items,
@@ -192,7 +202,8 @@ class ClusterPrices:
             parameters=parameters,
             kept=self._summed([item.kept for item in items.values()]),
             working=self._working(layout, items),
-            end=self.end_seconds(layout, home, parameters),
+            backward=backward,
+            end=self.end_seconds(layout, home, parameters, backward),
         )
 
     def item_prices(self, layout: Layout, home: Home) -> dict[Item, ItemPrices]:
@@ -204,25 +215,29 @@ class ClusterPrices:
         shape = self.workload.shape
         return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
 
-    def gradient_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
-        """Collectives at the end of a step for so many parameters."""
+    def gradient_seconds(
+        self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float
+    ) -> Floats:
+        """Collectives at the end of a step for so many parameters, as far as nothing hides them.
+
+        Args:
+            layout: Degrees and sharding.
+            home: Where they are.
+            parameters: Numbers that a rank reduces.
+            backward: Seconds of the last backward, behind which gradients of earlier layers are reduced.
+        """
         if layout.degrees.dp == 1:
             return np.zeros_like(parameters)
-        seconds: Floats
         load, ring = self.workload, home.data
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
         scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
         fixed = ring.scatter_seconds(0.0)
-        match layout.zero:
-            case 0:
-                seconds = 2 * (fixed + reduced * scale)
-            case 1:
-                seconds = 2 * fixed + (reduced + gathered) * scale
-            case 2:
-                seconds = fixed + gathered * scale
-            case _:
-                seconds = np.zeros_like(parameters)
-        return np.where(parameters > 0, seconds, 0.0)
+        scatters = {0: 2, 1: 1}.get(layout.zero, 0)
+        reduction = scatters * (fixed + reduced * scale)
+        exposed = reduction - load.overlap * np.minimum(reduction, backward)
+        if layout.zero in (1, 2):
+            exposed = exposed + fixed + gathered * scale
+        return np.where(parameters > 0, exposed, 0.0)
 
     def update_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
         """The optimizer's update: gradients are read, all else is read and written."""
@@ -287,6 +302,7 @@ class ClusterPrices:
         return ItemPrices(
             compute=slices * (forward + backward),
             again=slices * again,
+            backward=slices * backward,
             tensor=slices * sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
             shards=self._shards(layout, home, parameters, slices * forward, slices * (backward + again)),
             parameters=parameters,
@@ -358,9 +374,9 @@ class ClusterPrices:
         found += border[:, None] + border[None, :]
         return found
 
-    def end_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+    def end_seconds(self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float) -> Floats:
         """What follows the last microbatch for so many parameters: gradients and the update."""
-        exchanged = self.gradient_seconds(layout, home, parameters)
+        exchanged = self.gradient_seconds(layout, home, parameters, backward)
         exchanged += self.update_seconds(layout, home, parameters)
         return exchanged
 

@@ -67,14 +67,18 @@ def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, 
 
 
 def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
-    """To add up the gradients of a weight that several stages hold, over the slowest link there is."""
+    """To add up the gradients of a weight that several stages hold, over the slowest link there is.
+
+    Each tied item is taken to lie in another stage, as far as there are stages.
+    """
     if layout.degrees.pp == 1 or not prices.workload.shape.tied_copies:
         return 0.0
     nbytes = prices.tied_numbers(layout) * prices.workload.reduce_bytes
-    return max(
-        Ring(2, home.within if slot.shares >= layout.degrees.pp else home.between).reduce_seconds(nbytes)
-        for slot, home in homes.items()
-    )
+    holders = min(layout.degrees.pp, 1 + prices.workload.shape.tied_copies)
+    wires = [
+        home.within if slot.shares >= layout.degrees.pp else home.between for slot, home in homes.items()
+    ]
+    return max(Ring(holders, wire).reduce_seconds(nbytes) for wire in wires)
 
 
 def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: Sequence[Slot]) -> ClusterPlan:
@@ -114,7 +118,8 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
     prices_there = by_slot[slots[slowest]].items
     inside = [prices_there[item] for item in prices.items[bounds[slowest] : bounds[slowest + 1]]]
     final = by_slot[slots[last]]
-    held = final.parameters[bounds[last] : bounds[last] + 1, bounds[last + 1]]
+    part = slice(bounds[last], bounds[last] + 1), bounds[last + 1]
+    held = final.parameters[part]
     return ClusterPlan(
         model=prices.workload.shape.name,
         cluster=prices.cluster.fingerprint,
@@ -128,7 +133,7 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
             bubble=share * (sum(times) - times[slowest]),
-            gradients=float(prices.gradient_seconds(layout, final.home, held)[0]),
+            gradients=float(prices.gradient_seconds(layout, final.home, held, final.backward[part])[0]),
             optimizer=float(prices.update_seconds(layout, final.home, held)[0]) + prices.rates.step_seconds,
             embedding=embedding_seconds(prices, layout, {slot: p.home for slot, p in by_slot.items()}),
         ),

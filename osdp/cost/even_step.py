@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster_plan import Layout, Slot
-from osdp.cost.cluster_stage import ClusterPrices, Home, home_of
+from osdp.cost.cluster_stage import ClusterPrices, Floats, Home, home_of
 from osdp.cost.cluster_step import border_seconds, bubble_share, embedding_seconds
 from osdp.transformer import Item
 
@@ -61,7 +61,7 @@ class EvenSteps:
         self.prices = prices
         self._homes: dict[tuple[int, ...], Home] = {}
         self._parts: dict[tuple[object, ...], _Parts] = {}
-        self._ends: dict[tuple[int, ...], float] = {}
+        self._ends: dict[tuple[object, ...], float] = {}
 
     def seconds(self, layout: Layout, layers: int = 0) -> float:
         """A step of ``layout``.
@@ -113,14 +113,21 @@ class EvenSteps:
     def _end(self, layout: Layout, slot: Slot, home: Home, layers: int) -> float:
         """Gradients, update and tied embedding of the slowest stage."""
         degrees = layout.degrees
-        key = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
+        prices, shape = self.prices, self.prices.workload.shape
+        key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
+        backward: Floats | float = 0.0
+        if prices.workload.overlap:
+            key = (*key, layout.samples, layout.recompute, layout.token_slices)
+            items = prices.item_prices(layout, home)
+            backward = np.full(degrees.pp, layers // degrees.pp * items[Item.LAYER].backward)
+            backward[0] += items[Item.EMBEDDING].backward
+            backward[-1] += items[Item.HEAD].backward
         if key not in self._ends:
-            prices, shape = self.prices, self.prices.workload.shape
             held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
             held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
             held[-1] += shape.parameters(Item.HEAD, degrees.tp)
             if degrees.pp == 1:
                 held -= shape.tied_copies * prices.tied_numbers(layout)
-            ends = prices.end_seconds(layout, home, held)
+            ends = prices.end_seconds(layout, home, held, backward)
             self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout, {slot: home})
         return self._ends[key]

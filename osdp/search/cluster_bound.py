@@ -169,8 +169,10 @@ def _end(prices: ClusterPrices, layout: Layout, places: Sequence[_Place]) -> flo
     """What follows the last microbatch on the slowest stage, at least."""
     items = places[0].items
     total = sum(items[item].parameters for item in prices.items)
-    if layout.degrees.pp == 1:
-        total -= prices.workload.shape.tied_copies * prices.tied_numbers(layout)
+    # Tied items of one stage have one weight; two stages have two of them at least.
+    copies = prices.workload.shape.tied_copies
+    total -= (copies if layout.degrees.pp == 1 else max(copies - 1, 0)) * prices.tied_numbers(layout)
     shares = [total / layout.degrees.pp, items[Item.EMBEDDING].parameters, items[Item.HEAD].parameters]
     least = np.array([max(shares)], dtype=float)
-    return min(float(prices.end_seconds(layout, place.home, least)[0]) for place in places)
+    # Hidden behind a backward of any length.
+    return min(float(prices.end_seconds(layout, place.home, least, math.inf)[0]) for place in places)

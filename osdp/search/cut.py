@@ -76,18 +76,21 @@ class CutSearch:
         self._flow = flow
         self._profile = candidate.profile
         self._training = candidate.training
-        if device.slowdowns and len(device.slowdowns) != layout.pp:
-            raise ValueError(
-                f"device_info knows slowdowns of {len(device.slowdowns)} ranks of a pipeline, there are "
-                f"pp={layout.pp}; measure them in this layout, or leave them out"
-            )
+        for what in ("slowdowns", "rank_limits"):
+            if len(known := getattr(device, what)) not in (0, layout.pp):
+                raise ValueError(
+                    f"device_info knows {what} of {len(known)} ranks of a pipeline, there are "
+                    f"pp={layout.pp}; measure them in this layout, or leave them out"
+                )
         self._device = device
         self._layout = layout
         self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
         # Without data parallelism gradients stay where autograd leaves them.
         self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
+        self._rank_limits = device.rank_limits or (device.memory_limit,) * layout.pp
+        #: What each stage of a rank may take.
         per_rank = self._schedule.num_stages // layout.pp
-        self._limit = device.memory_limit // per_rank
+        self._limits = [limit // per_rank for limit in self._rank_limits]
         self._rules = stage_rules(rules, self._schedule, layout)
         self._segments = segment_bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
@@ -99,7 +102,7 @@ class CutSearch:
         ]
         #: Seconds of compute, and of exchanges between tensor-parallel ranks, before each segment.
         self._prefix = np.concatenate([[[0.0], [0.0]], np.cumsum(seconds, axis=1)], axis=1)
-        self._planned: dict[tuple[int, int, int, float], _Stage | None] = {}
+        self._planned: dict[tuple[int, int, int, float, int], _Stage | None] = {}
 
     def plan(self) -> PipelinePlan | None:
         """The best plan; ``None`` if none fits."""
@@ -109,11 +112,14 @@ class CutSearch:
         """What ``make`` returns; planned again where the walk over a rank's stages exceeds the limit."""
         for _ in range(_TIGHTENINGS):
             plan = make()
-            if plan is None or plan.predicted.peak_bytes <= self._device.memory_limit:
+            if plan is None:
+                return None
+            over = [peak - limit for peak, limit in zip(plan.peaks, self._rank_limits, strict=True)]
+            if max(over) <= 0:
                 return plan
-            self._limit -= plan.predicted.peak_bytes - self._device.memory_limit
+            self._limits = [limit - max(more, 0) for limit, more in zip(self._limits, over, strict=True)]
             self._planned.clear()
-            if self._limit <= 0:
+            if min(self._limits) <= 0:
                 return None
         return None
 
@@ -200,6 +206,9 @@ class CutSearch:
         slowdowns = self._device.slowdowns
         return slowdowns[self._schedule.placement[stage]] if slowdowns else 1.0
 
+    def _limit(self, stage: int) -> int:
+        return self._limits[self._schedule.placement[stage]]
+
     def _seconds(self, stage: int, start: int, stop: int) -> float:
         planned = self._stage(stage, start, stop)
         if planned is None:
@@ -209,7 +218,7 @@ class CutSearch:
         return max(exact, self._lower(stage, start, stop))
 
     def _stage(self, stage: int, start: int, stop: int) -> _Stage | None:
-        key = (start, stop, self._schedule.in_flight(stage), self._slowdown(stage))
+        key = (start, stop, self._schedule.in_flight(stage), self._slowdown(stage), self._limit(stage))
         if key not in self._planned:
             self._planned[key] = self._solved(stage, start, stop)
         return self._planned[key]
@@ -220,7 +229,7 @@ class CutSearch:
         # One rank has nothing to shard over: whole parameters are the fastest if they fit.
         whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
         for rules in (whole, self._rules) if self._alone else (self._rules,):
-            found, bound = solve_bounded(situation, self._limit, rules=rules)
+            found, bound = solve_bounded(situation, self._limit(stage), rules=rules)
             if found is not None:
                 break
         else:
