@@ -30,6 +30,8 @@ try:
 except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
+from osdp.cli_options import refuse_others
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -169,7 +171,7 @@ def plan(
     """Plan for what was DESCRIBED, or lay --model over --cluster; save the plan and print it."""
     if cluster is None and described is None:
         raise ValueError("say what to plan for: a folder that osdp profile wrote, or --model and --cluster")
-    _refuse_others(context, on_cluster=cluster is not None)
+    refuse_others(context, on_cluster=cluster is not None)
     if cluster is None and described is not None:
         chosen = _PlanOptions(
             microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule
@@ -248,26 +250,6 @@ def _request(
     if model is None or cluster is None or global_batch is None:
         raise ValueError("a layout on a cluster needs --model, --cluster and --global-batch")
     return cli_cluster.Request(model=model, cluster=cluster, global_batch=global_batch, **options)
-
-
-#: Parameters of ``plan`` for a folder that was described only, and those for a cluster as well.
-_OF_DESCRIBED = {
-    "described", "memory_limit", "device", "microbatches", "strategy", "slices", "recompute", "offload",
-}  # fmt: skip
-_OF_BOTH = {"cluster", "pp", "dp", "tp", "schedule", "out"}
-
-
-def _refuse_others(context: typer.Context, *, on_cluster: bool) -> None:
-    """Refuse options that the other way to plan has."""
-    wrong = []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and parameter.name not in _OF_BOTH and (parameter.name in _OF_DESCRIBED) == on_cluster:
-            wrong.append(parameter.opts[0])
-    if wrong:
-        kind = "--model and --cluster" if on_cluster else "a folder that osdp profile wrote"
-        raise ValueError(f"{', '.join(sorted(wrong))} cannot be said of {kind}; see osdp plan --help")
 
 
 def _progress(what: str) -> Callable[[int, int], None]:

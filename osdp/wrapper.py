@@ -217,11 +217,9 @@ class OSDP(nn.Module):
             num_microbatches: Parts of the batch, as planned if ``None``.
             schedule: Another schedule than the plan's, of as many stages for each rank.
             token_slices: How many slices each sequence is cut into, or their lengths, as planned if ``None``:
-                stages then work on several slices of a sequence at a time. For causal decoders of
-                transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair of sums over positions;
-                of :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand. Each
-                slice gathers the parameters of sharded units, and reduces their gradients where the plan
-                keeps no whole ones.
+                stages work on several slices at a time. For causal decoders of transformers, with
+                ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair of sums over positions; of
+                :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand.
 
         Returns:
             The loss, a scalar, on every rank.
