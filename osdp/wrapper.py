@@ -216,10 +216,9 @@ class OSDP(nn.Module):
                 the output's own ``loss``, which counts as a mean over samples.
             num_microbatches: Parts of the batch, as planned if ``None``.
             schedule: Another schedule than the plan's, of as many stages for each rank.
-            token_slices: How many slices each sequence is cut into, or their lengths, as planned if ``None``:
-                stages work on several slices at a time. For causal decoders of transformers, with
-                ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair of sums over positions; of
-                :func:`osdp.integrations.huggingface.causal_lm_loss` labels are shifted beforehand.
+            token_slices: How many slices each sequence is cut into, or their lengths; as planned if ``None``.
+                For causal decoders of transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair
+                of sums over positions; :func:`osdp.integrations.huggingface.causal_lm_loss` shifts before.
 
         Returns:
             The loss, a scalar, on every rank.

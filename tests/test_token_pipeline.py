@@ -326,6 +326,14 @@ def test_models_whose_sequences_cannot_be_cut_are_refused_with_the_reason(name: 
         check_sliceable(model)
 
 
+def test_what_is_refused_is_what_was_asked_for() -> None:
+    slicer, tokens = Slicer(transformer_models.build("bert")), torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"cannot be cut into token slices: .*; train without token_slices"):
+        slicer.slicing({"input_ids": tokens}, 2)
+    with pytest.raises(ValueError, match=r"cannot be generated token by token: .*; use predict"):
+        slicer.request(tokens, 1, None)
+
+
 def test_a_cache_that_training_would_drop_is_refused() -> None:
     model: Any = decoder("llama")
     slicer, inputs = Slicer(model), batch("llama")[0]

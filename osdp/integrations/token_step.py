@@ -1,8 +1,8 @@
 """What ``train_step`` needs to cut the sequences of a model of transformers into slices."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -43,18 +43,18 @@ class Slicer:
     Args:
         model: A decoder of transformers, whole or the modules of some stages.
         shared_by: Ranks that share each sequence, which must divide slices.
-
-    Raises:
-        ValueError: Its sequences cannot be cut.
     """
 
     def __init__(self, model: nn.Module, shared_by: int = 1) -> None:
-        check_sliceable(model, trains=False)
         self._model: Any = model
         self._shared_by = shared_by
         self._names = tuple(inspect.signature(model.forward).parameters)
-        self._empty = SliceCache.of(model)
+        self._sliceable = False
         self._tried: LossFn | None = None
+
+    @cached_property
+    def _empty(self) -> Callable[..., SliceCache]:
+        return SliceCache.of(self._model)
 
     def named(self, inputs: Any) -> dict[str, Any]:
         """Inputs by name, as a model of transformers calls them."""
@@ -71,11 +71,12 @@ class Slicer:
             token_slices: Their number, their lengths, or they themselves.
 
         Raises:
-            ValueError: They do not add up to the sequences, or an input cannot be cut.
+            ValueError: They do not add up to the sequences, or an input or the model cannot be cut.
         """
         # Its modules may have been told to checkpoint since the last step.
-        if drops_cache(self._model):
+        if not self._sliceable or drops_cache(self._model):
             check_sliceable(self._model)
+            self._sliceable = True
         length = _length(inputs)
         _check(inputs, length)
         if isinstance(token_slices, int):
@@ -112,8 +113,9 @@ class Slicer:
 
         Raises:
             ValueError: Padding comes last, no token is asked for, the model has too few positions, or its
-                ranks share sequences.
+                ranks share sequences, or it has no cache.
         """
+        check_sliceable(self._model, trains=False)
         if self._shared_by > 1:
             raise ValueError(
                 f"{self._shared_by} tensor-parallel ranks share sequences, and one token cannot be shared: "
