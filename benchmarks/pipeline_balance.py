@@ -6,8 +6,9 @@ in turn (A B A B ...). Two stages of a narrow Llama with a vocabulary of 50,257 
 and two stages of an even one on two hosts (:mod:`benchmarks.testbed`), one of which may use its core half of
 the time (:mod:`benchmarks.cpu_share`). Four stages of layers that sleep unequally (emulated compute;
 :mod:`benchmarks.stages`) share cores, as does one case of equal layers, where there is nothing to win.
-Predicted step times stand beside the measured ones, and the loss after the last step must be that of a single
-process.
+Predicted step times stand beside the measured ones: those of cuts that compute are the mean of what a
+profile before and one after the runs predict, since the machine's own speed drifts in between. The loss after
+the last step must be that of a single process.
 
     python -m benchmarks.pipeline_balance [--quick] [--json FILE]
 """
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -126,11 +127,17 @@ def compare(rank: int, world_size: int, *, contest: str, rounds: int) -> dict[st
     steps = {name: pipeline_step(case, once, found, mesh) for name, found in plans.items()}
     steps[AGAIN] = pipeline_step(case, once, plan, mesh)
     turns = take_turns(steps, rounds=rounds, warmup=2)
+    predicted = {name: [found.predicted.step_seconds] for name, found in plans.items()}
+    if given.awake is None:
+        afterwards = Line.of(make_setting_together(case, once, mesh["dp"]), known, given.ranks)
+        for name, found in plans.items():
+            same = afterwards.cut(line.bounds_of(found), SCHEDULE, training.microbatches)
+            predicted[name].append(same.predicted.step_seconds)
     return {
         "seconds": turns.seconds,
         "losses": turns.losses,
         "steps": turns.steps,
-        "predicted": {name: found.predicted.step_seconds for name, found in plans.items()},
+        "predicted": predicted,
         "bounds": {name: line.bounds_of(found) for name, found in plans.items()},
         "stages": {name: _stages(found) for name, found in plans.items()},
     }
@@ -185,7 +192,8 @@ def _prefixes(contest: Contest) -> Iterator[tuple[list[list[str]], dict[str, str
 
 def _row(name: str, kind: str, found: dict[str, Any], best: str, expected: float) -> Row:
     seconds, loss = found["seconds"], found["losses"][kind]
-    predicted = found["predicted"].get(kind)
+    profiled = found["predicted"].get(kind)
+    predicted = mean(profiled) if profiled else None
     difference = abs(loss - expected) / abs(expected)
     # Ours runs twice a round; what two runs of one program differ by is the machine's.
     measured = seconds[kind] + (seconds[AGAIN] if kind == OURS else [])
@@ -198,6 +206,7 @@ def _row(name: str, kind: str, found: dict[str, Any], best: str, expected: float
         "stage_seconds": found["stages"].get(kind),
         "seconds": seconds[kind],
         "predicted_seconds": predicted,
+        "predicted_before_and_after": profiled,
         "time_error": predicted / median(measured) - 1 if predicted else None,
         "loss_difference": difference,
     }

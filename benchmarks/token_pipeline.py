@@ -58,15 +58,16 @@ GPIPE, ONE_F_ONE_B, UNIFORM, OPTIMAL = "gpipe, whole", "1f1b, whole", "uniform s
 
 def decoder(layers: int, width: int, length: int = LENGTH) -> Case:
     """A GPT-2 with a small vocabulary: blocks are what it computes."""
-    case = gpt2(f"gpt2-{layers}x{width}", layers=layers, width=width, heads=4, length=length, vocab=256)
+    name, heads = f"gpt2-{layers}x{width}", max(width // 64, 4)
+    case = gpt2(name, layers=layers, width=width, heads=heads, length=length, vocab=256)
     return without_labels(case)
 
 
-#: Layers of each stage that computes, their width, and how many times as much a sleeping stage holds.
-LAYERS, WIDTH, SLEEPING = 6, 256, 1
+#: Layers of each stage that computes, their width and heads; how many times as much a sleeping one holds.
+LAYERS, WIDTH, HEADS, SLEEPING = 3, 512, 8, 1
 #: The same stage for the latency model.
 STAGE = {
-    "n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": LENGTH,
+    "n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": LENGTH,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 

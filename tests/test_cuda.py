@@ -11,7 +11,7 @@ from tests.distributed import run
 from tests.nets import Net, loss_of, tokens
 from tests.plans import offload, plan_by_hand
 from tests.test_offload import meta_and_checkpoint
-from tests.test_parity import LAYOUTS, all_faults, cases, offload_cases
+from tests.test_parity import LAYOUTS, all_faults, cases, offload_cases, pairs
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,12 +26,12 @@ def faults_on_gpu(part: list[Any]) -> list[str]:
 
 
 def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
-    results = run(2, faults_on_gpu, cases()[::4], backend="cpu:gloo,cuda:gloo", timeout=170)
+    results = run(2, faults_on_gpu, cases(pairs)[::2], backend="cpu:gloo,cuda:gloo", timeout=170)
     assert [fault for rank in results for fault in rank] == []
 
 
 def test_states_in_host_memory_train_as_a_single_process_on_a_gpu() -> None:
-    results = run(2, faults_on_gpu, offload_cases(), backend="cpu:gloo,cuda:gloo", timeout=170)
+    results = run(2, faults_on_gpu, offload_cases(pairs), backend="cpu:gloo,cuda:gloo", timeout=170)
     assert [fault for rank in results for fault in rank] == []
 
 

@@ -21,7 +21,7 @@ from osdp.runtime import apply, checkpoint
 from tests.distributed import run
 from tests.nets import Net, WithLoss, loss_of, tokens
 from tests.plans import in_different_groups, in_groups, plan_by_hand
-from tests.test_parity import LAYOUTS, Case, all_faults, difference, whole
+from tests.test_parity import ACCUMULATE, DTYPES, LAYOUTS, Case, all_faults, difference, pairs, whole
 
 
 def equal_to_flat(group_size: int) -> None:
@@ -127,21 +127,13 @@ def groupings(size: int) -> list[Callable[[Plan], Plan]]:
 
 
 def grouped_cases(group_size: int) -> list[Any]:
-    ways = {
-        "shard all": ("none",),
-        "shard each": ("none", "keep", "reduce"),
-        "mixed blocks": ("keep",),
-        "mixed leaves": ("none", "reduce"),
-        "keep all": ("none", "keep"),
-    }
+    layouts = ("shard all", "shard each", "mixed blocks", "mixed leaves", "keep all")
     cases = [
-        Case(layout, accumulate=accumulate, grouping=grouping)
-        for layout, accumulates in ways.items()
-        for grouping in groupings(group_size)
-        for accumulate in accumulates
+        Case(layout, accumulate=accumulate, dtypes=dtypes, grouping=grouping)
+        for grouping, layout, accumulate, dtypes in pairs(
+            groupings(group_size), layouts, ACCUMULATE, DTYPES[:2]
+        )
     ]
-    low = ("bfloat16", "float32")
-    cases += [Case("mixed blocks", dtypes=low, grouping=grouping) for grouping in groupings(group_size)]
     different = partial(in_different_groups, group_size=group_size)
     return [
         *cases,
@@ -159,9 +151,9 @@ def test_every_group_layout_of_four_ranks_trains_as_a_single_process() -> None:
 def main_cases() -> list[Case]:
     return [
         Case(layout, accumulate=accumulate, grouping=grouping)
-        for layout, accumulate in (("shard each", "none"), ("mixed leaves", "keep"))
-        for size in (2, 4)
-        for grouping in groupings(size)
+        for grouping, layout, accumulate in pairs(
+            groupings(2) + groupings(4), ("shard each", "mixed leaves"), ("none", "keep")
+        )
     ]
 
 

@@ -1,12 +1,13 @@
 """Every plan trains as a single process does: losses, gradients and weights over several steps.
 
 The reference runs all ranks' batches in one process, in the order of the definition: parameters cast to
-``param_dtype``, gradients of each microbatch cast to ``reduce_dtype``, the mean over ranks.
+``param_dtype``, gradients of each microbatch cast to ``reduce_dtype``, the mean over ranks. Every pair of
+settings occurs in some case; ``-m slow`` runs all combinations.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allpairspy import AllPairs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -66,73 +68,74 @@ class Case:
     grouping: Callable[[Plan], Plan] | None = None  # what groups and routes the sharded units get
 
 
-def cases() -> list[Case]:
+#: Parameters, reductions.
+DTYPES: tuple[tuple[str | None, str | None], ...] = (
+    (None, None),
+    ("bfloat16", "float32"),
+    ("bfloat16", None),
+    (None, "bfloat16"),
+)
+ACCUMULATE = ("none", "keep", "reduce")
+
+#: How cases are chosen from the values of each setting.
+Chosen = Callable[..., list[tuple[Any, ...]]]
+#: Losses, gradients, weights.
+Trained = tuple[list[Any], dict[str, Any], dict[str, Any]]
+
+
+def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The combinations, few of them, in which every pair of values of two axes occurs."""
+    return [tuple(values) for values in AllPairs([list(axis) for axis in axes])]
+
+
+def combinations(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """All of them."""
+    return list(itertools.product(*axes))
+
+
+def cases(chosen: Chosen) -> list[Case]:
     grid = [
-        Case(layout, tied, accumulate=accumulate)
-        for layout, tied, accumulate in itertools.product(LAYOUTS, (True, False), ("none", "keep", "reduce"))
+        Case(layout, tied, recompute, accumulate, dtypes)
+        for layout, dtypes, accumulate, tied, recompute in chosen(
+            LAYOUTS, DTYPES, ACCUMULATE, (True, False), (False, True)
+        )
     ]
-    low: list[tuple[str | None, str | None]] = [
-        ("bfloat16", "float32"),
-        ("bfloat16", None),
-        (None, "bfloat16"),
-    ]
-    grid += [
-        Case(layout, accumulate=accumulate, dtypes=dtypes)
-        for layout, accumulate, dtypes in itertools.product(LAYOUTS, ("none", "keep"), low)
-    ]
-    grid += [Case(layout, accumulate="reduce", dtypes=low[0]) for layout in LAYOUTS]
     # torch has no fused SGD for DTensors, only for the plain parameters of a plan that shards nothing.
     grid += [
         Case(layout, optimizer=name)
-        for layout, name in itertools.product(LAYOUTS, OPTIMIZERS)
+        for layout, name in itertools.product(("replicate each", "shard all", "mixed leaves"), OPTIMIZERS)
         if name != "SGD fused" or "replicate" in layout
     ]
-    grid += [Case(layout, recompute=True) for layout in LAYOUTS]
     return grid
 
 
-def split_cases() -> list[Case]:
+def split_cases(chosen: Chosen) -> list[Case]:
     layouts = ("shard each", "mixed leaves", "shard apart")
-    grid = [
-        Case(layout, tied, accumulate=accumulate, slices=slices)
-        for layout, tied, accumulate, slices in itertools.product(
-            layouts, (True, False), ("none", "keep", "reduce"), (2, 3, 5)
-        )
-    ]
-    grid += [
-        Case(layout, accumulate=accumulate, dtypes=dtypes, slices=3)
-        for layout, accumulate, dtypes in itertools.product(
-            layouts, ("none", "keep"), [("bfloat16", "float32"), ("bfloat16", None)]
-        )
-    ]
-    grid += [
-        Case(layout, tied, accumulate=accumulate, slices=slices, kept=kept)
-        for layout, tied, accumulate, (slices, kept) in itertools.product(
-            layouts, (True, False), ("none", "keep", "reduce"), [(5, 2), (3, 3)]
-        )
-    ]
-    grid += [Case("shard apart", dtypes=("bfloat16", "float32"), slices=4, kept=2)]
-    grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
+    counts = ((2, 0), (3, 0), (5, 0), (5, 2), (3, 3), (4, 2))
     by_exchange = partial(in_groups, mode=Mode.FULL_SHARD, group_size=0, route=Route.EXCHANGE)
-    grid += [
-        Case(layout, accumulate=accumulate, slices=slices, grouping=by_exchange)
-        for layout, accumulate, slices in itertools.product(layouts, ("none", "keep"), (2, 3))
+    # AdamW would turn the rounding of gradients near zero into whole updates, which later steps amplify.
+    optimizers = {None: "AdamW foreach", "bfloat16": "SGD foreach"}
+    grid = [
+        Case(layout, tied, False, accumulate, dtypes, optimizers[dtypes[0]], slices, kept, grouping=grouping)
+        for (slices, kept), layout, accumulate, dtypes, tied, grouping in chosen(
+            counts, layouts, ACCUMULATE, DTYPES[:3], (True, False), (None, by_exchange)
+        )
     ]
-    grid += [Case(layout, recomputed=True) for layout in LAYOUTS]
-    grid += [Case(layout, recomputed=True, accumulate="keep") for layout in LAYOUTS]
+    grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
+    grid += [
+        Case(layout, recomputed=True, accumulate=accumulate)
+        for layout, accumulate in chosen(LAYOUTS, ACCUMULATE[:2])
+    ]
     grid += [Case(layout, False, recomputed=True, slices=2) for layout in layouts]
     return grid
 
 
-def offload_cases() -> list[Case]:
+def offload_cases(chosen: Chosen) -> list[Case]:
     layouts = ("shard all", "shard each", "keep all", "mixed blocks", "mixed leaves")
+    optimizers = [name for name in OPTIMIZERS if name != "SGD fused"]
     grid = [
-        Case(layout, accumulate=accumulate, offloaded=True)
-        for layout, accumulate in itertools.product(layouts, ("none", "keep", "reduce"))
-    ]
-    grid += [Case(layout, dtypes=("bfloat16", "float32"), offloaded=True) for layout in layouts]
-    grid += [
-        Case("mixed blocks", optimizer=name, offloaded=True) for name in OPTIMIZERS if name != "SGD fused"
+        Case(layout, accumulate=accumulate, optimizer=name, dtypes=dtypes, offloaded=True)
+        for layout, name, accumulate, dtypes in chosen(layouts, optimizers, ACCUMULATE, DTYPES[:2])
     ]
     return [
         *grid,
@@ -176,18 +179,14 @@ def batches(step: int, rank: int, microbatches: int) -> list[torch.Tensor]:
     return [tokens(1000 * step + 10 * rank + m, 2, 6) for m in range(microbatches)]
 
 
-def reference(case: Case, world_size: int) -> tuple[list[list[float]], dict[str, Any], dict[str, Any]]:
-    """Losses by rank and step, gradients of the last step, weights after it."""
+def reference(case: Case, world_size: int) -> Trained:
+    """Losses by rank, then those of each step; gradients of the last step, weights after it."""
     model = build(case)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    param_dtype = getattr(torch, case.dtypes[0] or "float32")
-    reduce_dtype = getattr(torch, case.dtypes[1] or case.dtypes[0] or "float32")
     micro = 1 if case.accumulate == "none" else 3
     losses: list[list[float]] = [[] for _ in range(world_size)]
     for step in range(STEPS):
-        sums = [
-            _reference_rank(model, case, step, r, micro, param_dtype, reduce_dtype) for r in range(world_size)
-        ]
+        sums = [_reference_rank(model, case, batches(step, rank, micro)) for rank in range(world_size)]
         for rank, (values, _) in enumerate(sums):
             losses[rank] += values
         for name, parameter in model.named_parameters():
@@ -199,11 +198,13 @@ def reference(case: Case, world_size: int) -> tuple[list[list[float]], dict[str,
 
 
 def _reference_rank(
-    model: nn.Module, case: Case, step: int, rank: int, micro: int, compute: torch.dtype, reduce: torch.dtype
+    model: nn.Module, case: Case, microbatches: list[torch.Tensor]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses, sums = [], {}
-    for batch in batches(step, rank, micro):
-        low = deepcopy(model).to(compute)
+    compute = getattr(torch, case.dtypes[0] or "float32")
+    reduce = getattr(torch, case.dtypes[1] or case.dtypes[0] or "float32")
+    low = deepcopy(model).to(compute)
+    for batch in microbatches:
         low.zero_grad()
         loss = loss_of(low(batch), batch)
         loss.backward()
@@ -213,6 +214,15 @@ def _reference_rank(
                 grad = parameter.grad.to(reduce).float()
                 sums[name] = sums[name] + grad if name in sums else grad
     return losses, sums
+
+
+def references(part: list[Case]) -> list[Trained]:
+    """Each is computed in a single process; the ranks share them out."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = [reference(case, world_size) for case in part[rank::world_size]]
+    shares: list[list[Trained]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(shares, mine)
+    return [shares[index % world_size][index // world_size] for index in range(len(part))]
 
 
 def train(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
@@ -250,9 +260,9 @@ def difference(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
     return ((got - want).norm() / want.norm().clamp_min(1e-6)).item()
 
 
-def faults(case: Case) -> list[str]:
+def faults(case: Case, wanted: Trained) -> list[str]:
     """What of a case is not as in a single process."""
-    want_losses, want_grads, want_weights = reference(case, dist.get_world_size())
+    want_losses, want_grads, want_weights = wanted
     try:
         losses, grads, weights = train(case)
     except Exception as error:
@@ -277,24 +287,34 @@ def faults(case: Case) -> list[str]:
 
 
 def all_faults(part: list[Case]) -> list[str]:
-    return [fault for case in part for fault in faults(case)]
+    return [fault for case, one in zip(part, references(part), strict=True) for fault in faults(case, one)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_slices_and_recomputation_train_as_a_single_process(world_size: int) -> None:
-    results = run(world_size, all_faults, split_cases()[:: 1 if world_size == 2 else 4], timeout=170)
+#: Ranks, how cases are chosen, every which of them, limit in seconds. On four ranks the same code runs; only
+#: the shapes of the shards differ.
+GRIDS = [
+    (2, pairs, 1, 170),
+    (4, pairs, 3, 170),
+    pytest.param(2, combinations, 1, 1700, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+]
+
+
+@pytest.mark.parametrize(("world_size", "chosen", "every", "limit"), GRIDS)
+def test_slices_and_recomputation_train_as_a_single_process(
+    world_size: int, chosen: Chosen, every: int, limit: float
+) -> None:
+    results = run(world_size, all_faults, split_cases(chosen)[::every], timeout=limit)
     assert [fault for rank in results for fault in rank] == []
 
 
 def test_states_in_host_memory_train_as_a_single_process() -> None:
-    results = run(2, all_faults, offload_cases(), timeout=170)
+    results = run(2, all_faults, offload_cases(pairs), timeout=170)
     assert [fault for rank in results for fault in rank] == []
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_plan_trains_as_a_single_process(world_size: int) -> None:
-    grid = cases()
-    if world_size == 4:  # the same code runs: every layout once, every option once
-        grid = grid[::5]
-    results = run(world_size, all_faults, grid, timeout=170)
+@pytest.mark.parametrize(("world_size", "chosen", "every", "limit"), GRIDS)
+def test_every_plan_trains_as_a_single_process(
+    world_size: int, chosen: Chosen, every: int, limit: float
+) -> None:
+    results = run(world_size, all_faults, cases(chosen)[::every], timeout=limit)
     assert [fault for rank in results for fault in rank] == []

@@ -59,7 +59,7 @@ def best_layouts(
     upper: float = math.inf,
     advance: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """The ``top`` best layouts that fit, proven best.
+    """The ``top`` best layouts that fit; the first is proven best.
 
     Args:
         prices: Of the workload on the cluster.
@@ -98,7 +98,7 @@ def best_layouts(
         if advance is not None:
             advance(arranged, arranged + len(heap))
     return Found(
-        plans=tuple(replace(plan, optimal=True) for *_, plan in best),
+        plans=tuple(replace(plan, optimal=not rank) for rank, (*_, plan) in enumerate(best)),
         candidates=sum(len(family.ways) for family in known),
         placements=sum(len(family.ways) * family.cells.num_orders for family in known),
         arranged=arranged,
