@@ -5,7 +5,8 @@ long as one of the two was measured to compute (emulated compute; :mod:`benchmar
 masks, caches and messages. Beside each other, step for step: whole sequences under GPipe and under 1F1B, as
 many microbatches as sequences; the best equal slices and the optimal ones, both chosen by the search
 (:mod:`osdp.search.token_pipeline`) from slices of one stage that were timed alone before. Its prediction
-stands beside each measured step.
+stands beside each measured step; for stages that compute it is the mean of two, by slices that were timed
+before and after the steps, since the machine's own speed drifts in between.
 
 Gradients are those of a single process that takes the sequences whole, in float32 and in float64.
 
@@ -14,7 +15,7 @@ Gradients are those of a single process that takes the sequences whole, in float
 
 import sys
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -108,17 +109,16 @@ def compare(rank: int, world_size: int, **given: Any) -> dict[str, Any]:
     mesh = parallel_mesh(decoder(1, 32).model(device="meta"), Degrees(world_size, 1, 1))
     link = measure_stage_link(mesh["pp"].get_group(), torch.device("cpu"))
     if contest.samples is None:
-        # All ranks measure at a time, as they will compute; one's figures are taken.
-        measured = measure_token_latency(
-            decoder_stage("gpt2", STAGE, num_layers=LAYERS, length=LENGTH),
-            LENGTH, granularity=GRANULARITY, repeats=3, progress=False,
-        )  # fmt: skip
-        samples = codec.from_json(TokenSamples, agreed(codec.to_json(measured)))
+        samples = measured_slices()
         latency, case = fit(samples), decoder(LAYERS * world_size, WIDTH)
     else:
         samples = codec.from_json(TokenSamples, contest.samples)
         latency, case = sleeping(fit(samples), world_size)
-    tables = slice_tables(latency, 1, LENGTH, granularity=GRANULARITY, link=link)
+
+    def tables_of(latency: TokenLatency) -> SliceTables:
+        return slice_tables(latency, 1, LENGTH, granularity=GRANULARITY, link=link)
+
+    tables = tables_of(latency)
     found = solve_tokens(TokenProblem({1: tables}, contest.batch, world_size, SLICED))
     assert found.uniform is not None
     ways = {
@@ -150,15 +150,26 @@ def compare(rank: int, world_size: int, **given: Any) -> dict[str, Any]:
         return run
 
     turns = take_turns({name: step(name) for name in ways}, rounds=contest.rounds, warmup=1)
+    # Stages that compute are measured once more: the machine's own speed drifts while they run.
+    by = [tables, *([tables_of(fit(measured_slices()))] if contest.samples is None else [])]
     return {
         "seconds": turns.seconds,
-        "predicted": {name: predicted(tables, way, contest, world_size) for name, way in ways.items()},
+        "predicted": {
+            name: [predicted(each, way, contest, world_size) for each in by] for name, way in ways.items()
+        },
         "slices": {name: slices.lengths for name, (_, slices) in ways.items()},
         "errors": {name: gradient_error(case, model, step(name), tokens) for name in (UNIFORM, OPTIMAL)},
         "gap": found.gap,
         "residual": max(max(b.forward.residual, b.backward.residual) for b in latency.batches),
         "samples": codec.to_json(samples),
     }
+
+
+def measured_slices() -> TokenSamples:
+    """Slices of a stage; all ranks measure at a time, as they will compute, and one's figures are taken."""
+    stage = decoder_stage("gpt2", STAGE, num_layers=LAYERS, length=LENGTH)
+    measured = measure_token_latency(stage, LENGTH, granularity=GRANULARITY, repeats=3, progress=False)
+    return codec.from_json(TokenSamples, agreed(codec.to_json(measured)))
 
 
 def predicted(tables: SliceTables, way: tuple[str, TokenSlices], contest: Contest, ranks: int) -> float:
@@ -243,8 +254,9 @@ def contest_rows(contest: Contest) -> tuple[list[Row], str | None]:
             "compute": "real" if contest.samples is None else "emulated",
             "slices": found["slices"][way],
             "seconds": seconds,
-            "predicted_seconds": found["predicted"][way],
-            "time_error": found["predicted"][way] / median(seconds) - 1,
+            "predicted_seconds": mean(found["predicted"][way]),
+            "predicted_before_and_after": found["predicted"][way],
+            "time_error": mean(found["predicted"][way]) / median(seconds) - 1,
             "speedup": ratio.median,
             "interval": [ratio.low, ratio.high],
             "gradient_error": found["errors"].get(way),

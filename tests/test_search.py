@@ -96,12 +96,12 @@ RULES = [
 
 
 def brute_force_cases() -> list[Any]:
-    """Every variant under all rules; enumerating groups with host memory takes a minute a seed."""
-    largest = len(VARIANTS) - 1
+    """Every variant under all rules; enumerating groups with host memory takes a minute and more a seed."""
+    largest, long = len(VARIANTS) - 1, [pytest.mark.slow, pytest.mark.timeout(600)]
     return [
         pytest.param(
             seed, variant, rules, id=f"{seed}-{variant}-{name}",
-            marks=[pytest.mark.slow] if seed and variant == largest and name == "host" else [],
+            marks=long if variant == largest and name == "host" else [],
         )
         for seed in range(3)
         for variant in range(largest + 1)

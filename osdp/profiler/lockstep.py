@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from osdp.comm.parts import part_of
 from osdp.profiler.feature_flow import Call, FeatureFlow, copy_object
 from osdp.profiler.tensors import map_leaves, tensors_in
 
@@ -38,11 +39,6 @@ class Slice:
     dim: int
     blocks: int = 1
     closes: bool = False
-
-
-def slice_of(tensor: torch.Tensor, dim: int, blocks: int, rank: int, degree: int) -> torch.Tensor:
-    """Part ``rank`` of ``degree`` of each of the ``blocks`` along ``dim``."""
-    return torch.cat([block.chunk(degree, dim)[rank] for block in tensor.chunk(blocks, dim)], dim)
 
 
 class Whole:
@@ -198,12 +194,12 @@ class Sharded:
     def _shard(self, module: nn.Module, entry: Slice, rank: int) -> None:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        part_of_weight = slice_of(weight.detach(), entry.dim, entry.blocks, rank, self.degree)
+        part_of_weight = part_of(weight.detach(), entry.dim, rank, self.degree, entry.blocks)
         module._parameters["weight"] = nn.Parameter(part_of_weight)
         if bias is not None and entry.closes:
             module._parameters["bias"] = nn.Parameter(bias.detach() / self.degree)  # the sum adds it once
         elif bias is not None:
-            part = slice_of(bias.detach(), 0, entry.blocks, rank, self.degree)
+            part = part_of(bias.detach(), 0, rank, self.degree, entry.blocks)
             module._parameters["bias"] = nn.Parameter(part)
         if hasattr(module, "nf"):  # transformers' Conv1D views its output by it
             module.__dict__["nf"] = part_of_weight.shape[1]

@@ -84,10 +84,13 @@ def measure_token_latency(
     seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {place: [] for place in places}
     bar = progress_bar(len(places) * (repeats + 1), "slices", shown=progress)
     # In rounds over all slices: what disturbs the machine for a while disturbs no slice more than others.
+    # Several forwards before their backwards: what was just used is at hand sooner than it is in a pipeline.
     for _ in range(repeats + 1):
-        for batch, size, context in places:
-            seconds[batch, size, context].append(_sample(stage, batch, size, contexts[batch, context]))
-            bar.update()
+        for together in in_flight(places, length):
+            started = [_started(stage, batch, size, contexts[batch, at]) for batch, size, at in together]
+            for place, (forward, finish) in reversed(list(zip(together, started, strict=True))):
+                seconds[place].append((forward, finish()))
+                bar.update()
     bar.close()
     samples = [
         SliceSample(*place, *(median(run[which] for run in runs[1:]) for which in (0, 1)))
@@ -113,6 +116,20 @@ def sample_places(length: int, granularity: int) -> tuple[tuple[int, int], ...]:
     return (*((size, 0) for size in alone), *sorted(after))
 
 
+def in_flight(places: Sequence[tuple[int, int, int]], tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Groups of slices with about so many tokens: as many as wait for their backward in a pipeline.
+
+    >>> in_flight([(1, 8, 0), (1, 8, 8), (1, 8, 16), (1, 16, 0)], 16)
+    [[(1, 8, 0), (1, 8, 8)], [(1, 8, 16)], [(1, 16, 0)]]
+    """
+    groups: list[list[tuple[int, int, int]]] = []
+    for place in places:
+        if not groups or sum(size for _, size, _ in (*groups[-1], place)) > tokens:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
+
 def measure_slices(
     stage: DecoderStage, slices: TokenSlices, *, batch: int = 1, repeats: int = 3
 ) -> tuple[SliceSample, ...]:
@@ -136,8 +153,8 @@ def _context(stage: DecoderStage, batch: int, length: int) -> Any:
     return cache
 
 
-def _sample(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple[float, float]:
-    """Seconds of forward and backward of one slice after what a cache holds."""
+def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple[float, Callable[[], float]]:
+    """Seconds of the forward of one slice after what a cache holds; and its backward, which tells its own."""
     clock = Clock(stage.like.device)
     cache = copy.deepcopy(context)
     _detached(cache)
@@ -145,8 +162,7 @@ def _sample(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple
     forward, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
     roots = [output, *handed_on]
     gradients = [torch.ones_like(root) for root in roots]
-    backward, _ = timed(clock, partial(torch.autograd.backward, roots, gradients))
-    return forward, backward
+    return forward, lambda: timed(clock, partial(torch.autograd.backward, roots, gradients))[0]
 
 
 def _sequence(

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from osdp.comm.parts import joined, part_of
 from osdp.comm.torch_private import all_gather
-from osdp.runtime.parts import joined, part_of
 from osdp.runtime.torch_private import blocked_shard, blocks_of_shard, sharded_dim
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.parts import part_of
 from osdp.runtime.owners import Owned
-from osdp.runtime.parts import part_of
 from osdp.runtime.torch_private import blocks_of_shard, sharded_dim
 
 Initialiser = Callable[[nn.Module], object]

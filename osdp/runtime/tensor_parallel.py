@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from osdp.comm.parts import part_of
 from osdp.errors import PlanMismatchError
 from osdp.runtime.mesh import device_of
 from osdp.runtime.owners import Owned, owned_parameters
-from osdp.runtime.parts import part_of
 from osdp.runtime.sequence import share_sequence
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks

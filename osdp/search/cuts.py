@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from osdp.cost.judge import Outcome, judge
 from osdp.cost.memory import Moment, memory_row
 from osdp.cost.peaks import mildest_violation
-from osdp.cost.prices import price_units
+from osdp.cost.prices import Units, price_units
 from osdp.cost.situation import RootPrice, Situation
 from osdp.cost.time import TimeCut, time_row
 from osdp.search.chain import (
@@ -25,7 +25,7 @@ from osdp.search.polish import Pattern, patterns_of, polish
 from osdp.search.problem import arrangements, candidates_of, chain_problem
 from osdp.search.rules import Rules
 from osdp.search.seeds import best_seed
-from osdp.search.space import build_space, root_dtype
+from osdp.search.space import Space, build_space, root_dtype
 
 Floats = NDArray[np.float64]
 Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
@@ -39,27 +39,35 @@ _LAST_ROUNDS = 3
 _PROOF_ROUNDS = 4
 #: Rounds without a lower peak after which the search for the lowest one ends.
 _LEAN_ROUNDS = 12
-#: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
-#: :mod:`osdp.search.polish` wins faster.
-_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
+#: Rounds of cuts on larger chains: without a plan to beat, with one, and where another choice of root has
+#: shown that the proof is out of reach; what further ones win, :mod:`osdp.search.polish` wins faster.
+_MOST_LOOKS, _LOOKS_TO_BEAT, _BRIEF_LOOKS = 16, 12, 4
 #: Farther above the limit, a plan says little of which blocks are too high in one that is nearly there.
 _NEAR = 1.2
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
 
-class CutSearch:
-    """Cutting planes for one choice of root."""
+@dataclass(frozen=True)
+class PricedSpace:
+    """What may be decided in a situation, with the prices of it; roots that are alike share it.
 
-    def __init__(
-        self, situation: Situation, root: RootPrice, limit: float, rules: Rules, solver: Solver
-    ) -> None:
+    Attributes:
+        space: The candidates.
+        units: Each of them as a unit.
+    """
+
+    space: Space
+    units: Units
+
+    @classmethod
+    def of(cls, situation: Situation, rules: Rules, *, root_unit: bool) -> "PricedSpace":
+        """All that the rules allow, beside a unit of the root or without one."""
         chain = situation.timeline.chain
-        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
-        self._space = build_space(
+        space = build_space(
             chain,
             allowed=rules.allowed,
-            root_unit=root.has_unit,
+            root_unit=root_unit,
             root_way=situation.root_way,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             whole_blocks=rules.whole_blocks,
@@ -70,9 +78,18 @@ class CutSearch:
             wires=[prices.wire for prices in situation.prices.by_wire],
             two_step=rules.two_step,
         )
-        self._candidates = price_units(
-            situation.prices, self._space.start, self._space.stop, self._space.way, situation.device
-        )
+        units = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+        return cls(space, units)
+
+
+class CutSearch:
+    """Cutting planes for one choice of root."""
+
+    def __init__(
+        self, situation: Situation, root: RootPrice, limit: float, priced: PricedSpace, solver: Solver
+    ) -> None:
+        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
+        self._space, self._candidates = priced.space, priced.units
         self.bound = 0.0
         #: Whether the rows prove that nothing fits.
         self.impossible = False
@@ -90,15 +107,26 @@ class CutSearch:
         """Rows in use."""
         return len(self._times) + len(self._moments)
 
-    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
-        """The fastest feasible units that beat ``upper`` seconds."""
+    def probe(self, upper: float) -> float:
+        """A lower bound of what any units take, or ``upper`` if they do not beat it."""
         self._cut_time(TimeCut())
         self._cut_moment(Moment("step"))
         probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
         self.bound = min(upper, probe.bound)
-        if probe.bound >= upper:
+        return self.bound
+
+    def fastest(
+        self, upper: float, *, brief: bool = False
+    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """The fastest feasible units that beat ``upper`` seconds; :meth:`probe` comes first.
+
+        Args:
+            upper: Seconds to beat.
+            brief: Whether to look but a few times at what is not proven soon.
+        """
+        if self.bound >= upper:
             return None
-        best, most_looks = None, _LOOKS_TO_BEAT
+        best, most_looks = None, _BRIEF_LOOKS if brief else _LOOKS_TO_BEAT
         if np.isinf(upper):
             most_looks = _MOST_LOOKS
             # Nothing that fits is known yet: a search that starts from a plan never ends without one.

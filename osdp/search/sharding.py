@@ -16,7 +16,9 @@ reach of a search in a second: then the answer is improved by :mod:`osdp.search.
 that was proven, as :attr:`Assignment.gap` tells.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -27,9 +29,12 @@ from osdp.cost.ways import ROOT, plain
 from osdp.model_desc import Operator
 from osdp.plan import Mode
 from osdp.search.chain import solve_chain
-from osdp.search.cuts import CLOSE_ENOUGH, CutSearch, Solver
-from osdp.search.root import root_choices
+from osdp.search.cuts import CLOSE_ENOUGH, CutSearch, PricedSpace, Solver
+from osdp.search.root import RootChoice, root_choices
 from osdp.search.rules import SHARDING, Rules
+
+#: A relative gap that a search of bounded width does not close: the roots that follow are looked at briefly.
+_FAR = 0.02
 
 
 @dataclass(frozen=True)
@@ -111,22 +116,21 @@ def solve_bounded(
         beats ``upper`` if they agree.
     """
     best: Assignment | None = None
-    bound, undecided = np.inf, False
-    choices = [
-        (family, choice)
-        for family in _families(rules)
-        for choice in root_choices(situation.timeline.root, family)
+    bound, undecided, hopeless = np.inf, False, False
+    searches = [
+        (search.probe(upper), number, search, choice)
+        for number, (search, choice) in enumerate(_searches(situation, limit, rules, solver))
     ]
-    for family, (root_sharded, root_replicated, has_unit) in choices:
-        root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        search = CutSearch(situation, root, limit, family, solver)
-        found = search.fastest(upper)
+    # The most promising root first.
+    for _, _, search, (root_sharded, root_replicated, _) in sorted(searches, key=lambda entry: entry[:2]):
+        found = search.fastest(upper, brief=hopeless)
         bound = min(bound, search.bound)
         undecided |= found is None and not search.impossible
         if found is not None:
             outcome, units = search.polished(*found)
             upper = outcome.seconds
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
+        hopeless |= search.bound < upper * (1 - _FAR)
     if best is None and undecided and np.isinf(upper):
         # Nothing was found, which a search of bounded width need not mean: the leanest plan decides.
         leanest = lean(situation, rules=rules, enough=limit, solver=solver)
@@ -139,12 +143,30 @@ def solve_bounded(
     return replace(best, bound=bound), bound
 
 
+def _searches(
+    situation: Situation, limit: float, rules: Rules, solver: Solver
+) -> Iterator[tuple[CutSearch, RootChoice]]:
+    """A search for each choice of root, of plans that shard nothing and of all others."""
+
+    @cache
+    def space(family: Rules, root_unit: bool) -> PricedSpace:
+        return PricedSpace.of(situation, family, root_unit=root_unit)
+
+    for family in _families(rules):
+        for choice in root_choices(situation.timeline.root, family):
+            sharded, replicated, has_unit = choice
+            root = price_root(situation, sharded, replicated, has_unit=has_unit)
+            yield CutSearch(situation, root, limit, space(family, root.has_unit), solver), choice
+
+
 def _without_kept_slices(
     situation: Situation, limit: float, rules: Rules, solver: Solver, best: Assignment
 ) -> Assignment:
     """``best``, or what beats it where no slices are kept: a search of bounded width goes deeper there."""
     root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
-    search = CutSearch(situation, root, limit, replace(rules, keep=False), solver)
+    space = PricedSpace.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
+    search = CutSearch(situation, root, limit, space, solver)
+    search.probe(best.outcome.seconds)
     found = search.fastest(best.outcome.seconds)
     if found is None:
         return best
@@ -166,7 +188,8 @@ def lean(
         if best is not None and best.outcome.peak <= enough:
             break
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        search = CutSearch(situation, root, np.inf, rules, solver)
+        space = PricedSpace.of(situation, rules, root_unit=root.has_unit)
+        search = CutSearch(situation, root, np.inf, space, solver)
         outcome, units = search.leanest(enough)
         if best is None or outcome.peak < best.outcome.peak:
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
