@@ -39,9 +39,9 @@ _LAST_ROUNDS = 3
 _PROOF_ROUNDS = 4
 #: Rounds without a lower peak after which the search for the lowest one ends.
 _LEAN_ROUNDS = 12
-#: Rounds of cuts on larger chains: without a plan to beat, with one, and where another choice of root has
-#: shown that the proof is out of reach; what further ones win, :mod:`osdp.search.polish` wins faster.
-_MOST_LOOKS, _LOOKS_TO_BEAT, _BRIEF_LOOKS = 16, 12, 4
+#: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
+#: :mod:`osdp.search.polish` wins faster.
+_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
 #: Farther above the limit, a plan says little of which blocks are too high in one that is nearly there.
 _NEAR = 1.2
 #: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
@@ -107,26 +107,15 @@ class CutSearch:
         """Rows in use."""
         return len(self._times) + len(self._moments)
 
-    def probe(self, upper: float) -> float:
-        """A lower bound of what any units take, or ``upper`` if they do not beat it."""
+    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """The fastest feasible units that beat ``upper`` seconds."""
         self._cut_time(TimeCut())
         self._cut_moment(Moment("step"))
         probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
         self.bound = min(upper, probe.bound)
-        return self.bound
-
-    def fastest(
-        self, upper: float, *, brief: bool = False
-    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
-        """The fastest feasible units that beat ``upper`` seconds; :meth:`probe` comes first.
-
-        Args:
-            upper: Seconds to beat.
-            brief: Whether to look but a few times at what is not proven soon.
-        """
-        if self.bound >= upper:
+        if probe.bound >= upper:
             return None
-        best, most_looks = None, _BRIEF_LOOKS if brief else _LOOKS_TO_BEAT
+        best, most_looks = None, _LOOKS_TO_BEAT
         if np.isinf(upper):
             most_looks = _MOST_LOOKS
             # Nothing that fits is known yet: a search that starts from a plan never ends without one.

@@ -33,9 +33,6 @@ from osdp.search.cuts import CLOSE_ENOUGH, CutSearch, PricedSpace, Solver
 from osdp.search.root import RootChoice, root_choices
 from osdp.search.rules import SHARDING, Rules
 
-#: A relative gap that a search of bounded width does not close: the roots that follow are looked at briefly.
-_FAR = 0.02
-
 
 @dataclass(frozen=True)
 class Assignment:
@@ -116,21 +113,15 @@ def solve_bounded(
         beats ``upper`` if they agree.
     """
     best: Assignment | None = None
-    bound, undecided, hopeless = np.inf, False, False
-    searches = [
-        (search.probe(upper), number, search, choice)
-        for number, (search, choice) in enumerate(_searches(situation, limit, rules, solver))
-    ]
-    # The most promising root first.
-    for _, _, search, (root_sharded, root_replicated, _) in sorted(searches, key=lambda entry: entry[:2]):
-        found = search.fastest(upper, brief=hopeless)
+    bound, undecided = np.inf, False
+    for search, (root_sharded, root_replicated, _) in _searches(situation, limit, rules, solver):
+        found = search.fastest(upper)
         bound = min(bound, search.bound)
         undecided |= found is None and not search.impossible
         if found is not None:
             outcome, units = search.polished(*found)
             upper = outcome.seconds
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
-        hopeless |= search.bound < upper * (1 - _FAR)
     if best is None and undecided and np.isinf(upper):
         # Nothing was found, which a search of bounded width need not mean: the leanest plan decides.
         leanest = lean(situation, rules=rules, enough=limit, solver=solver)
@@ -166,7 +157,6 @@ def _without_kept_slices(
     root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
     space = PricedSpace.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
     search = CutSearch(situation, root, limit, space, solver)
-    search.probe(best.outcome.seconds)
     found = search.fastest(best.outcome.seconds)
     if found is None:
         return best
