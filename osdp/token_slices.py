@@ -51,9 +51,10 @@ class TokenSlices:
             raise ValueError(f"slices cannot be multiples of {multiple_of} tokens; 1 or more is possible")
         steps = -(-length // multiple_of)
         if not 1 <= num_slices <= steps:
+            of = f" of multiples of {multiple_of}" if multiple_of > 1 else ""
             raise ValueError(
-                f"a sequence of {length} tokens cannot be cut into {num_slices} slices of multiples of "
-                f"{multiple_of}; 1 to {steps} slices are possible"
+                f"a sequence of {length} tokens cannot be cut into {num_slices} slices{of}; 1 to {steps} are "
+                "possible"
             )
         lengths = [multiple_of * size for size in part_sizes(steps, num_slices)]
         lengths[-1] -= multiple_of * steps - length

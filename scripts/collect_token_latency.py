@@ -1,24 +1,23 @@
 """Measure slices of sequences on one stage: ``python -m scripts.collect_token_latency --out l.json``."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from osdp.profiler.token_latency import measure_token_latency
 from osdp.units import format_seconds
-from scripts.token_options import add_stage, make_stage, numbers
+from scripts.token_options import add_stage, in_one_line, make_parser, make_stage, numbers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="collect_token_latency", description=__doc__)
-    add_stage(parser)
+    parser = make_parser("collect_token_latency", __doc__.splitlines()[0])
+    add_stage(parser, 1024)
     parser.add_argument("--batches", type=numbers, default=[1], help="sequences at a time, as in 1,2,4")
     parser.add_argument("--granularity", type=int, default=8, help="slices are multiples of so many tokens")
     parser.add_argument("--repeats", type=int, default=5, help="how often each slice is run")
     parser.add_argument("--out", type=Path, default=Path("token_latency.json"), help="where to write")
     options = parser.parse_args(arguments)
     measured = measure_token_latency(
-        make_stage(options),
+        make_stage(options, options.length),
         options.length,
         batches=options.batches,
         granularity=options.granularity,
@@ -34,4 +33,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

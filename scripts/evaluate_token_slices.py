@@ -4,7 +4,6 @@ One stage runs each slicing for real, forward and then backward; the other stage
 Beside the prediction by the fitted model stands the step with the measured times of the same slices.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from osdp.search.token_pipeline import TokenChoice
 from osdp.token_latency import SliceSample
 from osdp.units import format_seconds
 from scripts.solve_token_slices import Solution
-from scripts.token_options import add_stage, make_stage
+from scripts.token_options import add_stage, in_one_line, make_parser, make_stage
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,18 @@ def evaluate(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="evaluate_token_slices", description=__doc__.splitlines()[0])
+    parser = make_parser("evaluate_token_slices", __doc__.splitlines()[0])
     parser.add_argument("solution", type=Path, help="what solve_token_slices wrote")
     add_stage(parser)
     parser.add_argument("--repeats", type=int, default=3, help="how often each slicing is run")
     parser.add_argument("--out", type=Path, default=Path("token_evaluation.json"), help="where to write")
     options = parser.parse_args(arguments)
     solution = codec.load(Solution, options.solution)
-    options.length = solution.length
-    stage = make_stage(options)
+    if options.length not in (None, solution.length):
+        raise ValueError(
+            f"{options.solution} is for sequences of {solution.length} tokens, --length says {options.length}"
+        )
+    stage = make_stage(options, solution.length)
     if stage.name != solution.latency.model:
         raise SystemExit(
             f"error: {options.solution} is for {solution.latency.model}, the flags make {stage.name}"
@@ -94,15 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcome = solution.outcomes[0]
     found = []
     for name, choice in (("best", outcome.best), ("uniform", outcome.uniform), ("whole", outcome.whole)):
-        if choice is None:
+        if choice is None or (name != "best" and choice == outcome.best):
             continue
         found.append(evaluate(solution, stage, name, choice, options.repeats))
         print(
-            f"{name:8s} {choice.slices.num_slices:4d} slices: predicted {format_seconds(choice.seconds)}, "
+            f"{name:8s} {choice.schedule}, {choice.num_stages} stages, {choice.num_microbatches} "
+            f"microbatches of {choice.slices.num_slices} slices: predicted {format_seconds(choice.seconds)}, "
             f"measured {format_seconds(found[-1].measured_seconds)} ({found[-1].error:+.1%})"
         )
     codec.save(Evaluations(tuple(found)), options.out)
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

@@ -4,7 +4,6 @@ Several ``--stages`` and ``--schedules`` are compared for the same devices, laye
 of the layers: embedding, head, reductions over data-parallel pipelines and the optimizer are left out.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from osdp.device_info import DeviceInfo, StageLink
 from osdp.search.token_pipeline import TokenChoice, TokenOutcome, TokenProblem, solve_jointly
 from osdp.token_latency import TokenLatency, TokenSamples
 from osdp.units import format_seconds
-from scripts.token_options import numbers
+from scripts.token_options import in_one_line, make_parser, numbers
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,12 @@ def solve(
     problems = []
     for num_stages in stages:
         pipelines, rest = divmod(devices, num_stages)
-        if rest or layers % num_stages or batch % max(pipelines, 1):
+        if rest or layers % num_stages:
+            raise ValueError(f"{num_stages} stages must divide {devices} devices and {layers} layers")
+        if batch % pipelines:
             raise ValueError(
-                f"{num_stages} stages must divide {devices} devices and {layers} layers, and the {pipelines} "
-                f"pipelines the batch of {batch}"
+                f"{devices} devices in {num_stages} stages are {pipelines} pipelines, which must divide the "
+                f"batch of {batch}"
             )
         own = batch // pipelines
         tables = {
@@ -97,7 +98,7 @@ def _line(what: str, choice: TokenChoice | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="solve_token_slices", description=__doc__.splitlines()[0])
+    parser = make_parser("solve_token_slices", __doc__.splitlines()[0])
     parser.add_argument("latency", type=Path, help="what collect_token_latency wrote")
     parser.add_argument("--length", type=int, help="tokens of a sequence; by default the longest measured")
     parser.add_argument("--granularity", type=int, default=8, help="tokens between places to cut")
@@ -131,9 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     for outcome in solution.outcomes:
         best = outcome.best
-        print(f"{best.num_stages} stages, {best.schedule}: at most {outcome.gap:.2%} from the best")
+        print(
+            f"{best.num_stages} stages, {best.schedule}: at most {outcome.gap:.2%} from the best by the fit"
+        )
         print(_line("best", best), _line("uniform", outcome.uniform), _line("whole", outcome.whole), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

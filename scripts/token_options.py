@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,17 +11,33 @@ from osdp.integrations.decoder_stage import decoder_stage
 from osdp.profiler.segments import default_device
 from osdp.profiler.token_latency import DecoderStage
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-def add_stage(parser: argparse.ArgumentParser) -> None:
-    """Flags of the stage that is measured."""
+
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose help tells the defaults."""
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    return argparse.ArgumentParser(prog=name, description=description, formatter_class=shown)
+
+
+def in_one_line(main: Callable[[], None]) -> None:
+    """Call it; what is wrong with its input is told without a traceback."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def add_stage(parser: argparse.ArgumentParser, length: int | None = None) -> None:
+    """Flags of the stage that is measured; ``length`` is the default of its sequences."""
     parser.add_argument("--model", default="gpt2", help="gpt2, gpt2-medium, ... or a model_type, as llama")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of its config")
     parser.add_argument("--layers", type=int, default=1, help="layers of the stage")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--dtype", default="float32", help="of parameters and activations")
+    parser.add_argument("--length", type=int, default=length, help="tokens of a sequence")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of parameters and activations")
 
 
-def make_stage(options: argparse.Namespace) -> DecoderStage:
+def make_stage(options: argparse.Namespace, length: int) -> DecoderStage:
     """The stage that the flags say, on the GPU where there is one, else on one core."""
     device = default_device()
     if device.type == "cpu":
@@ -29,7 +46,7 @@ def make_stage(options: argparse.Namespace) -> DecoderStage:
         options.model,
         dict(_field(text) for text in options.set),
         num_layers=options.layers,
-        length=options.length,
+        length=length,
         device=device,
         dtype=getattr(torch, options.dtype),
     )

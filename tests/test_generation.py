@@ -56,13 +56,21 @@ def in_two_stages(plans: dict[str, str]) -> None:
         for _ in range(2)
     ]  # fmt: skip
     assert torch.equal(*drawn) and not torch.equal(drawn[0], wanted("gpt2"))
-    with pytest.raises(ValueError, match="padding must come first"):
+    with pytest.raises(ValueError, match="padding comes last in a prompt"):
         model.generate(*[prompts()[0], NEW], attention_mask=prompts(padded=True)[1].flip(1))
     assert model.generate(prompts()[0], 28, eos_token_id=()).shape == (SAMPLES, LENGTH + 28)
     with pytest.raises(ValueError, match="more than the 32 positions"):
         model.generate(prompts()[0], 29)
     with pytest.raises(ValueError, match="temperature is for drawing tokens: pass do_sample=True"):
         generated(model, temperature=0.5)
+    with pytest.raises(
+        TypeError, match=r"generate\(\) does not take num_beams; it takes do_sample, temperature"
+    ):
+        generated(model, num_beams=2)
+    with pytest.raises(TypeError, match=r"a prompt is a tensor of tokens .* got dict"):
+        model.generate({"input_ids": prompts()[0]}, NEW)
+    with pytest.raises(ValueError, match=r"must have the shape of the prompt, \(\d+, \d+\), got \(\d+, 3\)"):
+        model.generate(prompts()[0], NEW, attention_mask=torch.ones(SAMPLES, 3))
     plain: Any = model.module
     plain.generation_config.repetition_penalty = 1.5
     with pytest.raises(ValueError, match=r"generate with repetition_penalty=1.5, which is not done here"):

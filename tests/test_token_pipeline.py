@@ -293,7 +293,15 @@ def refusals() -> None:
         model.train_step(wide, labels, causal_lm_loss, token_slices=3)
     with pytest.raises(ValueError, match=r"targets of shape \(samples, 9\) are needed"):
         model.train_step(inputs, labels[:, :4], partial(by_heart, None), token_slices=3)
+    for wrong in (2.5, "3", True):
+        with pytest.raises(
+            TypeError, match="token_slices is a number of slices, their lengths or TokenSlices"
+        ):
+            step(causal_lm_loss, token_slices=wrong)
     model.train_step(inputs, next_token_labels(labels), masked_lm_loss, num_microbatches=1, token_slices=3)
+    # Also once the loss is proven: on ranks of other stages nothing else would tell.
+    with pytest.raises(ValueError, match=r"targets of shape \(samples, 9\) are needed"):
+        model.train_step(inputs, labels[:, :4], masked_lm_loss, num_microbatches=1, token_slices=3)
 
 
 def test_where_nothing_counts_nothing_is_proven() -> None:

@@ -38,7 +38,11 @@ def test_latencies_are_collected_slices_solved_and_evaluated(
         evaluate_token_slices.main([str(solution), *flags, "--layers", "2"])
     evaluate_token_slices.main([str(solution), *flags])
     evaluated = codec.load(Evaluations, evaluation)
-    assert [entry.name for entry in evaluated.of] == ["best", "uniform", "whole"]
+    first = found.outcomes[0]
+    others = [name for name in ("uniform", "whole") if getattr(first, name) != first.best]
+    assert [entry.name for entry in evaluated.of] == ["best", *others]
+    with pytest.raises(ValueError, match=r"is for sequences of 64 tokens, --length says 32"):
+        evaluate_token_slices.main([str(solution), *flags, "--length", "32"])
     assert all(entry.measured_seconds > 0 and math.isfinite(entry.error) for entry in evaluated.of)
     assert "the fit is off by" in capsys.readouterr().out
 

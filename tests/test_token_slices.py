@@ -43,7 +43,7 @@ def test_empty_slices_are_refused(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("length", "num_slices", "multiple_of", "message"),
     [
-        (8, 9, 1, "8 tokens cannot be cut into 9 slices of multiples of 1; 1 to 8"),
+        (8, 9, 1, "8 tokens cannot be cut into 9 slices; 1 to 8"),
         (8, 0, 1, "1 to 8"),
         (30, 5, 8, "30 tokens cannot be cut into 5 slices of multiples of 8; 1 to 4"),
         (8, 2, 0, "multiples of 0"),

@@ -29,11 +29,12 @@ def decoder_stage(
         dtype: Of its parameters.
 
     Raises:
-        ValueError: The model type or a field is unknown, the model has fewer layers, or shorter sequences.
+        ValueError: The model type or a field is unknown, the model has fewer layers, or shorter sequences, or
+            they cannot be cut.
     """
     from transformers import AutoModel
 
-    from osdp.integrations.slice_cache import empty_cache
+    from osdp.integrations.slice_cache import check_sliceable, empty_cache
 
     # The model itself stays on the meta device; only its configuration is used.
     config: Any = causal_lm(name, overrides).config
@@ -55,6 +56,7 @@ def decoder_stage(
     config.vocab_size = 1 + (config.pad_token_id or 0)
     with torch.device(device):
         module = AutoModel.from_config(config).to(dtype).train()
+    check_sliceable(module)
     width = config.hidden_size
     described = f"{num_layers} layers of {name} with {width} channels"
     return DecoderStage(described, module, lambda: empty_cache(config, length or 0), num_layers, width)

@@ -87,10 +87,11 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         sums = [sum(column) for column in zip(*halves, strict=True)]
         if any(abs(a - b) > 1e-3 * max(1.0, abs(b)) for a, b in zip(sums, whole, strict=True)):
             raise ValueError(
-                f"the loss mixes positions: over {tried} positions it is {whole[0]:.6g} of {whole[1]:g}, "
-                f"over its two halves together {sums[0]:.6g} of {sums[1]:g}. Shift labels over the whole "
-                "sequence first (osdp.integrations.token_loss.next_token_labels) and let loss_fn take each "
-                "position for itself"
+                f"the loss mixes positions: tried on random logits for {tried} of them, (sum, count) is "
+                f"({whole[0]:.6g}, {whole[1]:g}) at once and ({sums[0]:.6g}, {sums[1]:g}) in two "
+                "halves. Shift labels over the whole sequence first "
+                "(osdp.integrations.token_loss.next_token_labels) and let loss_fn take each position for "
+                "itself"
             )
         if whole[1]:
             return True
@@ -101,9 +102,19 @@ def _sum_and_count(loss: Any) -> tuple[float, float]:
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise ValueError(
             "the loss of token slices must be a pair (sum, count), over which slices add up; this loss_fn "
-            f"returns {type(loss).__name__}, as a mean would be"
+            f"returns {type(loss).__name__}, as a mean would be; for language models take "
+            "osdp.integrations.huggingface.causal_lm_loss"
         )
     return float(loss[0]), float(loss[1])
+
+
+def check_targets(targets: Any, length: int) -> None:
+    """Refuse targets of which nothing can be cut as sequences of ``length`` tokens are.
+
+    Raises:
+        ValueError: None of their tensors is that long along dim 1.
+    """
+    _like(targets, length)
 
 
 def _like(targets: Any, length: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from osdp.integrations.slice_cache import SliceCache, check_sliceable, drops_cache
-from osdp.integrations.token_loss import by_position, check_by_position
+from osdp.integrations.token_loss import by_position, check_by_position, check_targets
 from osdp.runtime.generation import Choice
 from osdp.runtime.losses import LossFn
 from osdp.runtime.tokens import MASK, Slicing
@@ -79,6 +80,10 @@ class Slicer:
             self._sliceable = True
         length = _length(inputs)
         _check(inputs, length)
+        if isinstance(token_slices, bool | float | str):
+            raise TypeError(
+                f"token_slices is a number of slices, their lengths or TokenSlices, got {token_slices!r}"
+            )
         if isinstance(token_slices, int):
             slices = TokenSlices.uniform(length, token_slices, self._shared_by)
         else:
@@ -99,9 +104,10 @@ class Slicer:
         """Loss function and targets of slices.
 
         Raises:
-            ValueError: The loss is no sum over positions.
+            ValueError: The loss is no sum over positions, or targets are not as long as sequences.
         """
         found, wanted = by_position(loss_fn, targets)
+        check_targets(wanted, length)
         if loss_fn is not self._tried:
             vocabulary = self._model.config.get_text_config().vocab_size
             if check_by_position(found, wanted, length, vocabulary):
@@ -116,6 +122,11 @@ class Slicer:
                 ranks share sequences, or it has no cache.
         """
         check_sliceable(self._model, trains=False)
+        if not isinstance(prompt, torch.Tensor):
+            raise TypeError(
+                f"a prompt is a tensor of tokens of shape (samples, length), got {type(prompt).__name__}; "
+                "its mask is passed as attention_mask="
+            )
         if self._shared_by > 1:
             raise ValueError(
                 f"{self._shared_by} tensor-parallel ranks share sequences, and one token cannot be shared: "
@@ -133,10 +144,15 @@ class Slicer:
                 f"{prompt.shape[1]} tokens of the prompt and max_new_tokens={num_tokens} are more than the "
                 f"{most} positions of the model"
             )
-        if mask is not None and (mask.shape != prompt.shape or bool((mask[:, -1] == 0).any())):
+        if mask is not None and mask.shape != prompt.shape:
             raise ValueError(
-                "attention_mask must have the shape of the prompt, and padding must come first: pad prompts "
-                "on the left, so that the last position is what the next token follows"
+                f"attention_mask must have the shape of the prompt, {tuple(prompt.shape)}, got "
+                f"{tuple(mask.shape)}"
+            )
+        if mask is not None and bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                "padding comes last in a prompt: pad on the left, so that the last position is what the next "
+                "token follows"
             )
         padded = mask is not None and bool((mask == 0).any())
         return {
@@ -150,7 +166,19 @@ class Slicer:
     def choice(
         self, ends: int | Sequence[int] | None, pad: int | None, sampling: Mapping[str, Any]
     ) -> Choice:
-        """How tokens are chosen; what is not given is as the model is configured."""
+        """How tokens are chosen; what is not given is as the model is configured.
+
+        Raises:
+            TypeError: A setting is unknown.
+            ValueError: The model is configured to generate in a way that is not done, or a setting is for
+                drawing tokens, and none are drawn.
+        """
+        known = [field.name for field in fields(Choice) if field.name not in ("ends", "pad")]
+        if unknown := sorted(set(sampling) - set(known)):
+            raise TypeError(
+                f"generate() does not take {', '.join(unknown)}; it takes {', '.join(known)}. For all "
+                "else use transformers' own generate"
+            )
         configured = getattr(self._model, "generation_config", self._model.config)
         strange = [
             f"{k}={getattr(configured, k)}"
