@@ -149,11 +149,10 @@ def test_every_group_layout_of_four_ranks_trains_as_a_single_process() -> None:
 
 
 def main_cases() -> list[Case]:
+    ways = itertools.cycle((("shard each", "none"), ("mixed leaves", "keep"), ("shard each", "keep")))
     return [
         Case(layout, accumulate=accumulate, grouping=grouping)
-        for grouping, layout, accumulate in pairs(
-            groupings(2) + groupings(4), ("shard each", "mixed leaves"), ("none", "keep")
-        )
+        for grouping, (layout, accumulate) in zip(groupings(2) + groupings(4), ways, strict=False)
     ]
 
 
