@@ -21,8 +21,10 @@ from benchmarks.harness import Options, Result, Row
 from osdp.cluster import Cluster, NodeGroup, NodeType, Wire
 from osdp.cluster_file import known_gpus, make_gpu
 from osdp.cluster_plan import ClusterPlan, Workload
+from osdp.cost.cluster_schedule import stages_per_rank
+from osdp.cost.cluster_slot import SlotStages
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import price, stages_per_rank
+from osdp.cost.cluster_step import price
 from osdp.search.cluster import best_layouts
 from osdp.search.cluster_space import Space, families
 from osdp.transformer import TransformerShape
@@ -126,8 +128,8 @@ def row_of(problem: Problem, repeats: int) -> Row:
         "dp": layout.degrees.dp,
         "samples": layout.samples,
         "schedule": layout.schedule,
-        "zero": layout.zero,
-        "recompute": layout.recompute.value,
+        "sharding": layout.sharding,
+        "recompute": layout.recomputation,
         "bounds": plan.bounds,
         "optimal": plan.optimal,
     }
@@ -161,15 +163,16 @@ def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
     num_items = len(prices.items)
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, Space()):
         cells = family.cells
+        priced = [{slot: SlotStages(prices, way, slot) for slot in cells.slots} for way in family.ways]
         kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
         for order in sorted(set(permutations(kinds))):
             slots = [cells.slots[kind] for kind in order for _ in range(cells.stages[kind])]
             for inside in combinations(range(1, num_items), family.plain.degrees.pp - 1):
                 bounds = (0, *inside, num_items)
                 least = min(stop - start for start, stop in pairwise(bounds))
-                for way in family.ways:
+                for way, stages in zip(family.ways, priced, strict=True):
                     if least >= stages_per_rank(way.schedule):
-                        yield price(prices, way, bounds, slots)
+                        yield price(prices, way, bounds, slots, stages)
 
 
 def measure(options: Options) -> Result:
@@ -191,7 +194,7 @@ def measure(options: Options) -> Result:
 
 
 def _cells(row: Row) -> list[object]:
-    degrees = [row.get(name) for name in ("tp", "pp", "dp", "samples", "schedule", "zero", "recompute")]
+    degrees = [row.get(name) for name in ("tp", "pp", "dp", "samples", "schedule", "sharding", "recompute")]
     return [
         row["name"], row.get("devices"), row["candidates"], row.get("placements"), row.get("arranged"),
         row["seconds"], row.get("their_candidates"), row.get("their_seconds"), row.get("step_seconds"),
@@ -203,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("planner_time", __doc__, arguments))
     columns = [
         "space", "devices", "layouts", "placements", "arranged", "search, s", "theirs", "theirs, s", "s/step",
-        "tp", "pp", "dp", "mbs", "schedule", "zero", "recompute",
+        "tp", "pp", "dp", "mbs", "schedule", "sharding", "recompute",
     ]  # fmt: skip
     harness.table("the best layout on a cluster (simulated)", columns, map(_cells, result.rows))
     return harness.finish(result)

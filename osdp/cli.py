@@ -6,10 +6,7 @@ that folder on any machine, or lays a transformer over a cluster, ``osdp estimat
 profile ...``) ``profile`` measures the links between the processes too.
 """
 
-import importlib
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,18 +27,13 @@ try:
 except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
+from osdp.cli_models import DEVICE, MODEL, PROFILE, SOURCE, TRAINING, build, described_model, parse_fields
 from osdp.cli_options import refuse_others
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-#: Where the model came from: stages are cut by following it once more.
-_SOURCE = "source.json"
-_MODEL, _DEVICE, _PROFILE, _TRAINING = (
-    f"{name}.json" for name in ("model_desc", "device", "profile", "training")
-)
 
 _ModelName = Annotated[
     str,
@@ -69,8 +61,8 @@ _Flash = Annotated[
         "--flash/--no-flash", help="whether scores of attention are never written; as calibrated, or yes"
     ),
 ]
-_Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective or full")]
-_Zero = Annotated[int | None, typer.Option(help="stage of ZeRO, 0 to 3")]
+_Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective, full or mixed")]
+_Zero = Annotated[str | None, typer.Option(help="stage of ZeRO, 0 to 3, or mixed: decided layer by layer")]
 _TokenSlices = Annotated[int | None, typer.Option(min=1, help="equal slices of each sequence")]
 _Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
 _LayerTimes = Annotated[
@@ -105,7 +97,7 @@ def profile(
             cuda.set_device(distributed.get_node_local_rank())
         distributed.init_process_group("nccl" if on_gpus else "gloo")
         mesh = init_device_mesh("cuda" if on_gpus else "cpu", (distributed.get_world_size(),))
-    module, sample = build(model, _parse_fields(fields), batch, seq)
+    module, sample = build(model, parse_fields(fields), batch, seq)
     training = Training(optimizer=optimizer, local_batch=batch)
     model_desc = ModelDesc.from_module(module, sample)
     device_info = DeviceInfo.detect(memory_limit)
@@ -114,11 +106,11 @@ def profile(
     else:
         timed = profile_model(module, model_desc, sample, training=training, mesh=mesh)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        named = {_MODEL: model_desc, _DEVICE: device_info, _PROFILE: timed, _TRAINING: training}
+        named = {MODEL: model_desc, DEVICE: device_info, PROFILE: timed, TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
         source = {"model": model, "fields": list(fields), "batch": batch, "seq": seq}
-        Path(out, _SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf8")
+        Path(out, SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf8")
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
 
 
@@ -158,7 +150,7 @@ def plan(
     calibration: _Calibration = None,
     layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
     objective: Annotated[str, typer.Option(help="time, cost or pareto")] = "time",
-    top: Annotated[int, typer.Option(help="rows of the table")] = 10,
+    top: Annotated[int | None, typer.Option(help="rows of the table; 10, or all with --every")] = None,
     subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
     budget: Annotated[float | None, typer.Option(help="dollars for all --steps")] = None,
     deadline: Annotated[str | None, typer.Option(help="time for all --steps, for example 36h")] = None,
@@ -179,7 +171,7 @@ def plan(
         _plan_described(described, chosen, memory_limit, device, out or Path("plan.json"))
         return
     request = _request(
-        model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
+        model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
         token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
         layer_times=tuple(layer_times),
@@ -216,7 +208,7 @@ def estimate(
 ) -> None:
     """Price one given layout of --model on --cluster, and say what each number is made of."""
     request = _request(
-        model, cluster, global_batch, seq=seq, fields=_parse_fields(fields), tp=tp, pp=pp, dp=dp,
+        model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
         token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
         layer_times=tuple(layer_times),
@@ -235,7 +227,7 @@ def layers(
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
     measured = [
-        layer_profile(ModelDesc.load(folder / _MODEL), Profile.load(folder / _PROFILE), gpu, model)
+        layer_profile(ModelDesc.load(folder / MODEL), Profile.load(folder / PROFILE), gpu, model)
         for folder in described
     ]
     found = merged(measured)
@@ -286,10 +278,10 @@ def _plan_described(
     from osdp.api import make_pipeline_plan, make_plan
     from osdp.search.rules import SLICES
 
-    missing = [name for name in (_MODEL, _DEVICE, _PROFILE, _TRAINING) if not Path(described, name).exists()]
+    missing = [name for name in (MODEL, DEVICE, PROFILE, TRAINING) if not Path(described, name).exists()]
     if missing:
         raise ValueError(f"{described} is no folder that osdp profile wrote: it has no {', '.join(missing)}")
-    device_info = DeviceInfo.load(device or described / _DEVICE)
+    device_info = DeviceInfo.load(device or described / DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
     if chosen.dp not in (None, device_info.world_size):
@@ -300,9 +292,9 @@ def _plan_described(
         )
     options: dict[str, Any] = {
         "training": replace(
-            codec.load(Training, described / _TRAINING), microbatches=chosen.microbatches or 1
+            codec.load(Training, described / TRAINING), microbatches=chosen.microbatches or 1
         ),
-        "profile": Profile.load(described / _PROFILE),
+        "profile": Profile.load(described / PROFILE),
         "strategy": chosen.strategy,
         "slices": SLICES if chosen.slices else (),
         "recompute": chosen.recompute,
@@ -312,12 +304,12 @@ def _plan_described(
         options |= {"pp": chosen.pp, "dp": device_info.world_size, "tp": chosen.tp}
         options["schedule"] = chosen.schedule
         options["microbatches"] = () if chosen.microbatches is None else (chosen.microbatches,)
-        made = make_pipeline_plan(*_described_model(described), device_info, **options)
+        made = make_pipeline_plan(*described_model(described), device_info, **options)
     elif chosen.schedule is not None:
         raise ValueError(f"--schedule {chosen.schedule} orders the stages of a pipeline: pass --pp, too")
     else:
         made = make_plan(
-            None, ModelDesc.load(described / _MODEL), device_info, offload=chosen.offload, **options
+            None, ModelDesc.load(described / MODEL), device_info, offload=chosen.offload, **options
         )
     made.save(out)
     typer.echo(made)
@@ -351,65 +343,12 @@ def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a pl
     typer.echo(PipelinePlan.load(path) if in_stages else Plan.load(path))
 
 
-def _described_model(described: Path) -> "tuple[nn.Module, Any]":
-    """The model that was described in a folder, and its sample batch."""
-    if not Path(described, _SOURCE).exists():
-        raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
-    source = json.loads(Path(described, _SOURCE).read_text(encoding="utf8"))
-    return build(source["model"], _parse_fields(source["fields"]), source["batch"], source["seq"])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; what a user can mend is said in one message, without a traceback."""
     try:
         app(arguments, standalone_mode=True)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
-
-
-def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.Module, Any]":
-    """The model called ``name`` and a sample batch for it.
-
-    Args:
-        name: As the ``MODEL`` of ``osdp profile``.
-        fields: Configuration fields to override.
-        batch: Samples of the batch.
-        seq: Tokens of a sample.
-
-    Raises:
-        ValueError: The model or a field is unknown, or a factory was given fields.
-    """
-    from osdp.integrations.huggingface import causal_lm, token_batch
-
-    module, _, factory = name.partition(":")
-    if factory:
-        if fields:
-            raise ValueError(
-                f"{name} makes its own configuration; --set {', '.join(fields)} has no effect on it"
-            )
-        # A console script does not search the current folder.
-        sys.path.insert(0, os.getcwd())
-        made: tuple[nn.Module, Any] = getattr(importlib.import_module(module), factory)()
-        return made
-    if name.endswith(".json"):
-        content = json.loads(Path(name).read_text(encoding="utf8"))
-        fields = {**content, **fields}
-        name = str(fields.pop("model_type", ""))
-    return causal_lm(name, fields), token_batch(batch, seq)
-
-
-def _parse_fields(texts: Sequence[str]) -> dict[str, Any]:
-    pairs = [text.partition("=") for text in texts]
-    if wrong := [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]:
-        raise ValueError(f"--set takes name=value, got {', '.join(wrong)}")
-    return {name: _parse_value(value) for name, _, value in pairs}
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 if __name__ == "__main__":

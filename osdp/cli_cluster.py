@@ -11,15 +11,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from osdp.cli_models import named_shape
+from osdp.cli_runnable import write_runnable
 from osdp.cluster import Cluster
 from osdp.cluster_file import load_cluster
-from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
+from osdp.cluster_plan import MIXED, ClusterPlan, Layout, Recompute, Workload
+from osdp.cost.cluster_schedule import BUBBLE_SHARE
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import BUBBLE_SHARE, nodes_of, price
+from osdp.cost.cluster_step import price
 from osdp.layer_profile import LayerProfile
 from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
-from osdp.report.exports import exports
-from osdp.report.launch_sheet import batch_script, launch_sheet
 from osdp.report.pareto_plot import plot_plans
 from osdp.search.calibrate import Calibration
 from osdp.search.cluster import arrange, every_layout
@@ -27,11 +28,12 @@ from osdp.search.cluster_faults import check_space, nothing_fits
 from osdp.search.cluster_space import Space, families
 from osdp.search.objectives import Objective, Wish, best_plans, pareto
 from osdp.transformer import TransformerShape
-from osdp.transformer_shapes import shape_of
 from osdp.units import parse_bytes
 
-#: What of a shape a GPT-2 can be built with.
-_GPT2_FIELDS = {"layers", "hidden", "heads", "vocabulary", "positions", "sequence"}
+#: Of the table, unless asked otherwise.
+_ROWS = 10
+
+_STAGES = ("0", "1", "2", "3")
 
 _HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
@@ -52,7 +54,7 @@ class Request:
         micro_batch: Samples of a microbatch.
         schedule: Name of a schedule.
         recompute: What is computed again.
-        zero: Stage of ZeRO.
+        zero: Stage of ZeRO, or ``mixed``: decided item by item; likewise ``recompute``.
         token_slices: Equal slices of each sequence.
         flash: Whether scores of attention are never written; as calibrated, or true.
         overlap: Part of communication that compute hides.
@@ -72,7 +74,7 @@ class Request:
     micro_batch: int | None = None
     schedule: str | None = None
     recompute: str | None = None
-    zero: int | None = None
+    zero: str | None = None
     token_slices: int | None = None
     flash: bool | None = None
     overlap: float = 0.0
@@ -93,7 +95,7 @@ class Request:
                 f"{'' if self.flash else 'no-'}flash was asked for; calibrate on such steps"
             )
         sizes = {} if self.seq is None else {"sequence": self.seq}
-        shape = shape_of(self.model, {**sizes, **self.fields})
+        shape = named_shape(self.model, {**sizes, **self.fields})
         workload = Workload(
             shape=shape,
             global_batch=self.global_batch,
@@ -123,15 +125,15 @@ class Request:
                 "schedule 'zb-h1' computes gradients of weights apart, which 16-bit weights do not "
                 "allow; plans on a cluster compute in 16 bits"
             )
-        if self.recompute not in (None, *Recompute):
-            raise ValueError(f"--recomputation {self.recompute}: there are {', '.join(Recompute)}")
+        if self.recompute not in (None, MIXED, *Recompute):
+            raise ValueError(f"--recomputation {self.recompute}: there are {', '.join(Recompute)}, {MIXED}")
         if self.recompute == Recompute.SELECTIVE and self.flash is not False:
             raise ValueError(
                 "--recomputation selective drops the scores of attention, which flash attention never keeps; "
                 "say --no-flash, or full"
             )
-        if self.zero not in (None, 0, 1, 2, 3):
-            raise ValueError(f"--zero {self.zero}: ZeRO has the stages 0, 1, 2 and 3")
+        if self.zero not in (None, MIXED, *_STAGES):
+            raise ValueError(f"--zero {self.zero}: ZeRO has the stages {', '.join(_STAGES)}, and {MIXED}")
         space = Space(
             tp=_only(self.tp), pp=_only(self.pp), dp=_only(self.dp), samples=_only(self.micro_batch)
         )
@@ -140,8 +142,18 @@ class Request:
         if self.token_slices is not None:
             space = replace(space, token_slices=(self.token_slices,))
         if self.recompute is not None:
-            space = replace(space, recompute=(Recompute(self.recompute),))
-        return space if self.zero is None else replace(space, zero=(self.zero,))
+            space = replace(space, recompute=(self.way_to_recompute,))
+        return space if self.zero is None else replace(space, zero=(self.stage_of_zero,))
+
+    @property
+    def stage_of_zero(self) -> int | None:
+        """The stage asked for, 0 by default; ``None`` if it is decided item by item."""
+        return None if self.zero == MIXED else int(self.zero or 0)
+
+    @property
+    def way_to_recompute(self) -> Recompute | None:
+        """What is computed again, nothing by default; likewise."""
+        return None if self.recompute == MIXED else Recompute(self.recompute or "none")
 
 
 def _require_measured(
@@ -194,7 +206,7 @@ def plan_on_cluster(
     outputs: Outputs,
     *,
     objective: str,
-    top: int,
+    top: int | None,
     parts: bool,
     budget: float | None,
     deadline: str | None,
@@ -208,7 +220,7 @@ def plan_on_cluster(
         request: What to plan for.
         outputs: Where answers go.
         objective: ``time``, ``cost`` or ``pareto``.
-        top: Rows of the table.
+        top: Rows of the table; 10, or with ``every`` all, if ``None``.
         parts: Whether nodes may be left out.
         budget: Dollars for all steps.
         deadline: Time for all steps, for example ``3d``.
@@ -223,7 +235,9 @@ def plan_on_cluster(
     prices, space = request.prices(), request.space()
     check_space(prices, space, parts=parts or objective == "pareto")
     shape, cluster = prices.workload.shape, prices.cluster
-    wish = _wish(objective, top, parts, budget, deadline, outputs.steps)
+    wish = _wish(objective, _ROWS if top is None else top, parts, budget, deadline, outputs.steps)
+    if every:
+        _require_whole(objective, parts, budget, deadline)
     if objective == "pareto":
         found = pareto(prices, space, progress("parts"))
     else:
@@ -232,7 +246,7 @@ def plan_on_cluster(
         raise nothing_fits(prices, space, wish)
     plans: Sequence[ClusterPlan] = found.plans
     if every:
-        plans = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))
+        plans = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))[:top]
     rows = rows_of(plans, cluster, shape, outputs.steps)
     echo(text_table(rows))
     echo(
@@ -248,7 +262,7 @@ def plan_on_cluster(
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
     if outputs.out is not None:
-        write_runnable(found.plans[0], prices, request, outputs.out, echo)
+        write_runnable(found.plans[0], prices, request.model, request.fields, outputs.out, echo)
 
 
 def estimate_layout(request: Request, partition: str | None, echo: Callable[[str], None]) -> None:
@@ -272,8 +286,8 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
     layout: Layout = replace(
         family.plain,
         schedule=request.schedule or "1f1b",
-        recompute=Recompute(request.recompute or "none"),
-        zero=request.zero or 0,
+        recompute=request.way_to_recompute,
+        zero=request.stage_of_zero,
     )
     plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
     if plan is None:
@@ -285,6 +299,20 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
     echo(text_table(rows_of([plan], prices.cluster, prices.workload.shape)))
     echo("")
     echo(breakdown(plan, prices.cluster, prices.workload.shape))
+
+
+def _require_whole(objective: str, parts: bool, budget: float | None, deadline: str | None) -> None:
+    """Refuse what the list of all layouts does not heed; on all nodes the fastest is the cheapest, too."""
+    others = {
+        "--objective pareto": objective == "pareto",
+        "--subsets": parts,
+        "--budget": budget is not None,
+        "--deadline": deadline is not None,
+    }
+    if given := [name for name, there in others.items() if there]:
+        raise ValueError(
+            f"--every lists all layouts on the whole cluster, without a limit: leave out {', '.join(given)}"
+        )
 
 
 def _only(value: int | None) -> tuple[int, ...]:
@@ -331,61 +359,3 @@ def _seconds(text: str) -> float:
         return float(text[:-1]) * _HOURS[text[-1:]] * 3600
     except (KeyError, ValueError) as error:
         raise ValueError(f"a time is a number and one of s, m, h and d, such as 36h; got {text!r}") from error
-
-
-def write_runnable(
-    plan: ClusterPlan, prices: ClusterPrices, request: Request, out: Path, echo: Callable[[str], None]
-) -> None:
-    """Write the plan that runs, and beside it how to start it and what other frameworks read."""
-    from osdp.cluster_run import runnable_plan, with_note
-
-    shape, cluster = prices.workload.shape, prices.cluster
-    model, sample = build_model(request, shape, plan.layout.samples)
-    made = runnable_plan(plan, cluster, prices.workload, model, sample, rates=prices.rates)
-    used = _nodes(cluster.part(nodes_of(plan.slots)))
-    note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
-    made = with_note(made, note)
-    made.save(out)
-    program = f"train.py --plan {out.name}"
-    plan.save(out.with_name(f"{out.stem}.layout.json"))
-    out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
-    out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
-    echo(f"\nwritten: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
-    for export in exports(plan, shape):
-        out.with_name(export.file).write_text(export.text, encoding="utf8")
-        missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
-        echo(f"written: {export.file}{missing}")
-
-
-def build_model(request: Request, shape: TransformerShape, samples: int) -> tuple[Any, Any]:
-    """The model itself on the meta device, and a microbatch.
-
-    Raises:
-        ValueError: Only GPT-2 sizes and configuration files can be built.
-    """
-    from osdp.cli import build
-
-    fields: dict[str, Any] = {}
-    if request.model.endswith(".json") and request.fields:
-        raise ValueError(
-            f"--out builds the model of {request.model}, which --set ({', '.join(request.fields)}) does not "
-            "change: edit the file"
-        )
-    if other := sorted(set(request.fields) - _GPT2_FIELDS):
-        raise ValueError(
-            f"--out cannot build a GPT-2 with another {', '.join(other)}; it takes "
-            f"{', '.join(sorted(_GPT2_FIELDS))}"
-        )
-    if not request.model.endswith(".json"):
-        fields = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads}
-        fields |= {"vocab_size": shape.vocabulary, "n_positions": max(shape.positions, shape.sequence)}
-        if not request.model.startswith("gpt2"):
-            raise ValueError(
-                f"--out needs the model itself, and {request.model} has numbers only: give the JSON file of "
-                "its configuration with its model_type as --model"
-            )
-    return build(request.model, fields, samples, shape.sequence)
-
-
-def _nodes(cluster: Cluster) -> str:
-    return " + ".join(f"{group.count} {group.node.name}" for group in cluster.groups)

@@ -1,6 +1,6 @@
 """ClusterPlan: how a transformer is laid over a cluster, and what a step of that takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -8,7 +8,10 @@ from osdp import codec
 from osdp.layout import Degrees
 from osdp.transformer import TransformerShape
 
-CLUSTER_PLAN_VERSION = 1
+CLUSTER_PLAN_VERSION = 2
+
+#: What is decided item by item, as a word.
+MIXED = "mixed"
 
 
 class Recompute(StrEnum):
@@ -24,6 +27,33 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How items of a model live on the ranks of a stage.
+
+    Attributes:
+        zero: Stage of ZeRO: 0 replicates all, 1 shards optimizer states, 2 gradients as well, 3 weights as
+            well.
+        recompute: What is computed again.
+    """
+
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Items of a stage that follow each other and live alike.
+
+    Attributes:
+        way: How they live.
+        stop: The one after the last of them.
+    """
+
+    way: Way
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is to be trained; bytes are those of one parameter.
@@ -34,10 +64,12 @@ class Workload:
     Attributes:
         shape: The model.
         global_batch: Samples of a step.
-        weight_bytes: Of a weight that is computed with and gathered.
+        weight_bytes: Of a weight that is computed with and gathered, and of each number of an activation.
         gradient_bytes: Of a gradient while it waits.
         reduce_bytes: Of a gradient while it is reduced.
         state_bytes: Of what only the optimizer needs.
+        update_bytes: Of what its update allocates for a moment: Adam's as it runs on GPUs by default has one
+            32-bit copy (:data:`osdp.training.OPTIMIZERS`), a fused one none.
         flash: Whether scores of attention are never written.
         overlap: Part of the communication of gradients and gathered weights that compute hides where there is
             as much of it, from 0 to 1.
@@ -50,6 +82,7 @@ class Workload:
     gradient_bytes: int = 2
     reduce_bytes: int = 2
     state_bytes: int = 12
+    update_bytes: int = 4
     flash: bool = True
     overlap: float = 0.0
     reserve: int = 2**30
@@ -70,9 +103,8 @@ class Layout:
         samples: Of a microbatch on one data-parallel rank.
         microbatches: How many of them.
         schedule: Name of the order of the stages.
-        recompute: What is computed again.
-        zero: Stage of ZeRO: 0 replicates all, 1 shards optimizer states, 2 gradients as well, 3 weights as
-            well.
+        recompute: What is computed again; ``None`` if that is decided item by item.
+        zero: Stage of ZeRO (:class:`Way`); likewise.
         token_slices: Equal slices that each sequence is cut into; stages work on several at a time.
     """
 
@@ -80,9 +112,39 @@ class Layout:
     samples: int
     microbatches: int
     schedule: str = "1f1b"
-    recompute: Recompute = Recompute.NONE
-    zero: int = 0
+    recompute: Recompute | None = Recompute.NONE
+    zero: int | None = 0
     token_slices: int = 1
+
+    @property
+    def way(self) -> Way:
+        """How all its items live.
+
+        Raises:
+            ValueError: Each has its own way.
+        """
+        if self.zero is None or self.recompute is None:
+            raise ValueError(f"items of {self} live in ways of their own")
+        return Way(self.zero, self.recompute)
+
+    @property
+    def by_item(self) -> bool:
+        """Whether items may live in different ways."""
+        return self.zero is None or self.recompute is None
+
+    @property
+    def sharding(self) -> str:
+        """Its stage of ZeRO as a word."""
+        return MIXED if self.zero is None else f"zero{self.zero}"
+
+    @property
+    def recomputation(self) -> str:
+        """What is computed again as a word."""
+        return MIXED if self.recompute is None else self.recompute.value
+
+    def living(self, way: Way) -> "Layout":
+        """The same layout with all items in one way."""
+        return replace(self, zero=way.zero, recompute=way.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +208,7 @@ class StageBytes:
         states: What the optimizer keeps.
         activations: Of all microbatches in flight.
         working: Most of what is there for a moment only.
+        update: What the update allocates for a moment, when activations are gone.
         reserve: What the framework keeps.
         limit: What the smallest of its devices has.
     """
@@ -155,13 +218,15 @@ class StageBytes:
     states: int
     activations: int
     working: int
+    update: int
     reserve: int
     limit: int
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.states + self.activations + self.working + self.reserve
+        """Most of it at one moment."""
+        always = self.weights + self.gradients + self.states + self.reserve
+        return always + max(self.activations + self.working, self.update)
 
 
 @dataclass(frozen=True)
@@ -177,6 +242,7 @@ class ClusterPlan:
         slots: Where each stage lies.
         seconds: What a step takes.
         stages: Memory of each stage.
+        runs: How the items of each stage live, where that is decided item by item; empty elsewhere.
         dollars_per_second: What all nodes cost; ``None`` if a price is unknown.
         optimal: Whether no layout in the space is better.
         version: Of this format.
@@ -189,6 +255,7 @@ class ClusterPlan:
     slots: tuple[Slot, ...]
     seconds: StepSeconds
     stages: tuple[StageBytes, ...]
+    runs: tuple[tuple[Run, ...], ...] = ()
     dollars_per_second: float | None = None
     optimal: bool = False
     version: int = CLUSTER_PLAN_VERSION
@@ -207,6 +274,15 @@ class ClusterPlan:
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return all(stage.total <= stage.limit for stage in self.stages)
+
+    @property
+    def thriftiest(self) -> Layout:
+        """The layout with all items in the ways that need least memory of those that some items have."""
+        if not self.layout.by_item:
+            return self.layout
+        ways = [run.way for stage in self.runs for run in stage]
+        again = max((way.recompute for way in ways), key=list(Recompute).index)
+        return self.layout.living(Way(max(way.zero for way in ways), again))
 
     @property
     def dollars_per_step(self) -> float | None:

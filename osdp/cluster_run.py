@@ -15,7 +15,7 @@ from torch import nn
 from osdp.api import make_plan
 from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Workload
-from osdp.cost.cluster_stage import Home, home_of
+from osdp.cost.cluster_home import Home, home_of
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.ring import Ring
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
@@ -84,7 +84,8 @@ def runnable_plan(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
     model_desc = ModelDesc.from_module(model, sample_inputs)
-    for modes in (_MODES[layout.zero], _ANY):
+    wanted = _ANY if layout.zero is None else _MODES[layout.zero]
+    for modes in dict.fromkeys((wanted, _ANY)):
         rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
@@ -113,7 +114,7 @@ def _require_sliceable(model: nn.Module, slices: int) -> None:
 def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
     """The plan with what it does otherwise than its layout."""
     stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
-    if modes == _ANY:
+    if layout.zero is not None and modes == _ANY:
         made = with_note(
             made, f"ZeRO {layout.zero} everywhere does not fit when it is traced; ways are chosen by operator"
         )

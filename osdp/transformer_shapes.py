@@ -116,7 +116,7 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
     """
     if model.endswith(".json"):
         content = json.loads(Path(model).read_text(encoding="utf8"))
-        shape = shape_from_config(content, Path(model).stem)
+        shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
     elif model in SHAPES:
         shape = SHAPES[model]
     else:
@@ -132,8 +132,13 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
     return replace(shape, **(overrides or {}))
 
 
-def shape_from_config(config: Mapping[str, Any], name: str) -> TransformerShape:
+def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:
     """The shape of a configuration of transformers, or of the fields of a shape.
+
+    Args:
+        config: The configuration.
+        name: What to call it if it does not say.
+        sequence: Tokens of a sample if it does not say.
 
     Raises:
         ValueError: A number is missing, or the kind of the model is unknown.
@@ -146,6 +151,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> TransformerShape:
         for field, keys in _FIELDS.items()
         if any(config.get(key) is not None for key in keys)
     }
+    if sequence is not None:
+        found.setdefault("sequence", sequence)
     needed = ("layers", "hidden", "heads", "vocabulary", "sequence")
     if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
         raise ValueError(

@@ -7,6 +7,7 @@ Started by torchrun, which demo.sh and the scripts named after a model do::
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,14 +108,22 @@ def start() -> Part:
 
 
 def leave() -> None:
-    """Leave the process group, if it is still there, once all processes are done with it.
-
-    A thread of gloo still holds the tensors of the last collective when that is over; were the interpreter
-    to end meanwhile, the process would be aborted (https://github.com/pytorch/pytorch/issues/190489).
-    """
+    """Leave the process group, if it is still there, once all processes are done with it."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def end() -> None:
+    """End the process without taking the interpreter down.
+
+    Threads of gloo outlive their process group and may hold the tensors of its last collective: when the
+    interpreter ends meanwhile, the process is aborted, about once in forty times on busy machines
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def read_corpus(options: argparse.Namespace) -> Corpus:
@@ -234,3 +243,4 @@ def measured_peaks(
 
 if __name__ == "__main__":
     main()
+    end()

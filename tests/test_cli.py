@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile, cli
+from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile, cli, cli_models
 
 SMALL = ["n_layer=2", "n_embd=32", "n_head=2", "vocab_size=64", "attn_pdrop=0.0"]
 SET = [part for field in SMALL for part in ("--set", field)]
@@ -130,7 +130,7 @@ def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
     path.write_text(json.dumps(fields), encoding="utf8")
-    model, sample = cli.build(str(path), {"intermediate_size": 48, "vocab_size": 64}, batch=3, seq=8)
+    model, sample = cli_models.build(str(path), {"intermediate_size": 48, "vocab_size": 64}, batch=3, seq=8)
     assert len(model.model.layers) == 3  # type: ignore[arg-type, union-attr]
     assert model.model.layers[0].mlp.up_proj.weight.shape == (48, 32)  # type: ignore[index, union-attr]
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -141,14 +141,14 @@ def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: p
     (tmp_path / "my_model.py").write_text("def make():\n    return 'model', 'batch'\n", encoding="utf8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli.build("my_model:make", {}, batch=1, seq=1) == ("model", "batch")
+    assert cli_models.build("my_model:make", {}, batch=1, seq=1) == ("model", "batch")
 
 
 @pytest.mark.parametrize(
     ("name", "millions"), [("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558)]
 )
 def test_known_sizes_have_their_published_parameters(name: str, millions: int) -> None:
-    model, _ = cli.build(name, {}, batch=1, seq=8)
+    model, _ = cli_models.build(name, {}, batch=1, seq=8)
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
 
 

@@ -93,6 +93,17 @@ def test_all_layouts_can_be_listed(
     assert all((row["real_rank"] == "0") == (row["is_oom"] == "True") for row in rows)
 
 
+def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = ["--zero", "mixed", "--recomputation", "mixed", "--set", "layers=48", "--reserve", "20GiB"]
+    degrees = ["--tp", "1", "--pp", "2", "--dp", "2", "--micro-batch", "4", "--seq", "1024"]
+    run("estimate", *words, *degrees, *mixed)
+    told = capsys.readouterr().out
+    assert "mixed" in told and "recompute full" in told
+    # What fits best alike is told as that.
+    run("plan", *words, *degrees, *mixed[:4], "--every", "--top", "1")
+    assert "zero1" in capsys.readouterr().out
+
+
 def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", *words, "--objective", "cost", "--subsets", "--top", "1")
     cheap = capsys.readouterr().out
@@ -163,6 +174,11 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (
             ["--deadline", "0.001s", "--steps", "100"],
             "no step takes at most 1e-05 s; the fastest without a limit takes",
+        ),
+        (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
+        (
+            ["--every", "--subsets", "--budget", "3", "--steps", "5"],
+            "--every lists all layouts on the whole cluster, without a limit: leave out --subsets, --budget",
         ),
         (["--steps", "0"], "--steps 0: at least 1 is needed"),
         (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),

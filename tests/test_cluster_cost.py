@@ -6,8 +6,9 @@ import pytest
 
 from osdp.cluster import Wire
 from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cost.cluster_schedule import BUBBLE_SHARE, bubble_share, in_flight
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import BUBBLE_SHARE, bubble_share, in_flight, price
+from osdp.cost.cluster_step import price
 from osdp.cost.layer_work import layer_work
 from osdp.cost.pipeline import StageCost, simulate
 from osdp.cost.ring import Ring
@@ -57,8 +58,8 @@ def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
         assert part.kernels == whole.kernels
     layout = Layout(Degrees(2, 1, 1), 2, 4)
     prices = ClusterPrices(FOUR, replace(workload(global_batch=8), shape=gpt))
-    homes = prices.home(layout, Slot((1,), 2))
-    kept = [prices.item_prices(replace(layout, token_slices=k), homes)[Item.LAYER].kept for k in (1, 4)]
+    slot = Slot((1,), 2)
+    kept = [prices.item_prices(replace(layout, token_slices=k), slot)[Item.LAYER].kept for k in (1, 4)]
     # Keys and values of whole sequences, and their gradients.
     assert kept[1] - kept[0] == 2 * 2 * (2 * 2 * 1024 * 1024)
 

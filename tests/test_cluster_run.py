@@ -11,6 +11,7 @@ from osdp.cluster_plan import Layout, Workload
 from osdp.cluster_run import runnable_plan, step_bounds
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
+from osdp.integrations.huggingface import masked_lm_loss
 from osdp.layout import Degrees
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
@@ -22,6 +23,7 @@ from osdp.search.cluster_space import cells_of
 from tests import distributed
 from tests.clusters import FAST, SLOW, cluster, node_type, shape
 from tests.stage_nets import TiedNet, batch, loss_fn, targets
+from tests.transformer_models import build
 
 UNEQUAL = cluster((node_type(FAST, 2), 1), (node_type(SLOW, 2), 1))
 #: Blocks of the net below, with numbers that make them large enough to be cut unevenly.
@@ -33,7 +35,7 @@ def net() -> nn.Module:
     return TiedNet()
 
 
-def plan_of(degrees: Degrees, zero: int = 0, **changes: object) -> Plan | PipelinePlan:
+def plan_of(degrees: Degrees, zero: int | None = 0, **changes: object) -> Plan | PipelinePlan:
     layout = replace(Layout(degrees, 2, 4 // degrees.dp, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(UNEQUAL, WORK)
     cells = cells_of(UNEQUAL, UNEQUAL.counts, degrees.tp * degrees.dp)
@@ -55,12 +57,41 @@ def train_under(plans: list[Plan | PipelinePlan]) -> None:
 def test_unequal_stages_train_as_a_single_process() -> None:
     layouts = ((Degrees(2, 2, 1), 0), (Degrees(2, 2, 1), 3), (Degrees(2, 1, 2), 0), (Degrees(1, 4, 1), 3))
     plans = [plan_of(degrees, zero) for degrees, zero in layouts]
+    # What is decided item by item is decided operator by operator when it is traced.
+    plans += [plan_of(degrees, None, recompute=None) for degrees in (Degrees(2, 2, 1), Degrees(1, 4, 1))]
     for plan in plans[:3]:
         assert isinstance(plan, PipelinePlan)
         held = [[m for m in stage.modules if m.count(".") == 1] for stage in plan.stages]
         # The slow node has fewer layers than the fast one.
         assert len(held[0]) + len(held[1]) == 4 and len(held[0]) != len(held[1])
     distributed.run(4, train_under, plans, timeout=120)
+
+
+def train_languages(plans: dict[str, Plan | PipelinePlan]) -> None:
+    for name, plan in plans.items():
+        inputs, labels = language_batch(name, 4)
+        total, count = masked_lm_loss(build(name)(**inputs), labels)
+        loss = OSDP(build(name), plan=plan).train_step(inputs, labels, masked_lm_loss)
+        assert loss.item() == pytest.approx((total / count).item(), rel=1e-5), name
+
+
+def language_batch(name: str, samples: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(3, 200, (samples, 16), generator=generator) for _ in range(2))
+    return {"input_ids": tokens} | ({"decoder_input_ids": labels} if name == "t5" else {}), labels
+
+
+def test_encoders_and_encoder_decoders_run_in_stages() -> None:
+    plans = {}
+    for name, decoder_layers in (("bert", 0), ("t5", 2)):
+        load = Workload(shape=shape(2, decoder_layers=decoder_layers), global_batch=4)
+        prices = ClusterPrices(UNEQUAL, load)
+        cells = cells_of(UNEQUAL, UNEQUAL.counts, 2)
+        assert cells is not None
+        found = arrange(prices, Layout(Degrees(2, 2, 1), 1, 2), cells)
+        assert found is not None
+        plans[name] = runnable_plan(found, UNEQUAL, load, build(name), language_batch(name, 1)[0], kind="cpu")
+    distributed.run(4, train_languages, plans, timeout=120)
 
 
 def test_zero_decides_which_ways_there_are() -> None:

@@ -27,8 +27,8 @@ BOTH = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
 def layer_seconds(samples: int, tp: int = 1, gpu: int = 0, profile: LayerProfile = MEASURED) -> float:
     prices = ClusterPrices(BOTH, workload(global_batch=64), profiles=[profile])
     layout = Layout(Degrees(2, 4 // tp, tp), samples, 4)
-    home = prices.home(layout, Slot((1, 0) if gpu == 0 else (0, 1)))
-    return prices.item_prices(layout, home)[Item.LAYER].compute
+    slot = Slot((1, 0) if gpu == 0 else (0, 1))
+    return prices.item_prices(layout, slot)[Item.LAYER].compute
 
 
 def test_measured_points_are_taken_as_they_are_and_between_them_lines() -> None:

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from osdp.cost.cluster_slot import Stretches
 from osdp.search.placement import CellKind, Problem, place
+
+Floats = NDArray[np.float64]
 
 
 def problem_of(generator: np.random.Generator, *, tight: bool) -> Problem:
@@ -27,18 +30,27 @@ def problem_of(generator: np.random.Generator, *, tight: bool) -> Problem:
             ends[start, stop] = last[start:stop].sum()
         room = generator.integers(2, 6, 8) if tight else np.full(8, items)
 
-        def fits(rank: int, room: NDArray[np.int64] = room, items: int = items) -> NDArray[np.bool_]:
+        # Late stages of some cells cost more than early ones.
+        dearer = generator.integers(0, 2)
+
+        def at(
+            rank: int,
+            room: NDArray[np.int64] = room,
+            items: int = items,
+            sums: Floats = sums,
+            ends: Floats = ends,
+            dearer: int = dearer,
+        ) -> Stretches:
             index = np.arange(items + 1)
-            return index[None, :] - index[:, None] <= room[rank]
+            fits = index[None, :] - index[:, None] <= room[rank]
+            return Stretches(sums + dearer * rank, ends, fits) if dearer else Stretches(sums, ends, fits)
 
         borders = generator.integers(0, 3, (kinds + 1, items + 1)).astype(float)
         cells.append(
             CellKind(
                 count=int(generator.integers(1, 3)),
                 stages=int(generator.integers(1, 3)),
-                seconds=sums,
-                end=ends,
-                fits=fits,
+                at=at,
                 inside=borders[-1],
                 after=tuple(borders[:-1]),
             )
@@ -56,9 +68,9 @@ def every_way(problem: Problem) -> Iterator[tuple[float, tuple[int, ...], tuple[
             times, ends, last = [], [], 0
             for rank, ((kind, inner), (a, b)) in enumerate(zip(stages, pairwise(bounds), strict=True)):
                 border = cells[kind].inside if inner else cells[kind].after[last]
-                fits = cells[kind].fits(rank)[a, b]
-                times.append(cells[kind].seconds[a, b] + border[a] if fits else math.inf)
-                ends.append(cells[kind].end[a, b])
+                here = cells[kind].at(rank)
+                times.append(here.seconds[a, b] + border[a] if here.fits[a, b] else math.inf)
+                ends.append(here.end[a, b])
                 last = kind
             if max(times) < math.inf:
                 value = problem.bottleneck * max(times) + problem.share * sum(times) + max(ends)

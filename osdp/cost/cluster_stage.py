@@ -16,69 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster import Cluster, Gpu, Wire
-from osdp.cluster_plan import Layout, Recompute, Slot, StageBytes, Workload
+from osdp.cluster import Cluster, Gpu
+from osdp.cluster_plan import Layout, Recompute, Slot, Way, Workload
+from osdp.cost.cluster_home import Home, home_of
 from osdp.cost.corrections import LayerCase, correction_factor
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
 from osdp.cost.measured_layers import measured_seconds
 from osdp.cost.rates import PUBLISHED, Rates
-from osdp.cost.ring import Ring
 from osdp.layer_profile import LayerProfile
 from osdp.transformer import Item
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """What a stage finds in its slot.
-
-    Attributes:
-        gpus: Kinds of its devices; the slowest sets the pace of all.
-        limit: Bytes of the smallest of them.
-        tensor: The ranks that compute a layer together.
-        data: The ranks that hold the same part of the model.
-        within: To the next stage in the same node.
-        between: To a stage in another node, while all devices of this one send.
-    """
-
-    gpus: tuple[Gpu, ...]
-    limit: int
-    tensor: Ring
-    data: Ring
-    within: Wire
-    between: Wire
-
-
-def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
-    """The devices and links of a slot.
-
-    Neighbouring ranks share a layer, the next ones a stage's data, so that a node's link to the network
-    carries one ring for each of the ``tp`` ranks, and messages of all its devices.
-    """
-    kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
-    tp, dp = layout.degrees.tp, layout.degrees.dp
-    within = _slowest([kind.inside for kind in kinds])
-    out = _slowest([kind.outside for kind in kinds])
-    crosses = sum(slot.nodes) > 1
-    senders = min(min(kind.devices for kind in kinds), tp * dp)
-    return Home(
-        gpus=tuple(kind.gpu for kind in kinds),
-        limit=min(kind.gpu.memory for kind in kinds),
-        tensor=Ring(tp, within),
-        data=Ring(dp, _slowest([within, _shared(out, tp)]) if crosses else within),
-        within=within,
-        between=_shared(out, senders),
-    )
-
-
-def _slowest(wires: list[Wire]) -> Wire:
-    return Wire(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
-
-
-def _shared(wire: Wire, users: int) -> Wire:
-    return Wire(wire.bandwidth / users, wire.latency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +69,9 @@ class StagePrices:
         items: What each kind of item takes.
         seconds: Of a microbatch, forward and backward, without what crosses borders; ``(I + 1, I + 1)``.
         parameters: Of each stage, likewise.
-        kept: Bytes for each microbatch in flight, likewise.
-        working: Bytes there for a moment, likewise.
+        kept: Bytes for each microbatch in flight, but for the head's, likewise.
+        logits: What the head keeps for each of its microbatches in flight, likewise.
+        working: Bytes there for a moment of any item, without what crosses borders, likewise.
         backward: Seconds of a backward's compute, likewise.
         end: Seconds after the last microbatch: gradients and the update, likewise.
     """
@@ -131,6 +81,7 @@ class StagePrices:
     seconds: Floats
     parameters: Floats
     kept: Floats
+    logits: Floats
     working: Floats
     backward: Floats
     end: Floats
@@ -161,6 +112,7 @@ class ClusterPrices:
             np.zeros_like(self._counts[0]),
         )
         self._homes: dict[tuple[int, int, Slot], Home] = {}
+        self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
         self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
@@ -169,11 +121,14 @@ class ClusterPrices:
         """What one rank does for one item on one slice of a microbatch."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
         if key not in self._work:
-            shape, flash = self.workload.shape, self.workload.flash
-            self._work[key] = layer_work(
-                shape, item, layout.samples, layout.degrees.tp, flash=flash, slices=layout.token_slices
-            )
+            self._work[key] = self._work_of(*key)
         return self._work[key]
+
+    def _work_of(self, item: Item, samples: int, tp: int, slices: int) -> LayerWork:
+        load = self.workload
+        return layer_work(
+            load.shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes
+        )
 
     def home(self, layout: Layout, slot: Slot) -> Home:
         """The devices and links of a slot."""
@@ -188,27 +143,36 @@ class ClusterPrices:
         return np.array([0.0, *outputs[:-1], 0.0])
 
     def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
-        """All stages of ``layout`` on a kind of slot."""
+        """All stages of ``layout``, whose items live in one way, on a kind of slot."""
         home = self.home(layout, slot)
-        items = self.item_prices(layout, home)
+        items = self.item_prices(layout, slot)
         parameters = self._summed([item.parameters for item in items.values()])
         backward = self._summed([item.backward for item in items.values()])
         # A stage that has several of the tied items has one weight of theirs.
         parameters -= np.maximum(self._tied - 1, 0) * self.tied_numbers(layout)
+        working = np.zeros_like(parameters)
+        for count, item in zip(self._counts, items.values(), strict=True):
+            working = np.maximum(working, (count > 0) * self.working_bytes(layout, item))
         return StagePrices(
             home=home,
             items=items,
             seconds=self._summed([item.seconds for item in items.values()]),
             parameters=parameters,
-            kept=self._summed([item.kept for item in items.values()]),
-            working=self._working(layout, items),
+            kept=self._summed([item.kept * (kind is not Item.HEAD) for kind, item in items.items()]),
+            logits=self._summed([item.kept * (kind is Item.HEAD) for kind, item in items.items()]),
+            working=working,
             backward=backward,
             end=self.end_seconds(layout, home, parameters, backward),
         )
 
-    def item_prices(self, layout: Layout, home: Home) -> dict[Item, ItemPrices]:
+    def item_prices(self, layout: Layout, slot: Slot) -> dict[Item, ItemPrices]:
         """What each kind of item takes, in order of the first of each."""
-        return {item: self._item(item, layout, home) for item in self.kinds}
+        degrees, way = layout.degrees, layout.way
+        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot)
+        if key not in self._items:
+            home = self.home(layout, slot)
+            self._items[key] = {item: self._item(item, layout, home) for item in self.kinds}
+        return self._items[key]
 
     def tied_numbers(self, layout: Layout) -> int:
         """Numbers of an embedding's weight on one rank."""
@@ -232,10 +196,11 @@ class ClusterPrices:
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
         scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
         fixed = ring.scatter_seconds(0.0)
-        scatters = {0: 2, 1: 1}.get(layout.zero, 0)
+        zero = layout.way.zero
+        scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + reduced * scale)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
-        if layout.zero in (1, 2):
+        if zero in (1, 2):
             exposed = exposed + fixed + gathered * scale
         return np.where(parameters > 0, exposed, 0.0)
 
@@ -243,60 +208,36 @@ class ClusterPrices:
         """The optimizer's update: gradients are read, all else is read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
-        held = parameters / (layout.degrees.dp if layout.zero else 1)
+        held = parameters / self.shards_of_states(layout.way, layout)
         slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
-    def parameter_bytes(self, layout: Layout) -> tuple[float, float, float]:
+    def shards_of_states(self, way: Way, layout: Layout) -> int:
+        """Ranks that share the optimizer states of an item."""
+        return layout.degrees.dp if way.zero else 1
+
+    def parameter_bytes(self, way: Way, layout: Layout) -> tuple[float, float, float]:
         """Bytes of weight, gradient and optimizer state that a rank keeps for each parameter."""
         load, dp = self.workload, layout.degrees.dp
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
-        weight, gradient, state = (size / dp if layout.zero >= stage else size for size, stage in sizes)
+        weight, gradient, state = (size / dp if way.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
-    def stage_bytes(
-        self, prices: StagePrices, layout: Layout, start: int, stop: int, held: float
-    ) -> StageBytes:
-        """Memory of one stage with the activations of ``held`` microbatches."""
-        parameters = prices.parameters[start, stop]
-        weights, gradients, states = (
-            int(np.ceil(parameters * size)) for size in self.parameter_bytes(layout)
-        )
-        return StageBytes(
-            weights=weights,
-            gradients=gradients,
-            states=states,
-            activations=int(np.ceil(prices.kept[start, stop] * held)),
-            working=int(prices.working[start, stop]),
-            reserve=self.workload.reserve,
-            limit=prices.home.limit,
-        )
-
-    def total_bytes(self, prices: StagePrices, layout: Layout, held: float) -> Floats:
-        """The same for all stages at once."""
-        each = self.parameter_bytes(layout)
-        # Each part is rounded up by itself.
-        states = sum(np.ceil(prices.parameters * size) for size in each)
-        total: Floats = (
-            states + np.ceil(prices.kept * held) + np.floor(prices.working) + self.workload.reserve
-        )
-        return total
-
     def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
-        work, slices = self.work(item, layout), layout.token_slices
+        work, slices, recompute = self.work(item, layout), layout.token_slices, layout.way.recompute
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
-        full = layer and layout.recompute is Recompute.FULL
+        full = layer and recompute is Recompute.FULL
         again = forward if full else 0.0
-        if layer and layout.recompute is Recompute.SELECTIVE:
+        if layer and recompute is Recompute.SELECTIVE:
             again = max(s.attention for s in slowest)
         sums = work.sums * (3 if full else 2) * self._factor(layout)
         kept = work.kept_bytes
         if full:
             kept = work.input_bytes
-        elif layout.recompute is Recompute.SELECTIVE:
+        elif recompute is Recompute.SELECTIVE:
             kept -= work.score_bytes
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
         return ItemPrices(
@@ -322,8 +263,7 @@ class ClusterPrices:
             return None
 
         def modelled(samples: int, tp: int) -> LayerSeconds:
-            work = layer_work(self.workload.shape, item, samples, tp, flash=self.workload.flash)
-            return layer_seconds(work, gpu, self.rates)
+            return layer_seconds(self._work_of(item, samples, tp, 1), gpu, self.rates)
 
         profile = self._profiles[gpu.name]
         whole = measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
@@ -343,36 +283,27 @@ class ClusterPrices:
 
     def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
         """Collectives of every microbatch, as far as compute does not hide them."""
-        if layout.zero < 2 or layout.degrees.dp == 1 or not parameters:
+        load, zero = self.workload, layout.way.zero
+        if zero < 2 or layout.degrees.dp == 1 or not parameters:
             return 0.0
-        load = self.workload
         scatter = home.data.scatter_seconds(parameters * load.reduce_bytes)
-        gather = home.data.scatter_seconds(parameters * load.weight_bytes) if layout.zero == 3 else 0.0
+        gather = home.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
         return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
 
     def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
         """What is there for a moment of one item: what is sharded is whole then."""
-        load = self.workload
+        load, zero = self.workload, layout.way.zero
         if layout.degrees.dp == 1:
             return item.working
-        whole = load.reduce_bytes * item.parameters if layout.zero >= 2 else 0
+        whole = load.reduce_bytes * item.parameters if zero >= 2 else 0
         # The next item's weights arrive while this one's are used.
-        return item.working + whole + (2 * load.weight_bytes * item.parameters if layout.zero == 3 else 0)
+        return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
     def _summed(self, values: Sequence[float]) -> Floats:
         total = np.zeros_like(self._counts[0])
         for count, value in zip(self._counts, values, strict=True):
             total += count * value
         return total
-
-    def _working(self, layout: Layout, items: Mapping[Item, ItemPrices]) -> Floats:
-        """The most that is there for a moment: of one item, what is sharded being whole then."""
-        found = np.zeros_like(self._counts[0])
-        for count, item in zip(self._counts, items.values(), strict=True):
-            found = np.maximum(found, (count > 0) * self.working_bytes(layout, item))
-        border = 2 * self.border_bytes(layout)
-        found += border[:, None] + border[None, :]
-        return found
 
     def end_seconds(self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float) -> Floats:
         """What follows the last microbatch for so many parameters: gradients and the update."""
@@ -395,8 +326,3 @@ def _count(items: Sequence[Item], kind: Item) -> Floats:
     prefix = np.concatenate([[0.0], np.cumsum(np.array([item is kind for item in items], dtype=float))])
     count: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
     return count
-
-
-def slot_prices(prices: ClusterPrices, layout: Layout, slots: tuple[Slot, ...]) -> Mapping[Slot, StagePrices]:
-    """Stage prices of each distinct slot."""
-    return {slot: prices.stage_prices(layout, slot) for slot in dict.fromkeys(slots)}

@@ -17,43 +17,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 from osdp.cluster_plan import ClusterPlan, Layout, Slot, StepSeconds
-from osdp.cost.cluster_stage import ClusterPrices, Home, slot_prices
+from osdp.cost.cluster_home import Home
+from osdp.cost.cluster_schedule import bubble_share, stages_per_rank
+from osdp.cost.cluster_slot import SlotStages
+from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.ring import Ring
-
-#: Stages of each rank, interleaved.
-INTERLEAVED = 2
-
-#: Part of the fill and drain of the pipeline that is left, with whole sequences.
-BUBBLE_SHARE = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / INTERLEAVED, "zb-h1": 1 / 3}
-
-
-def stages_per_rank(schedule: str) -> int:
-    """Stages that each rank holds."""
-    return INTERLEAVED if schedule == "interleaved" else 1
-
-
-def bubble_share(layout: Layout) -> float:
-    """Part of the fill and drain that is left: what fills the pipeline is a slice of a microbatch."""
-    return BUBBLE_SHARE[layout.schedule] / layout.token_slices
-
-
-def in_flight(layout: Layout, rank: int) -> float:
-    """Microbatches whose activations a rank holds at once, in units of all its stages.
-
-    As many as its warm-up has forwards, and one more (:mod:`osdp.orders`).
-    """
-    pp, m, slices = layout.degrees.pp, layout.microbatches, layout.token_slices
-    match layout.schedule:
-        case "gpipe":
-            return m
-        case "zb-h1":
-            return min(m, pp)
-        case "interleaved":
-            longest_run = -(-m // max(1, m // pp))
-            warmup = 2 * (pp - 1 - rank) + (INTERLEAVED - 1) * longest_run
-            return min(m * INTERLEAVED, warmup + 1) / INTERLEAVED
-        case _:
-            return min(m, (pp - 1 - rank + slices) / slices)
+from osdp.transformer import Item
 
 
 def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, same_node: bool) -> float:
@@ -81,7 +50,25 @@ def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot
     return max(Ring(holders, wire).reduce_seconds(nbytes) for wire in wires)
 
 
-def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: Sequence[Slot]) -> ClusterPlan:
+def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
+    """What the first rank gets of the last one for each microbatch, interleaved, over the slowest link."""
+    if stages_per_rank(layout.schedule) == 1:
+        return 0.0
+    nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
+    again = (stages_per_rank(layout.schedule) - 1) / stages_per_rank(layout.schedule)
+    return again * max(
+        border_seconds(layout, home, home, nbytes, same_node=slot.shares >= layout.degrees.pp)
+        for slot, home in homes.items()
+    )
+
+
+def price(
+    prices: ClusterPrices,
+    layout: Layout,
+    bounds: Sequence[int],
+    slots: Sequence[Slot],
+    stages: Mapping[Slot, SlotStages] | None = None,
+) -> ClusterPlan:
     """Price one layout that is cut at ``bounds`` and placed in ``slots``.
 
     Args:
@@ -89,6 +76,7 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
         layout: Degrees, batch, schedule, recomputation, sharding.
         bounds: First item of each stage, and the number of items.
         slots: Where each stage lies.
+        stages: Of the layout on each kind of slot, where they are known.
 
     Raises:
         ValueError: There are not as many stages and slots as the layout has, or a stage is empty.
@@ -100,26 +88,19 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
             f"{pp} stages of {len(prices.items)} items need {pp + 1} ascending bounds from 0 to "
             f"{len(prices.items)} and {pp} slots, got bounds {tuple(bounds)} and {len(slots)} slots"
         )
-    by_slot = slot_prices(prices, layout, tuple(slots))
+    by_slot = stages or {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(slots)}
+    homes = {slot: by_slot[slot].home for slot in dict.fromkeys(slots)}
+    found = [by_slot[slots[rank]].stage(*pair, rank) for rank, pair in enumerate(pairwise(bounds))]
     border = prices.border_bytes(layout)
-    times, sends, ends = [], [], []
-    for stage, (start, stop) in enumerate(pairwise(bounds)):
-        own = by_slot[slots[stage]]
-        sent = 0.0
-        if stage:
-            before, same = by_slot[slots[stage - 1]].home, shares_node(slots, stage)
-            sent = border_seconds(layout, before, own.home, float(border[start]), same_node=same)
-        sends.append(sent)
-        times.append(float(own.seconds[start, stop]) + sent)
-        ends.append(float(own.end[start, stop]))
+    sends = [wrap_seconds(prices, layout, homes)]
+    for rank in range(1, pp):
+        before, here = homes[slots[rank - 1]], homes[slots[rank]]
+        sent = float(border[bounds[rank]])
+        sends.append(border_seconds(layout, before, here, sent, same_node=shares_node(slots, rank)))
+    times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
     slowest = times.index(max(times))
-    share, m = bubble_share(layout), layout.microbatches
-    last = ends.index(max(ends))
-    prices_there = by_slot[slots[slowest]].items
-    inside = [prices_there[item] for item in prices.items[bounds[slowest] : bounds[slowest + 1]]]
-    final = by_slot[slots[last]]
-    part = slice(bounds[last], bounds[last] + 1), bounds[last + 1]
-    held = final.parameters[part]
+    last = max(found, key=lambda stage: stage.end)
+    share, m, inside = bubble_share(layout), layout.microbatches, found[slowest].items
     return ClusterPlan(
         model=prices.workload.shape.name,
         cluster=prices.cluster.fingerprint,
@@ -133,14 +114,12 @@ def price(prices: ClusterPrices, layout: Layout, bounds: Sequence[int], slots: S
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
             bubble=share * (sum(times) - times[slowest]),
-            gradients=float(prices.gradient_seconds(layout, final.home, held, final.backward[part])[0]),
-            optimizer=float(prices.update_seconds(layout, final.home, held)[0]) + prices.rates.step_seconds,
-            embedding=embedding_seconds(prices, layout, {slot: p.home for slot, p in by_slot.items()}),
+            gradients=last.gradients,
+            optimizer=last.optimizer + prices.rates.step_seconds,
+            embedding=embedding_seconds(prices, layout, homes),
         ),
-        stages=tuple(
-            prices.stage_bytes(by_slot[slots[stage]], layout, start, stop, in_flight(layout, stage))
-            for stage, (start, stop) in enumerate(pairwise(bounds))
-        ),
+        stages=tuple(stage.bytes for stage in found),
+        runs=tuple(stage.runs for stage in found) if layout.by_item else (),
         dollars_per_second=prices.cluster.part(nodes_of(slots)).dollars_per_second,
     )
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster_plan import Layout, Slot
-from osdp.cost.cluster_stage import ClusterPrices, Floats, Home, home_of
-from osdp.cost.cluster_step import border_seconds, bubble_share, embedding_seconds
+from osdp.cost.cluster_home import Home
+from osdp.cost.cluster_schedule import bubble_share
+from osdp.cost.cluster_stage import ClusterPrices, Floats
+from osdp.cost.cluster_step import border_seconds, embedding_seconds, wrap_seconds
 from osdp.transformer import Item
 
 
@@ -59,7 +61,6 @@ class EvenSteps:
 
     def __init__(self, prices: ClusterPrices) -> None:
         self.prices = prices
-        self._homes: dict[tuple[int, ...], Home] = {}
         self._parts: dict[tuple[object, ...], _Parts] = {}
         self._ends: dict[tuple[object, ...], float] = {}
 
@@ -77,8 +78,8 @@ class EvenSteps:
         layers = layers or prices.workload.shape.layers
         each = even_layers(layers, pp)
         slot = even_slot(prices, layout)
-        home = self._home(layout, slot)
-        parts = self._parts_of(layout, home)
+        home = prices.home(layout, slot)
+        parts = self._parts_of(layout, slot)
         if pp == 1:
             pipeline = layout.microbatches * (parts.embedding + each * parts.layer + parts.head)
         else:
@@ -87,24 +88,18 @@ class EvenSteps:
                 border_seconds(layout, home, home, sent, same_node=same) for same in (True, False)
             )
             times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
-            times[0] = each * parts.layer + parts.embedding
+            times[0] = each * parts.layer + parts.embedding + wrap_seconds(prices, layout, {slot: home})
             times[-1] += parts.head
             slowest = max(times)
             pipeline = layout.microbatches * slowest
             pipeline += bubble_share(layout) * (sum(times) - slowest)
         return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
 
-    def _home(self, layout: Layout, slot: Slot) -> Home:
-        key = (layout.degrees.tp, layout.degrees.dp, *slot.nodes)
-        if key not in self._homes:
-            self._homes[key] = home_of(self.prices.cluster, layout, slot)
-        return self._homes[key]
-
-    def _parts_of(self, layout: Layout, home: Home) -> _Parts:
+    def _parts_of(self, layout: Layout, slot: Slot) -> _Parts:
         degrees = layout.degrees
-        key = (degrees.tp, degrees.dp, layout.samples, layout.recompute, layout.zero, layout.token_slices)
+        key = (degrees.tp, degrees.dp, layout.samples, layout.way, layout.token_slices)
         if key not in self._parts:
-            items = self.prices.item_prices(layout, home)
+            items = self.prices.item_prices(layout, slot)
             self._parts[key] = _Parts(
                 *(items[item].seconds for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD))
             )
@@ -114,11 +109,11 @@ class EvenSteps:
         """Gradients, update and tied embedding of the slowest stage."""
         degrees = layout.degrees
         prices, shape = self.prices, self.prices.workload.shape
-        key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.zero)
+        key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.way.zero)
         backward: Floats | float = 0.0
         if prices.workload.overlap:
-            key = (*key, layout.samples, layout.recompute, layout.token_slices)
-            items = prices.item_prices(layout, home)
+            key = (*key, layout.samples, layout.way, layout.token_slices)
+            items = prices.item_prices(layout, slot)
             backward = np.full(degrees.pp, layers // degrees.pp * items[Item.LAYER].backward)
             backward[0] += items[Item.EMBEDDING].backward
             backward[-1] += items[Item.HEAD].backward

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from osdp.transformer import Item, TransformerShape
 
-#: Bytes of an activation or a weight as it is computed with, and of what a loss computes with.
+#: Bytes of a number in 16 and in 32 bits; losses are computed in 32.
 HALF, SINGLE = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """A product of matrices of ``rows x inner`` and ``inner x columns``, ``count`` times over.
+
+    Numbers have ``width`` bytes each.
 
     ``fused`` is one of a kernel that reads and writes no scores (FlashAttention, Dao et al.,
     arXiv:2205.14135): its other bytes are counted with those of the layer.
@@ -28,6 +30,7 @@ class Gemm:
     inner: int
     count: int = 1
     fused: bool = False
+    width: int = HALF
 
     @property
     def flops(self) -> float:
@@ -40,14 +43,14 @@ class Gemm:
         if self.fused:
             return 0
         rows, columns, inner = self.rows, self.columns, self.inner
-        return HALF * self.count * (rows * inner + columns * inner + rows * columns)
+        return self.width * self.count * (rows * inner + columns * inner + rows * columns)
 
     @property
     def gradients(self) -> "tuple[Gemm, Gemm]":
         """The products that give the gradients of both factors."""
         return (
-            Gemm(self.rows, self.inner, self.columns, self.count, self.fused),
-            Gemm(self.inner, self.columns, self.rows, self.count, self.fused),
+            Gemm(self.rows, self.inner, self.columns, self.count, self.fused, self.width),
+            Gemm(self.inner, self.columns, self.rows, self.count, self.fused, self.width),
         )
 
 
@@ -88,7 +91,14 @@ class LayerWork:
 
 
 def layer_work(
-    shape: TransformerShape, item: Item, samples: int, tp: int, *, flash: bool = True, slices: int = 1
+    shape: TransformerShape,
+    item: Item,
+    samples: int,
+    tp: int,
+    *,
+    flash: bool = True,
+    slices: int = 1,
+    width: int = HALF,
 ) -> LayerWork:
     """The work of one item on one slice of the sequences.
 
@@ -102,22 +112,23 @@ def layer_work(
         tp: Tensor-parallel ranks.
         flash: Whether scores of attention stay in registers.
         slices: Equal slices that sequences are cut into.
+        width: Bytes of an activation or a weight as it is computed with.
     """
     tokens = samples * shape.sequence // slices
-    stream = tokens * shape.hidden * HALF
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
-            return _embedding(shape, item, tokens, tp, stream)
+            return _embedding(shape, item, tokens, tp, width)
         case Item.HEAD:
-            return _head(shape, tokens, tp, stream)
+            return _head(shape, tokens, tp, width)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, flash, slices)
+            return _layer(shape, item, samples, tp, flash, slices, width)
 
 
-def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream: int) -> LayerWork:
+def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width: int) -> LayerWork:
+    stream = tokens * shape.hidden * width
     indices = 8 * tokens
     # Autograd makes the gradient of an embedding dense and adds it to what is there.
-    weight = -(-shape.vocabulary // tp) * shape.hidden * HALF
+    weight = -(-shape.vocabulary // tp) * shape.hidden * width
     return LayerWork(
         gemms=(),
         attention=(),
@@ -135,11 +146,13 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, stream
     )
 
 
-def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int) -> LayerWork:
+def _layer(
+    shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int, width: int
+) -> LayerWork:
     attentions = 2 if item is Item.CROSS_LAYER else 1
     s, length = shape.sequence, shape.sequence // slices
     tokens = samples * length
-    stream = tokens * shape.hidden * HALF
+    stream = tokens * shape.hidden * width
     heads = shape.heads // tp
     queries = heads * shape.width
     keys = max(shape.key_heads // tp, 1) * shape.width
@@ -147,37 +160,38 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
     ups = 2 if shape.gated else 1
     seen = s // 2 if flash and shape.causal and slices == 1 else s
     scores = (
-        Gemm(length, seen, shape.width, samples * heads, flash),
-        Gemm(length, shape.width, seen, samples * heads, flash),
+        Gemm(length, seen, shape.width, samples * heads, flash, width),
+        Gemm(length, shape.width, seen, samples * heads, flash, width),
     ) * attentions
     gemms = (
         *(
-            Gemm(tokens, queries + 2 * keys, shape.hidden),
-            Gemm(tokens, shape.hidden, queries),
+            Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
+            Gemm(tokens, shape.hidden, queries, width=width),
         )
         * attentions,
         *scores,
-        Gemm(tokens, ups * inner, shape.hidden),
-        Gemm(tokens, shape.hidden, inner),
+        Gemm(tokens, ups * inner, shape.hidden, width=width),
+        Gemm(tokens, shape.hidden, inner, width=width),
     )
-    half_tokens = tokens * HALF
+    wide = tokens * width
     # Beside the stream's own tensors: inputs of the projections, queries, keys, values and what they give.
-    attention_kept = half_tokens * (2 * queries + 2 * keys)
-    feed_kept = half_tokens * inner * (ups + 1 + int(shape.gated))
+    attention_kept = wide * (2 * queries + 2 * keys)
+    feed_kept = wide * inner * (ups + 1 + int(shape.gated))
     # Of each score: the probabilities, a mask of one byte, the dropped ones.
-    score_bytes = 0 if flash else samples * heads * length * s * (2 * HALF + 1) * attentions
+    score_bytes = 0 if flash else samples * heads * length * s * (2 * width + 1) * attentions
     # Inputs of two norms and of two blocks of products, and two masks of dropout of one byte.
-    stream_kept = (attentions + 1) * (2 * stream + stream // 2)
+    masks = tokens * shape.hidden
+    stream_kept = (attentions + 1) * (2 * stream + masks)
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
     # Forward: norms, residuals with dropout, and copies of queries, keys and values and of what they give.
-    moved = (attentions + 1) * (2 * stream + 7 * stream // 2)
-    moved += attentions * half_tokens * (2 * (queries + 2 * keys) + 2 * queries)
+    moved = (attentions + 1) * (5 * stream + masks)
+    moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
     # Backward: the same, and sums of biases' gradients and of both branches of each residual.
-    back = (attentions + 1) * (3 * stream + 11 * stream // 2 + stream)
-    back += attentions * half_tokens * (3 * (queries + 2 * keys) + 2 * queries)
+    back = (attentions + 1) * (9 * stream + masks)
+    back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
     # The activation, and softmax and dropout of the scores.
-    moved += half_tokens * inner * (ups + 1)
-    back += half_tokens * inner * (3 * ups + 1)
+    moved += wide * inner * (ups + 1)
+    back += wide * inner * (3 * ups + 1)
     fused = flash or _softmax_is_fused(samples * heads, s)
     if not flash:
         scores_written = samples * heads * length * s * attentions
@@ -185,7 +199,7 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
         moved += scores_written * (5 + (4 if fused else 36))
         back += scores_written * (5 + (6 if fused else 40))
     # A weight's gradient is added to that of the microbatches before.
-    back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * HALF
+    back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
@@ -199,9 +213,9 @@ def _layer(shape: TransformerShape, item: Item, samples: int, tp: int, flash: bo
         kept_bytes=kept,
         score_bytes=score_bytes,
         input_bytes=input_bytes,
-        working_bytes=2 * stream + half_tokens * (ups * inner + queries + 2 * keys),
+        working_bytes=2 * stream + wide * (ups * inner + queries + 2 * keys),
         output_bytes=input_bytes,
-        cache_bytes=2 * half_tokens * keys,
+        cache_bytes=2 * wide * keys,
     )
 
 
@@ -210,20 +224,21 @@ def _softmax_is_fused(matrices: int, sequence: int) -> bool:
     return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
-def _head(shape: TransformerShape, tokens: int, tp: int, stream: int) -> LayerWork:
+def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWork:
+    stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
     return LayerWork(
-        gemms=(Gemm(tokens, vocabulary, shape.hidden),),
+        gemms=(Gemm(tokens, vocabulary, shape.hidden, width=width),),
         attention=(),
         # The softmax of the logits is read twice and written once, in its backward as well.
-        moved_bytes=2 * stream + 3 * logits * HALF,
-        backward_bytes=3 * stream + 3 * logits * HALF + 3 * vocabulary * shape.hidden * HALF,
+        moved_bytes=2 * stream + 3 * logits * width,
+        backward_bytes=3 * stream + 3 * logits * width + 3 * vocabulary * shape.hidden * width,
         kernels=8,
         # The stream's gradient is summed over the ranks; forward exchanges numbers of tokens only.
         sums=int(tp > 1),
         summed_bytes=stream,
-        kept_bytes=2 * stream + logits * (HALF + SINGLE),
+        kept_bytes=2 * stream + logits * (width + SINGLE),
         score_bytes=0,
         input_bytes=stream,
         working_bytes=logits * SINGLE,

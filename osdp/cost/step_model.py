@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from osdp.cluster import Cluster, NodeGroup, NodeType, Wire
 from osdp.cluster_plan import Layout, Recompute, Workload
+from osdp.cost.cluster_slot import SlotStages
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import in_flight
 from osdp.cost.even_step import EvenSteps, even_bounds, even_slot
 from osdp.cost.rates import Rates
 from osdp.layout import Degrees
@@ -106,10 +106,7 @@ def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recomp
 def _needed(step: MeasuredStep, layout: Layout, setting: Setting) -> float:
     """Memory of the fullest stage, as a part of what there is."""
     prices = _prices(step, setting, setting.node)
-    stages = prices.stage_prices(layout, even_slot(prices, layout))
+    stages = SlotStages(prices, layout, even_slot(prices, layout))
     bounds = even_bounds(step.layers, step.pp)
-    taken = (
-        prices.stage_bytes(stages, layout, bounds[stage], bounds[stage + 1], in_flight(layout, stage))
-        for stage in {0, step.pp - 1}
-    )
+    taken = (stages.stage(bounds[rank], bounds[rank + 1], rank).bytes for rank in {0, step.pp - 1})
     return max(stage.total / stage.limit for stage in taken)

@@ -22,8 +22,11 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
 HEAD_LOSS_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 
 
-def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
-    """A causal language model with its parameters on the meta device.
+def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
+    """A language model with its parameters on the meta device.
+
+    An encoder-decoder if the configuration says so, a masked language model for encoders such as BERT, else a
+    causal one.
 
     Args:
         name: One of :data:`GPT2_SIZES`, or a ``model_type`` of transformers such as ``"llama"``.
@@ -32,7 +35,27 @@ def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Modul
     Raises:
         ValueError: The model type or a field is unknown.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = _config(name, overrides)
+    if config.is_encoder_decoder:
+        if getattr(config, "decoder_start_token_id", None) is None:
+            # Files of released T5 models say that targets start with padding; the class has no default.
+            config.decoder_start_token_id = config.pad_token_id
+        return _on_meta(AutoModelForSeq2SeqLM, config)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return _on_meta(AutoModelForMaskedLM, config)
+    return _causal(config)
+
+
+def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
+    """A causal language model; see :func:`language_model`."""
+    return _causal(_config(name, overrides))
+
+
+def _config(name: str, overrides: Mapping[str, Any] | None) -> Any:
+    from transformers import CONFIG_MAPPING
 
     model_type = "gpt2" if name in GPT2_SIZES else name
     if model_type not in CONFIG_MAPPING:
@@ -43,16 +66,26 @@ def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Modul
     unknown = sorted(field for field in fields if not hasattr(config, field))
     if unknown:
         raise ValueError(f"{model_type} has no configuration field {', '.join(unknown)}")
-    config = CONFIG_MAPPING[model_type](**{"use_cache": False, **fields})
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return CONFIG_MAPPING[model_type](**{"use_cache": False, **fields})
+
+
+def _causal(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = _on_meta(AutoModelForCausalLM, config)
     # Where transformers knows no loss for a class it uses this one, with a warning.
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return model
 
 
+def _on_meta(auto: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(config)
+    return model
+
+
 def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
-    """A sample batch for :func:`causal_lm`: token ids and labels of shape ``(samples, length)``."""
+    """A sample batch for :func:`language_model`: token ids and labels of shape ``(samples, length)``."""
     tokens = torch.zeros(samples, length, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens}
 

@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from osdp.cluster import Cluster
-from osdp.cluster_plan import ClusterPlan, Slot
+from osdp.cluster_plan import ClusterPlan, Recompute, Run, Slot, Way
 from osdp.cost.cluster_step import nodes_of
 from osdp.report.table import align
 from osdp.transformer import Item, TransformerShape
@@ -53,7 +53,7 @@ def _row(
         "tp": layout.degrees.tp,
         "pp": layout.degrees.pp,
         "dp": layout.degrees.dp,
-        "dp_method": f"zero{layout.zero}",
+        "dp_method": layout.sharding,
         **{group.node.name: count * group.node.devices for group, count in nodes},
         "estimated time(s/step)": plan.step_seconds,
         "pipeline time": seconds.pipeline,
@@ -68,7 +68,7 @@ def _row(
         "price_per_step": dollars,
         "optimizer time": seconds.optimizer,
         "schedule": layout.schedule,
-        "recompute": layout.recompute.value,
+        "recompute": layout.recomputation,
         "token slices": layout.token_slices,
     }
 
@@ -85,10 +85,18 @@ def _nodes(slot: Slot, cluster: Cluster) -> str:
 
 def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
     """Layers of each stage, without embeddings and head."""
-    return [
-        sum(item in (Item.LAYER, Item.CROSS_LAYER) for item in shape.items[start:stop])
-        for start, stop in pairwise(plan.bounds)
-    ]
+    return [num_layers(shape.items[start:stop]) for start, stop in pairwise(plan.bounds)]
+
+
+def num_layers(items: Sequence[Item]) -> int:
+    """Layers among items."""
+    return sum(item in (Item.LAYER, Item.CROSS_LAYER) for item in items)
+
+
+def describe(way: Way) -> str:
+    """A way in words."""
+    again = "" if way.recompute is Recompute.NONE else f", recompute {way.recompute}"
+    return f"zero{way.zero}{again}"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -131,9 +139,9 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     slices = f" in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
     parts = (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
-        ("recomputation", seconds.recompute, layout.recompute.value),
+        ("recomputation", seconds.recompute, layout.recomputation),
         ("tensor parallelism", seconds.tensor, f"sums over {degrees.tp} ranks"),
-        ("gathers and scatters", seconds.shards, f"of each microbatch, ZeRO {layout.zero}"),
+        ("gathers and scatters", seconds.shards, f"of each microbatch, {layout.sharding}"),
         ("sends", seconds.sends, "over the border before the stage, there and back"),
         (
             "bubble",
@@ -148,32 +156,12 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     rows += [(name, f"{value:.4g}", f"{value / plan.step_seconds:.0%}", why) for name, value, why in parts]
     head = (
         f"{shape.name}: tp={degrees.tp} x pp={degrees.pp} x dp={degrees.dp}, {layout.microbatches} "
-        f"microbatches of {layout.samples}{slices}, {layout.schedule}, ZeRO {layout.zero}, "
-        f"recompute {layout.recompute.value}"
+        f"microbatches of {layout.samples}{slices}, {layout.schedule}, {layout.sharding}, "
+        f"recompute {layout.recomputation}"
     )
     dollars = plan.dollars_per_step
     price = "" if dollars is None else f", ${dollars:.4g} a step"
     proof = "; proven best in its space" if plan.optimal else ""
-    memory: list[tuple[str, ...]] = [
-        ("stage", "nodes", "layers", "weights", "gradients", "states", "activations", "working", "reserve",
-         "total", "limit")
-    ]  # fmt: skip
-    for index, (stage, slot, layers) in enumerate(
-        zip(plan.stages, plan.slots, layers_of(plan, shape), strict=True)
-    ):
-        sizes = (
-            stage.weights,
-            stage.gradients,
-            stage.states,
-            stage.activations,
-            stage.working,
-            stage.reserve,
-        )
-        over = "" if stage.total <= stage.limit else " (!)"
-        memory.append(
-            (str(index), _nodes(slot, cluster), str(layers), *map(format_bytes, sizes),
-             format_bytes(stage.total) + over, format_bytes(stage.limit))
-        )  # fmt: skip
     return "\n".join(
         (
             head,
@@ -181,6 +169,40 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
             "",
             align(rows, right=(1, 2)),
             "",
-            align(memory, right=range(2, len(memory[0]))),
+            _memory_table(plan, cluster, shape),
         )
     )
+
+
+def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> str:
+    """Memory of each stage by part; activations are gone when updates are made."""
+    parts = (
+        "weights",
+        "gradients",
+        "states",
+        "activations",
+        "working",
+        "update",
+        "reserve",
+        "total",
+        "limit",
+    )
+    rows: list[tuple[str, ...]] = [("stage", "nodes", "layers", *parts)]
+    layers = layers_of(plan, shape)
+    for index, (stage, slot) in enumerate(zip(plan.stages, plan.slots, strict=True)):
+        sizes = [format_bytes(getattr(stage, part)) for part in parts]
+        if stage.total > stage.limit:
+            sizes[-2] += " (!)"
+        rows.append((str(index), _nodes(slot, cluster), str(layers[index]), *sizes))
+    right = range(2, len(rows[0]))
+    if plan.runs:
+        rows[0] += ("items",)
+        for index, runs in enumerate(plan.runs):
+            rows[index + 1] += (_runs_text(plan.bounds[index], runs),)
+    return align(rows, right=right)
+
+
+def _runs_text(start: int, runs: Sequence[Run]) -> str:
+    """How many items of a stage live how."""
+    sizes = [stop - first for first, stop in pairwise((start, *(run.stop for run in runs)))]
+    return "; ".join(f"{size} {describe(run.way)}" for size, run in zip(sizes, runs, strict=True))

@@ -8,10 +8,11 @@ Each export says in its notes what the framework cannot express. Names of option
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from osdp.cluster_plan import ClusterPlan, Recompute
 from osdp.cost.cluster_step import nodes_of
-from osdp.report.cluster_table import layers_of
+from osdp.report.cluster_table import describe, layers_of, num_layers
 from osdp.transformer import TransformerShape
 
 
@@ -42,7 +43,7 @@ def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
 
 def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Arguments of Megatron-LM's pretraining scripts."""
-    layout, degrees = plan.layout, plan.layout.degrees
+    layout, degrees = plan.thriftiest, plan.layout.degrees
     words: dict[str, int | str] = {
         "num-layers": shape.layers + shape.decoder_layers,
         "hidden-size": shape.hidden,
@@ -73,14 +74,19 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     notes = []
-    if layout.recompute is Recompute.FULL:
+    zero = layout.way.zero
+    if plan.layout.recompute is None and layout.recompute is Recompute.FULL:
+        text.append("--recompute-granularity full --recompute-method block")
+        text.append(f"--recompute-num-layers {max(_recomputed(plan, shape))}")
+        notes.append("how many layers each stage recomputes by itself: the most of any are written for all")
+    elif layout.recompute is Recompute.FULL:
         text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif layout.recompute is Recompute.SELECTIVE:
         text.append("--recompute-granularity selective")
-    if layout.zero:
+    if zero:
         text.append("--use-distributed-optimizer")
-    if layout.zero > 1:
-        notes.append(f"ZeRO {layout.zero}: the distributed optimizer is ZeRO 1")
+    if zero > 1:
+        notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if shape.decoder_layers:
         notes.append("an encoder-decoder: its stages must be given by hand")
     elif degrees.pp > 1:
@@ -114,7 +120,7 @@ def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
 def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """DeepSpeed's configuration."""
     del shape
-    layout, degrees = plan.layout, plan.layout.degrees
+    layout, degrees = plan.thriftiest, plan.layout.degrees
     config: dict[str, object] = {
         "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "train_micro_batch_size_per_gpu": layout.samples,
@@ -125,7 +131,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     notes = []
     if degrees.pp > 1:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
-        if layout.zero > 1:
+        if layout.way.zero > 1:
             config["zero_optimization"] = {"stage": 1}
             notes.append(f"ZeRO {layout.zero} beside pipelines: not allowed there, ZeRO 1 is written")
         if layout.schedule != "1f1b":
@@ -141,7 +147,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
 def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Accelerate's FSDP configuration."""
     del shape
-    layout, degrees = plan.layout, plan.layout.degrees
+    layout, degrees = plan.thriftiest, plan.layout.degrees
     replicas = degrees.dp * degrees.pp
     steps, rest = divmod(layout.microbatches, degrees.pp)
     nodes = sum(nodes_of(plan.slots))
@@ -174,15 +180,15 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
             f"the global batch: {layout.microbatches} microbatches cannot be dealt out to {degrees.pp} times "
             "as many data-parallel ranks"
         )
-    if layout.zero < 2:
+    if layout.way.zero < 2:
         notes.append(f"ZeRO {layout.zero}: gradients are sharded, too (ZeRO 2)")
     return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_unsaid(plan)))
 
 
 def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Overrides on torchtitan's command line."""
-    layout, degrees = plan.layout, plan.layout.degrees
-    sharded = layout.zero > 0
+    layout, degrees = plan.thriftiest, plan.layout.degrees
+    sharded = layout.way.zero > 0
     words = {
         "parallelism.tensor_parallel_degree": degrees.tp,
         "parallelism.pipeline_parallel_degree": degrees.pp,
@@ -192,7 +198,7 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "training.seq_len": shape.sequence,
         "training.local_batch_size": layout.samples * (layout.microbatches if degrees.pp > 1 else 1),
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
-        "activation_checkpoint.mode": layout.recompute.value,
+        "activation_checkpoint.mode": layout.recomputation,
     }
     notes = []
     if degrees.pp > 1:
@@ -223,9 +229,25 @@ def _modules(layers: Sequence[int]) -> list[list[str]]:
     return parts
 
 
+def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+    """Layers of each stage that are computed again in full."""
+    found = []
+    for (start, _), runs in zip(pairwise(plan.bounds), plan.runs, strict=True):
+        first, number = start, 0
+        for run in runs:
+            full = run.way.recompute is Recompute.FULL
+            number += full * num_layers(shape.items[first : run.stop])
+            first = run.stop
+        found.append(number)
+    return found
+
+
 def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
     """What none of them can express."""
     notes = []
+    if plan.layout.by_item:
+        ways = ", ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
+        notes.append(f"items that live in ways of their own ({ways}): the thriftiest is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
         notes.append("which nodes serve which stage: start the nodes in the order of the launch sheet")
     if plan.layout.token_slices > 1:

@@ -4,7 +4,8 @@ Families of layouts get a loose lower bound, the layouts of a family that may ma
 (:mod:`osdp.search.cluster_bound`). In order of their bounds layouts are arranged exactly
 (:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many layouts as are
 asked for: the rest cannot be better, which is the proof. GPipe takes the seconds of 1F1B and never less
-memory, and is left out where that may be chosen.
+memory, and is left out where that may be chosen. A layout that is decided item by item, and whose items are
+best alike, is the layout in which they are so by rule, and counts once.
 """
 
 import math
@@ -17,15 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster_plan import ClusterPlan, Layout, Slot
-from osdp.cost.cluster_stage import ClusterPrices, StagePrices, slot_prices
-from osdp.cost.cluster_step import (
-    border_seconds,
-    bubble_share,
-    embedding_seconds,
-    in_flight,
-    price,
-    stages_per_rank,
-)
+from osdp.cost.cluster_schedule import bubble_share, stages_per_rank
+from osdp.cost.cluster_slot import SlotStages, Stretches
+from osdp.cost.cluster_stage import ClusterPrices
+from osdp.cost.cluster_step import border_seconds, embedding_seconds, price, wrap_seconds
 from osdp.search.cluster_bound import family_bound, lower_bound
 from osdp.search.cluster_space import Cells, Space, families
 from osdp.search.placement import CellKind, Problem, place
@@ -90,9 +86,11 @@ def best_layouts(
                 if way.schedule != "gpipe" or "1f1b" not in space.schedules:
                     heappush(heap, (lower_bound(prices, way, family.cells), index, number))
             continue
+        if any(plan.layout == family.ways[number] for *_, plan in best):
+            continue
         plan = arrange(prices, family.ways[number], family.cells, upper=ceiling)
         arranged += 1
-        if plan is not None:
+        if plan is not None and all(known.layout != plan.layout for *_, known in best):
             insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
             del best[top:]
         if advance is not None:
@@ -110,7 +108,7 @@ def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
         for way in family.ways:
             plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
-            if plan is not None:
+            if plan is not None and (way.by_item == plan.layout.by_item or plan.layout not in family.ways):
                 yield plan
 
 
@@ -129,9 +127,9 @@ def arrange(
     Returns:
         The plan, priced by the judge; ``None`` if nothing fits or is faster than ``upper``.
     """
-    by_slot = slot_prices(prices, layout, cells.slots)
-    fixed = embedding_seconds(prices, layout, {slot: found.home for slot, found in by_slot.items()})
-    fixed += prices.rates.step_seconds
+    by_slot = {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
+    homes = {slot: stages.home for slot, stages in by_slot.items()}
+    fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
     share = bubble_share(layout)
     problem = Problem(
         cells=tuple(
@@ -145,13 +143,17 @@ def arrange(
     if found is None:
         return None
     slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
-    return price(prices, layout, found.bounds, slots)
+    plan = price(prices, layout, found.bounds, slots, by_slot)
+    ways = {run.way for stage in plan.runs for run in stage}
+    if len(ways) > 1 or not layout.by_item:
+        return plan
+    return replace(plan, layout=layout.living(ways.pop()), runs=())
 
 
 def _cell_kind(
     prices: ClusterPrices,
     layout: Layout,
-    by_slot: Mapping[Slot, StagePrices],
+    by_slot: Mapping[Slot, SlotStages],
     slot: Slot,
     count: int,
     stages: int,
@@ -159,8 +161,9 @@ def _cell_kind(
 ) -> CellKind:
     own = by_slot[slot]
     border = prices.border_bytes(layout)
+    wrap = wrap_seconds(prices, layout, {slot: stages.home for slot, stages in by_slot.items()})
 
-    def borders(before: StagePrices, *, same_node: bool) -> Floats:
+    def borders(before: SlotStages, *, same_node: bool) -> Floats:
         return np.array(
             [
                 border_seconds(layout, before.home, own.home, nbytes, same_node=same_node) if nbytes else 0.0
@@ -168,18 +171,24 @@ def _cell_kind(
             ]
         )
 
-    def fits(rank: int) -> NDArray[np.bool_]:
-        needed = prices.total_bytes(own, layout, in_flight(layout, rank))
-        return (needed <= own.home.limit) | (not limited)
-
     first = np.arange(len(border))
     possible = first[None, :] - first[:, None] >= stages_per_rank(layout.schedule)
+    known: dict[int, tuple[Floats, Floats]] = {}
+
+    def at(rank: int) -> Stretches:
+        found = own.at(rank)
+        # Stages that are priced alike go on sharing their arrays.
+        if id(found.seconds) not in known:
+            known[id(found.seconds)] = (found.seconds, np.where(possible, found.seconds, np.inf))
+        seconds = known[id(found.seconds)][1]
+        if rank == 0 and wrap:
+            seconds = seconds + wrap
+        return Stretches(seconds, found.end, found.fits | (not limited))
+
     return CellKind(
         count=count,
         stages=stages,
-        seconds=np.where(possible, own.seconds, np.inf),
-        end=own.end,
-        fits=fits,
+        at=at,
         inside=borders(own, same_node=True),
         after=tuple(borders(before, same_node=False) for before in by_slot.values()),
     )

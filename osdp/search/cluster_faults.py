@@ -98,7 +98,7 @@ def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
         ],
         suggestions=(
             f"the least is tp={layout.degrees.tp} pp={layout.degrees.pp} dp={layout.degrees.dp}, "
-            f"microbatches of {layout.samples}, ZeRO {layout.zero}, recompute {layout.recompute.value}, "
+            f"microbatches of {layout.samples}, {layout.sharding}, recompute {layout.recomputation}, "
             f"{layout.token_slices} token slices",
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from osdp.cluster import Cluster
 from osdp.cluster_plan import Layout, Recompute, Slot, Workload
-from osdp.cost.cluster_step import stages_per_rank
+from osdp.cost.cluster_schedule import stages_per_rank
 from osdp.cost.layer_work import SINGLE
 from osdp.layout import Degrees
 from osdp.orders import RECIPES
@@ -33,8 +33,8 @@ class Space:
         dp: Data-parallel degrees.
         samples: Samples of a microbatch.
         schedules: Names of schedules.
-        recompute: What may be computed again.
-        zero: Stages of ZeRO.
+        recompute: What may be computed again; ``None`` is item by item.
+        zero: Stages of ZeRO; likewise.
         token_slices: Slices that the sequences of causal models may be cut into, with ``1f1b`` or ``gpipe``,
             without recomputation, and with ZeRO 0 or 1: 2 and 3 would exchange for every slice.
     """
@@ -44,8 +44,8 @@ class Space:
     dp: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
-    recompute: tuple[Recompute, ...] = tuple(Recompute)
-    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[Recompute | None, ...] = (*Recompute, None)
+    zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
@@ -180,18 +180,25 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
             continue
         if schedule in LATE and plain.microbatches < degrees.pp:
             continue
-        for recompute in space.recompute:
-            if recompute is Recompute.SELECTIVE and workload.flash:
+        for zero, recompute in _choices(workload, space, degrees.dp):
+            if plain.token_slices > 1 and not (
+                RECIPES[schedule].slices and recompute is Recompute.NONE and zero in (0, 1)
+            ):
                 continue
-            for zero in space.zero if degrees.dp > 1 else (0,):
-                if plain.token_slices > 1 and not (
-                    RECIPES[schedule].slices and recompute is Recompute.NONE and zero < 2
-                ):
-                    continue
-                # Gradients of weights that are computed apart can neither be reduced nor cast.
-                alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
-                if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
-                    yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
+            # Gradients of weights that are computed apart can neither be reduced nor cast.
+            alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
+            if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
+                yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
+
+
+def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None, Recompute | None]]:
+    """Ways for all items, and then those to decide item by item, which contain all others of their kind."""
+    zeros = list(space.zero) if dp > 1 else [0]
+    again = [way for way in space.recompute if way is not Recompute.SELECTIVE or not workload.flash]
+    found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
+    mixed_zeros = [None] if None in zeros else zeros
+    mixed_again = [None] if None in again else again
+    return found + [(zero, way) for way in mixed_again for zero in mixed_zeros if zero is None or way is None]
 
 
 def tensor_fault(shape: TransformerShape, tp: int) -> str | None:

@@ -25,6 +25,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cost.cluster_slot import Stretches
+
 Floats = NDArray[np.float64]
 
 #: Relative rounding of sums that are added up in another order.
@@ -33,23 +35,19 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class CellKind:
-    """Cells that are alike; arrays are by first item and the one after the last, shape ``(I + 1, I + 1)``.
+    """Cells that are alike.
 
     Attributes:
         count: How many must be used.
         stages: Stages in each of them.
-        seconds: Of a stage for a microbatch, infinite where there can be none, without the border before it.
-        end: Seconds at the end of a step.
-        fits: Whether a stage fits, by its number.
+        at: All stages by their number; those that are priced alike share their arrays.
         inside: Seconds of the border before an item, between two stages of one cell; ``(I + 1,)``.
         after: The same after a cell of each kind.
     """
 
     count: int
     stages: int
-    seconds: Floats
-    end: Floats
-    fits: Callable[[int], NDArray[np.bool_]]
+    at: Callable[[int], Stretches]
     inside: Floats
     after: tuple[Floats, ...]
 
@@ -142,18 +140,16 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._counts = tuple(cell.count for cell in problem.cells)
-        self._fits: dict[tuple[int, int], NDArray[np.bool_]] = {}
-        #: Seconds of a stage with its border: first of a cell after each kind, or (-1) inside one.
-        self._seconds: dict[tuple[int, int], Floats] = {}
-        for kind, cell in enumerate(problem.cells):
-            self._seconds[kind, -1] = cell.seconds + cell.inside[:, None]
-            for before in dict.fromkeys(problem.alike):
-                self._seconds[kind, before] = cell.seconds + cell.after[before][:, None]
+        self._at: dict[tuple[int, int], Stretches] = {}
+        #: Seconds of a stage with its border: first of a cell after each kind, or (-1) inside one; by what
+        #: stages of several numbers may share.
+        self._seconds: dict[tuple[int, int], tuple[Floats, Floats]] = {}
 
     def least(self, *, of_end: bool = False, limit: float = math.inf) -> float:
         """The least that the slowest stage takes, or the longest end, of any arrangement."""
         found = self._sweep(
-            np.maximum, lambda kind, before: self._entries(kind, before, math.inf, limit, of_end)
+            np.maximum,
+            lambda kind, before, rank: self._entries(kind, before, rank, math.inf, limit, of_end),
         )
         return min((float(vector[-1]) for vector, _ in found[self._counts].values()), default=math.inf)
 
@@ -196,7 +192,9 @@ class _Search:
 
     def _least_sum(self, pace: float, limit: float) -> tuple[float, Arrangement]:
         """The least sum with stages no slower than ``pace``; there is one."""
-        states = self._sweep(np.add, lambda kind, before: self._entries(kind, before, pace, limit, False))
+        states = self._sweep(
+            np.add, lambda kind, before, rank: self._entries(kind, before, rank, pace, limit, False)
+        )
         last, (vector, _) = min(states[self._counts].items(), key=lambda item: (item[1][0][-1], item[0]))
         total = float(vector[-1])
         if math.isinf(total):
@@ -215,24 +213,41 @@ class _Search:
             last = before
         return total, Arrangement(tuple(order[::-1]), tuple(bounds[::-1]), math.inf)
 
-    def _entries(self, kind: int, before: int, pace: float, limit: float, of_end: bool) -> Floats:
-        seconds, end = self._seconds[kind, before], self._problem.cells[kind].end
+    def _entries(self, kind: int, before: int, rank: int, pace: float, limit: float, of_end: bool) -> Floats:
+        seconds, end = self._with_border(kind, before, rank), self._stretches(kind, rank).end
         possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
         return np.where(possible, end if of_end else seconds, math.inf)
 
+    def _stretches(self, kind: int, rank: int) -> Stretches:
+        if (kind, rank) not in self._at:
+            self._at[kind, rank] = self._problem.cells[kind].at(rank)
+        return self._at[kind, rank]
+
+    def _with_border(self, kind: int, before: int, rank: int) -> Floats:
+        plain = self._stretches(kind, rank).seconds
+        key = (before, id(plain))
+        if key not in self._seconds:
+            cell = self._problem.cells[kind]
+            border = cell.inside if before < 0 else cell.after[before]
+            self._seconds[key] = (plain, plain + border[:, None])
+        return self._seconds[key][1]
+
     def _sweep(
-        self, join: np.ufunc, entries: Callable[[int, int], Floats]
+        self, join: np.ufunc, entries: Callable[[int, int, int], Floats]
     ) -> dict[tuple[int, ...], dict[int, tuple[Floats, _Step]]]:
         """The best way to every number of items with every set of cells, by the kind of the last cell."""
         cells = self._problem.cells
         alike = self._problem.alike
-        matrices = {key: entries(*key) for key in self._seconds}
+        shared: dict[tuple[int, int, int], Floats] = {}
         fitting: dict[tuple[int, int, int], Floats] = {}
 
         def stage(kind: int, before: int, rank: int) -> Floats:
             if (kind, before, rank) not in fitting:
-                fits = self._fitting(kind, rank)
-                fitting[kind, before, rank] = np.where(fits, matrices[kind, before], math.inf)
+                there = self._stretches(kind, rank)
+                key = (kind, before, id(there.seconds))
+                if key not in shared:
+                    shared[key] = entries(kind, before, rank)
+                fitting[kind, before, rank] = np.where(there.fits, shared[key], math.inf)
             return fitting[kind, before, rank]
 
         start = np.full(self._problem.num_items + 1, math.inf)
@@ -262,11 +277,6 @@ class _Search:
                 states[used][kind] = (vector, _Step(lasts, tuple(inner)))
         return states
 
-    def _fitting(self, kind: int, rank: int) -> NDArray[np.bool_]:
-        if (kind, rank) not in self._fits:
-            self._fits[kind, rank] = self._problem.cells[kind].fits(rank)
-        return self._fits[kind, rank]
-
     def _stages(self, arrangement: Arrangement) -> list[tuple[int, int, int, int]]:
         """Kind, kind before (-1 inside a cell), first item and the one after the last, of each stage."""
         found: list[tuple[int, int, int, int]] = []
@@ -279,10 +289,16 @@ class _Search:
         return found
 
     def _times(self, arrangement: Arrangement) -> list[float]:
-        return [float(self._seconds[kind, before][a, b]) for kind, before, a, b in self._stages(arrangement)]
+        return [
+            float(self._with_border(kind, before, rank)[a, b])
+            for rank, (kind, before, a, b) in enumerate(self._stages(arrangement))
+        ]
 
     def _ends(self, arrangement: Arrangement) -> list[float]:
-        return [float(self._problem.cells[kind].end[a, b]) for kind, _, a, b in self._stages(arrangement)]
+        return [
+            float(self._stretches(kind, rank).end[a, b])
+            for rank, (kind, _, a, b) in enumerate(self._stages(arrangement))
+        ]
 
 
 def _extend(join: np.ufunc, vector: Floats, stage: Floats) -> tuple[Floats, NDArray[np.int64]]:

@@ -1,0 +1,127 @@
+"""Models as the command line names them: a name, a file, a function, or a folder of ``osdp profile``."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from osdp.described_shape import shape_of_desc
+from osdp.model_desc import ModelDesc
+from osdp.transformer import TransformerShape
+from osdp.transformer_shapes import shape_from_config, shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Where the model of a folder came from: stages are cut by following it once more.
+SOURCE = "source.json"
+MODEL, DEVICE, PROFILE, TRAINING = (
+    f"{name}.json" for name in ("model_desc", "device", "profile", "training")
+)
+
+
+def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.Module, Any]":
+    """The model called ``name`` and a sample batch for it.
+
+    Args:
+        name: As the ``MODEL`` of ``osdp profile``.
+        fields: Configuration fields to override.
+        batch: Samples of the batch.
+        seq: Tokens of a sample.
+
+    Raises:
+        ValueError: The model or a field is unknown, or a factory was given fields.
+    """
+    from osdp.integrations.huggingface import language_model, token_batch
+
+    module, _, factory = name.partition(":")
+    if factory:
+        if fields:
+            raise ValueError(
+                f"{name} makes its own configuration; --set {', '.join(fields)} has no effect on it"
+            )
+        # A console script does not search the current folder.
+        sys.path.insert(0, os.getcwd())
+        made: tuple[nn.Module, Any] = getattr(importlib.import_module(module), factory)()
+        return made
+    if name.endswith(".json"):
+        content = json.loads(Path(name).read_text(encoding="utf8"))
+        fields = {**content, **fields}
+        name = str(fields.pop("model_type", ""))
+    return language_model(name, fields), token_batch(batch, seq)
+
+
+def parse_fields(texts: Sequence[str]) -> dict[str, Any]:
+    """Pairs of ``name=value``, whose values are JSON or else text."""
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]:
+        raise ValueError(f"--set takes name=value, got {', '.join(wrong)}")
+    return {name: _parse_value(value) for name, _, value in pairs}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def described_model(
+    described: Path, batch: int | None = None, seq: int | None = None
+) -> "tuple[nn.Module, Any]":
+    """The model that was described in a folder, and a sample batch, by default the one it was described with.
+
+    Raises:
+        ValueError: The folder does not say where the model came from, or its own function makes the batch and
+            another was asked for.
+    """
+    if not Path(described, SOURCE).exists():
+        raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
+    source = json.loads(Path(described, SOURCE).read_text(encoding="utf8"))
+    made = ModelDesc.load(described / MODEL).local_batch
+    if ":" in source["model"] and batch not in (None, made):
+        raise ValueError(
+            f"{source['model']} makes batches of {made} itself, and microbatches of {batch} were planned: "
+            f"say --micro-batch {made}, or let it make {batch}"
+        )
+    samples, tokens = batch or source["batch"], seq or source["seq"]
+    return build(source["model"], parse_fields(source["fields"]), samples, tokens)
+
+
+def named_shape(name: str, overrides: Mapping[str, Any]) -> TransformerShape:
+    """The shape of a model that was described in a folder, or as :func:`osdp.transformer_shapes.shape_of`.
+
+    Args:
+        name: A folder that ``osdp profile`` wrote, a name or a JSON file.
+        overrides: Fields of the shape to change; of a model that a function made ``heads`` and ``causal``,
+            which its description does not tell.
+
+    Raises:
+        ValueError: The model or a field is unknown, or a field is needed.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return shape_of(name, overrides)
+    if not Path(folder, MODEL).exists():
+        raise ValueError(f"{name} is no folder that osdp profile wrote: it has no {MODEL}")
+    source = json.loads(Path(folder, SOURCE).read_text(encoding="utf8"))
+    if ":" not in source["model"]:
+        model, _ = described_model(folder)
+        config: Any = model.config
+        shape = shape_from_config(config.to_dict(), source["model"], source["seq"])
+        return replace(shape, **{"sequence": source["seq"], **overrides})
+    rest = dict(overrides)
+    if missing := [f"--set {field}=..." for field in ("heads", "causal") if field not in rest]:
+        raise ValueError(
+            f"the weights of {source['model']} do not tell all, and nothing is assumed: say "
+            f"{' and '.join(missing)}"
+        )
+    desc = ModelDesc.load(folder / MODEL)
+    shape = shape_of_desc(
+        desc, heads=int(rest.pop("heads")), causal=bool(rest.pop("causal")), name=source["model"]
+    )
+    return replace(shape, **rest)

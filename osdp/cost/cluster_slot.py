@@ -1,0 +1,114 @@
+"""All stages of a layout on one kind of slot: what the search cuts and places, and one of them in full."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster_plan import Layout, Run, Slot, StageBytes
+from osdp.cost.cluster_mixture import Mixture, mixture
+from osdp.cost.cluster_runs import Part, RunPrices, Sizes
+from osdp.cost.cluster_stage import ClusterPrices, Floats, ItemPrices
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """All stages that the chain may be cut into, at one number in the pipeline; ``(I + 1, I + 1)`` each.
+
+    Attributes:
+        seconds: Of a microbatch, without what crosses borders.
+        end: After the last microbatch.
+        fits: Whether one fits.
+    """
+
+    seconds: Floats
+    end: Floats
+    fits: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of them.
+
+    Attributes:
+        runs: Its items by how they live.
+        items: What each of its items takes.
+        seconds: Of a microbatch, without what crosses borders.
+        gradients: Seconds of collectives after the last microbatch.
+        optimizer: Seconds of the update.
+        bytes: Its memory.
+    """
+
+    runs: tuple[Run, ...]
+    items: tuple[ItemPrices, ...]
+    seconds: float
+    gradients: float
+    optimizer: float
+    bytes: StageBytes
+
+    @property
+    def end(self) -> float:
+        """After the last microbatch."""
+        return self.gradients + self.optimizer
+
+
+class SlotStages:
+    """All stages of one layout on one kind of slot."""
+
+    def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
+        self._runs = RunPrices(prices, layout, slot)
+        self.home = self._runs.home
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return mixture(self._runs)
+
+    def at(self, rank: int) -> Stretches:
+        """All stages at a number in the pipeline."""
+        if self._runs.layout.by_item:
+            found = self._mixture
+            return Stretches(
+                found.spread(found.seconds, rank, np.inf),
+                found.spread(found.end, rank, 0.0),
+                found.spread(found.total, rank, np.inf) <= self.home.limit,
+            )
+        own, sizes = self._runs.priced[0], self._sizes
+        activations = self._runs.activations(self._all, np.array(rank))
+        total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
+        return Stretches(own.seconds, own.end, total <= self.home.limit)
+
+    @cached_property
+    def _all(self) -> list[Part]:
+        """All stretches of the chain, in the first way."""
+        index = np.arange(len(self._runs.borders))
+        return self._runs.whole(0, index[:, None], index[None, :])
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        """Their memory; of activations that of the first rank."""
+        return self._runs.sizes(self._all, np.array(0))
+
+    def stage(self, start: int, stop: int, rank: int) -> Stage:
+        """The stage of items ``start .. stop - 1`` at a number in the pipeline."""
+        runs, (first, last) = self._runs, (np.array(start), np.array(stop))
+        parts = runs.whole(0, first, last)
+        if runs.layout.by_item:
+            ways, cut = self._mixture.runs(start, stop, rank)
+            parts = runs.whole(ways[0], first, last)
+            if cut < stop:
+                parts = runs.split(ways, first, np.array(cut), last)
+        gradients, optimizer = float(runs.gradients(parts)), float(runs.update(parts))
+        sizes = runs.sizes(parts, np.array(rank))
+        return Stage(
+            runs=tuple(Run(runs.ways[part.way], int(part.stop)) for part in parts),
+            items=runs.items(parts),
+            seconds=float(runs.seconds(parts)),
+            gradients=gradients,
+            optimizer=optimizer,
+            bytes=StageBytes(
+                **{field.name: int(getattr(sizes, field.name)) for field in fields(sizes)},
+                reserve=runs.prices.workload.reserve,
+                limit=self.home.limit,
+            ),
+        )

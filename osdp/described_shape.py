@@ -1,0 +1,127 @@
+"""The numbers of a transformer from a ModelDesc: what its weights and activations say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osdp.model_desc import ModelDesc, Operator, Parameter
+from osdp.transformer import Item, TransformerShape
+
+#: Part of a layer's parameters that norms and the like may make more than a shape counts.
+_CLOSE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Widths of a layer: queries, keys, the feed-forward block, and how often that is widened to."""
+
+    queries: int
+    keys: int
+    inner: int
+    ups: int
+
+
+def shape_of_desc(
+    model_desc: ModelDesc, *, heads: int, causal: bool, name: str | None = None
+) -> TransformerShape:
+    """The shape of a decoder or an encoder that was described.
+
+    Args:
+        model_desc: Its description; blocks are the layers.
+        heads: Heads of attention, which no weight tells.
+        causal: Whether a token sees only those before it, likewise.
+        name: What to call it; the name of the description if ``None``.
+
+    Raises:
+        ValueError: Its blocks are no layers of one self-attention and one feed-forward block.
+    """
+    blocks = list(dict.fromkeys(op.block for op in model_desc.operators if op.block is not None))
+    if not blocks:
+        raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a shape")
+    inside = model_desc.block_segments[blocks[0]]
+    stream = model_desc.segments[inside[-1]].outputs
+    if not stream or len(stream[0].shape) != 3:
+        raise ValueError(
+            f"a layer of {model_desc.name} hands on {[spec.shape for spec in stream]}; a shape needs one "
+            "tensor of (samples, tokens, channels)"
+        )
+    _, sequence, hidden = stream[0].shape
+    owned = [parameter for op in model_desc.operators if op.block == blocks[0] for parameter in op.parameters]
+    layer = _layer([p.shape for p in owned if len(p.shape) == 2], hidden)
+    if layer is None or layer.queries % heads or layer.keys % (layer.queries // heads):
+        raise ValueError(
+            f"the weights of {blocks[0]} ({', '.join(str(p.shape) for p in owned if len(p.shape) == 2)}) are "
+            f"not those of one attention with {heads} heads and one feed-forward block on {hidden} channels; "
+            "write the fields of a TransformerShape instead"
+        )
+    table = _embedding(model_desc, inside[0], hidden)
+    width = layer.queries // heads
+    shape = TransformerShape(
+        name=name or model_desc.name,
+        layers=len(blocks),
+        hidden=hidden,
+        heads=heads,
+        sequence=sequence,
+        vocabulary=table.shape[0],
+        feed_forward=layer.inner,
+        kv_heads=layer.keys // width,
+        head_width=0 if width * heads == hidden else width,
+        gated=layer.ups == 2,
+        biases=any(len(p.shape) == 1 and p.shape[0] == layer.inner for p in owned),
+        positions=_positions(model_desc, inside[0], hidden, table),
+        tied=bool(table.aliases),
+        causal=causal,
+    )
+    held = sum(parameter.numel for parameter in owned)
+    if abs(shape.parameters(Item.LAYER) / held - 1) > _CLOSE:
+        raise ValueError(
+            f"{blocks[0]} has {held} parameters, and {shape.parameters(Item.LAYER)} by its widths: it is "
+            "more than one attention and one feed-forward block"
+        )
+    return shape
+
+
+def _layer(weights: Sequence[tuple[int, ...]], hidden: int) -> _Layer | None:
+    """Widths from the weights of a layer, each ``(out, in)`` or, all of them, ``(in, out)``."""
+    for turned in (False, True):
+        pairs = [tuple(reversed(shape)) if turned else shape for shape in weights]
+        to_stream = [into for out, into in pairs if out == hidden]
+        if not to_stream:
+            continue
+        inner = max(to_stream)
+        others = sorted(to_stream)[:-1]
+        queries = next((into for into in others if into != hidden), hidden)
+        from_stream = [out for out, into in pairs if into == hidden]
+        if inner == hidden or (queries == hidden and hidden not in from_stream):
+            continue
+        ups = sum(out for out in from_stream if out in (inner, 2 * inner)) // inner
+        rest = sum(from_stream) - ups * inner - (hidden if queries == hidden else 0)
+        keys, odd = divmod(rest - queries, 2)
+        if ups in (1, 2) and not odd and 0 < keys <= queries:
+            return _Layer(queries, keys, inner, ups)
+    return None
+
+
+def _before(model_desc: ModelDesc, first: int) -> list[Operator]:
+    return [op for op in model_desc.operators if op.executed and op.block is None and op.first < first]
+
+
+def _embedding(model_desc: ModelDesc, first: int, hidden: int) -> Parameter:
+    tables = [
+        parameter
+        for op in _before(model_desc, first)
+        for parameter in op.parameters
+        if len(parameter.shape) == 2 and parameter.shape[1] == hidden
+    ]
+    if not tables:
+        raise ValueError(f"{model_desc.name} has no embedding of {hidden} channels before its first layer")
+    return max(tables, key=lambda parameter: parameter.shape[0])
+
+
+def _positions(model_desc: ModelDesc, first: int, hidden: int, table: Parameter) -> int:
+    """Rows of the other embeddings: of positions, and of types of tokens."""
+    return sum(
+        parameter.shape[0]
+        for op in _before(model_desc, first)
+        for parameter in op.parameters
+        if len(parameter.shape) == 2 and parameter.shape[1] == hidden and parameter != table
+    )
