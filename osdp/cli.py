@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from osdp import cli_cluster, codec
 from osdp.device_info import DeviceInfo
-from osdp.layer_profile import layer_profile, merged
+from osdp.layer_profile import merged
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
@@ -27,7 +27,18 @@ try:
 except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
-from osdp.cli_models import DEVICE, MODEL, PROFILE, SOURCE, TRAINING, build, described_model, parse_fields
+from osdp.cli_models import (
+    DEVICE,
+    MODEL,
+    PROFILE,
+    SOURCE,
+    TRAINING,
+    build,
+    described_model,
+    measured_layers,
+    parse_fields,
+    require_whole,
+)
 from osdp.cli_options import refuse_others
 
 if TYPE_CHECKING:
@@ -81,14 +92,20 @@ def profile(
     optimizer: Annotated[str, typer.Option(help="name of a torch.optim class")] = "AdamW",
     memory_limit: _Limit = None,
     estimate: Annotated[bool, typer.Option(help="from a roofline, without running the model")] = False,
+    param_dtype: Annotated[str | None, typer.Option(help="to compute in, for example bfloat16")] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="time what one of so many ranks computes, for osdp layers")
+    ] = 1,
     out: _Out = Path("described"),
 ) -> None:
     """Describe MODEL and its device, time it, and save what was found in a folder."""
     from torch import cuda, distributed
     from torch.distributed.device_mesh import init_device_mesh
 
+    from osdp.profiler.batch import SampleBatch
     from osdp.profiler.estimate import estimate as estimate_profile
     from osdp.profiler.measure import profile_model
+    from osdp.tensor_inputs import one_rank
 
     mesh = None
     if distributed.is_torchelastic_launched():
@@ -98,8 +115,10 @@ def profile(
         distributed.init_process_group("nccl" if on_gpus else "gloo")
         mesh = init_device_mesh("cuda" if on_gpus else "cpu", (distributed.get_world_size(),))
     module, sample = build(model, parse_fields(fields), batch, seq)
-    training = Training(optimizer=optimizer, local_batch=batch)
+    training = Training(optimizer=optimizer, local_batch=batch, param_dtype=param_dtype)
     model_desc = ModelDesc.from_module(module, sample)
+    part = one_rank(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
+    module, model_desc = part.model, part.desc
     device_info = DeviceInfo.detect(memory_limit)
     if estimate:
         timed = estimate_profile(model_desc, device_info, training)
@@ -109,7 +128,7 @@ def profile(
         named = {MODEL: model_desc, DEVICE: device_info, PROFILE: timed, TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
-        source = {"model": model, "fields": list(fields), "batch": batch, "seq": seq}
+        source = {"model": model, "fields": list(fields), "batch": batch, "seq": seq, "tp": tp}
         Path(out, SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf8")
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
 
@@ -219,21 +238,19 @@ def estimate(
 @app.command()
 def layers(
     described: Annotated[
-        list[Path], typer.Argument(help="folders that osdp profile wrote, of several batches")
+        list[Path],
+        typer.Argument(help="folders that osdp profile wrote, of several batches, lengths and --tp"),
     ],
     gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
     model: Annotated[str, typer.Option(help="name of the model in osdp plan --model")],
     out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
-    measured = [
-        layer_profile(ModelDesc.load(folder / MODEL), Profile.load(folder / PROFILE), gpu, model)
-        for folder in described
-    ]
-    found = merged(measured)
+    found = merged([measured_layers(folder, gpu, model) for folder in described])
     found.save(out)
-    batches = ", ".join(str(batch) for batch in sorted({time.samples for time in found.times}))
-    typer.echo(f"{model} on {gpu}: layers at batches of {batches} in {out}")
+    cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
+    told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
+    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {told} in {out}")
 
 
 def _request(
@@ -281,6 +298,7 @@ def _plan_described(
     missing = [name for name in (MODEL, DEVICE, PROFILE, TRAINING) if not Path(described, name).exists()]
     if missing:
         raise ValueError(f"{described} is no folder that osdp profile wrote: it has no {', '.join(missing)}")
+    require_whole(described)
     device_info = DeviceInfo.load(device or described / DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))

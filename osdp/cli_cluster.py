@@ -20,6 +20,7 @@ from osdp.cost.cluster_schedule import BUBBLE_SHARE
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
 from osdp.layer_profile import LayerProfile
+from osdp.model_desc import DTYPE_BYTES
 from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
 from osdp.report.pareto_plot import plot_plans
 from osdp.search.calibrate import Calibration
@@ -27,7 +28,6 @@ from osdp.search.cluster import arrange, every_layout
 from osdp.search.cluster_faults import check_space, nothing_fits
 from osdp.search.cluster_space import Space, families
 from osdp.search.objectives import Objective, Wish, best_plans, pareto
-from osdp.transformer import TransformerShape
 from osdp.units import parse_bytes
 
 #: Of the table, unless asked otherwise.
@@ -105,7 +105,7 @@ class Request:
         )
         cluster = load_cluster(self.cluster)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
-        _require_measured(profiles, shape, cluster, set(self.fields))
+        _require_measured(profiles, workload, cluster, set(self.fields))
         if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles)
         return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
@@ -157,10 +157,10 @@ class Request:
 
 
 def _require_measured(
-    profiles: Sequence[LayerProfile], shape: TransformerShape, cluster: Cluster, changed: set[str]
+    profiles: Sequence[LayerProfile], workload: Workload, cluster: Cluster, changed: set[str]
 ) -> None:
     """Refuse measured times that are not of these layers on these devices; all faults at once."""
-    here = [group.node.gpu.name for group in cluster.groups]
+    shape, here = workload.shape, [group.node.gpu.name for group in cluster.groups]
     faults = [
         f"layers of {found.model} were measured on {found.gpu}, not of {shape.name}"
         for found in profiles
@@ -172,11 +172,17 @@ def _require_measured(
         if found.gpu not in here
     ]
     faults += [
+        f"layers on {found.gpu} were measured in {found.dtype}, plans on a cluster compute in 16 bits; say "
+        "osdp profile --param-dtype bfloat16"
+        for found in profiles
+        if DTYPE_BYTES.get(found.dtype) != workload.weight_bytes
+    ]
+    faults += [
         f"{count} files are of {gpu}; merge them by one call of osdp layers"
         for gpu, count in Counter(found.gpu for found in profiles).items()
         if count > 1
     ]
-    if profiles and (other := sorted(changed - {"layers", "name"})):
+    if profiles and (other := sorted(changed - {"layers", "name", "sequence"})):
         faults.append(f"--set {', '.join(other)} makes other layers than were measured")
     if faults:
         raise ValueError(f"--layer-times: {'; '.join(faults)}")

@@ -9,8 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from osdp import codec
 from osdp.described_shape import shape_of_desc
+from osdp.layer_profile import LayerProfile, layer_profile
 from osdp.model_desc import ModelDesc
+from osdp.profile import Profile
+from osdp.training import Training
 from osdp.transformer import TransformerShape
 from osdp.transformer_shapes import shape_from_config, shape_of
 
@@ -79,9 +83,8 @@ def described_model(
         ValueError: The folder does not say where the model came from, or its own function makes the batch and
             another was asked for.
     """
-    if not Path(described, SOURCE).exists():
-        raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
-    source = json.loads(Path(described, SOURCE).read_text(encoding="utf8"))
+    require_whole(described)
+    source = _source(described)
     made = ModelDesc.load(described / MODEL).local_batch
     if ":" in source["model"] and batch not in (None, made):
         raise ValueError(
@@ -90,6 +93,36 @@ def described_model(
         )
     samples, tokens = batch or source["batch"], seq or source["seq"]
     return build(source["model"], parse_fields(source["fields"]), samples, tokens)
+
+
+def require_whole(described: Path) -> None:
+    """Refuse a folder with what one of several tensor-parallel ranks computes."""
+    tp = _source(described).get("tp", 1)
+    if tp > 1:
+        raise ValueError(
+            f"{described} has the part of one of {tp} tensor-parallel ranks, for osdp layers: "
+            "to plan for the model describe all of it, without --tp"
+        )
+
+
+def measured_layers(described: Path, gpu: str, model: str) -> LayerProfile:
+    """What was measured of the layers of a folder's model; see :func:`osdp.layer_profile.layer_profile`."""
+    training = codec.load(Training, described / TRAINING)
+    return layer_profile(
+        ModelDesc.load(described / MODEL),
+        Profile.load(described / PROFILE),
+        gpu,
+        model,
+        tp=_source(described).get("tp", 1),
+        dtype=training.param_dtype,
+    )
+
+
+def _source(described: Path) -> dict[str, Any]:
+    if not Path(described, SOURCE).exists():
+        raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
+    source: dict[str, Any] = json.loads(Path(described, SOURCE).read_text(encoding="utf8"))
+    return source
 
 
 def named_shape(name: str, overrides: Mapping[str, Any]) -> TransformerShape:
@@ -108,7 +141,8 @@ def named_shape(name: str, overrides: Mapping[str, Any]) -> TransformerShape:
         return shape_of(name, overrides)
     if not Path(folder, MODEL).exists():
         raise ValueError(f"{name} is no folder that osdp profile wrote: it has no {MODEL}")
-    source = json.loads(Path(folder, SOURCE).read_text(encoding="utf8"))
+    require_whole(folder)
+    source = _source(folder)
     if ":" not in source["model"]:
         model, _ = described_model(folder)
         config: Any = model.config

@@ -1,5 +1,6 @@
 """LayerProfile: measured seconds of the items of a transformer on one kind of device, one file each."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from osdp.model_desc import ModelDesc
 from osdp.profile import Profile
 from osdp.transformer import Item
 
-LAYER_PROFILE_VERSION = 1
+LAYER_PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class LayerTime:
     Attributes:
         item: Which kind of item.
         samples: Of the microbatch.
+        sequence: Tokens of each.
         tp: Tensor-parallel ranks; their communication is not in the seconds.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
@@ -26,14 +28,15 @@ class LayerTime:
 
     item: Item
     samples: int
+    sequence: int
     tp: int
     forward: float
     backward: float
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.tp) < 1 or min(self.forward, self.backward) < 0:
+        if min(self.samples, self.sequence, self.tp) < 1 or min(self.forward, self.backward) < 0:
             raise ValueError(
-                f"a measured item has at least 1 sample and rank, and no negative seconds: {self}"
+                f"a measured item has at least 1 sample, token and rank, and no negative seconds: {self}"
             )
 
 
@@ -44,30 +47,38 @@ class LayerProfile:
     Attributes:
         gpu: Name of the device, as in cluster files.
         model: Name of the model's shape.
-        times: What was measured; each item, batch and degree once.
+        dtype: Of its activations, without ``torch.``.
+        times: What was measured; each item, batch, length and degree once.
         version: Of this format.
     """
 
     gpu: str
     model: str
+    dtype: str
     times: tuple[LayerTime, ...]
     version: int = LAYER_PROFILE_VERSION
 
     def __post_init__(self) -> None:
-        keys = [(time.item, time.samples, time.tp) for time in self.times]
+        keys = [(time.item, time.samples, time.sequence, time.tp) for time in self.times]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise ValueError(f"profile of {self.gpu}: measured several times: {twice}")
 
-    def around(self, item: Item, samples: int, tp: int) -> Sequence[tuple[LayerTime, float]]:
+    def around(self, item: Item, samples: int, sequence: int, tp: int) -> Sequence[tuple[LayerTime, float]]:
         """Measured points beside a batch, with weights that add up to 1; empty if the item was not measured.
 
-        Between two batches weights are linear; beyond them the nearest counts, as does the nearest degree.
+        Between two batches weights are linear; beyond them the nearest counts, as do the nearest degree and,
+        of it, the nearest length.
         """
         known = [time for time in self.times if time.item is item]
         if not known:
             return ()
         degree = min((time.tp for time in known), key=lambda other: (abs(other - tp), other))
-        points = sorted((time for time in known if time.tp == degree), key=lambda time: time.samples)
+        known = [time for time in known if time.tp == degree]
+        length = min(
+            (time.sequence for time in known), key=lambda other: (abs(math.log(other / sequence)), other)
+        )
+        known = [time for time in known if time.sequence == length]
+        points = sorted(known, key=lambda time: time.samples)
         below = [time for time in points if time.samples <= samples]
         above = [time for time in points if time.samples >= samples]
         if not below or not above or below[-1] == above[0]:
@@ -86,7 +97,15 @@ class LayerProfile:
         return codec.load(cls, path)
 
 
-def layer_profile(model_desc: ModelDesc, profile: Profile, gpu: str, model: str) -> LayerProfile:
+def layer_profile(
+    model_desc: ModelDesc,
+    profile: Profile,
+    gpu: str,
+    model: str,
+    *,
+    tp: int = 1,
+    dtype: str | None = None,
+) -> LayerProfile:
     """The items of a decoder or an encoder that was traced and profiled on one rank.
 
     Its blocks are the layers, of which the mean counts; what runs before the first is the embedding, what
@@ -97,10 +116,15 @@ def layer_profile(model_desc: ModelDesc, profile: Profile, gpu: str, model: str)
         profile: Its profile.
         gpu: Name of the device.
         model: Name of the shape.
+        tp: Ranks of which the description is one's part.
+        dtype: What it was computed in, without ``torch.``; that of the description if ``None``.
 
     Raises:
-        ValueError: The model has no blocks.
+        ValueError: The model has no blocks, they hand on no ``(samples, tokens, channels)``, or nothing was
+            measured.
     """
+    if not profile.measured:
+        raise ValueError(f"the profile of {model_desc.name} is an estimate, which a cluster has anyway")
     inside = sorted(index for found in model_desc.block_segments.values() for index in found)
     if not inside:
         raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a profile")
@@ -113,23 +137,35 @@ def layer_profile(model_desc: ModelDesc, profile: Profile, gpu: str, model: str)
         Item.LAYER: ([seconds[index] for index in inside], len(model_desc.block_segments)),
         Item.HEAD: (seconds[inside[-1] + 1 :], 1),
     }
+    stream = model_desc.segments[inside[-1]].outputs
+    if not stream or len(stream[0].shape) != 3:
+        raise ValueError(
+            f"a layer of {model_desc.name} hands on {[spec.shape for spec in stream]}; times of layers are "
+            "those of (samples, tokens, channels)"
+        )
     times = tuple(
         LayerTime(
-            item, profile.local_batch, 1, sum(f for f, _ in found) / count, sum(b for _, b in found) / count
+            item=item,
+            samples=profile.local_batch,
+            sequence=stream[0].shape[1],
+            tp=tp,
+            forward=sum(f for f, _ in found) / count,
+            backward=sum(b for _, b in found) / count,
         )
         for item, (found, count) in parts.items()
     )
-    return LayerProfile(gpu, model, times)
+    return LayerProfile(gpu, model, dtype or stream[0].dtype, times)
 
 
 def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
     """Several profiles of one device and model, for example at several batches, as one.
 
     Raises:
-        ValueError: They are of different devices or models.
+        ValueError: They are of different devices, models or dtypes.
     """
     first = profiles[0]
-    if any((other.gpu, other.model) != (first.gpu, first.model) for other in profiles):
-        kinds = ", ".join(sorted({f"{other.model} on {other.gpu}" for other in profiles}))
-        raise ValueError(f"profiles of one device and one model make one, these are of {kinds}")
-    return LayerProfile(first.gpu, first.model, tuple(time for other in profiles for time in other.times))
+    kinds = sorted({f"{other.model} on {other.gpu} in {other.dtype}" for other in profiles})
+    if len(kinds) > 1:
+        raise ValueError(f"profiles of one device and one model make one, these are of {', '.join(kinds)}")
+    times = tuple(time for other in profiles for time in other.times)
+    return LayerProfile(first.gpu, first.model, first.dtype, times)

@@ -1,5 +1,6 @@
 """Measured times of layers: interpolated, carried to other batches and degrees, saved, made from profiles."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from tests.test_cli import run
 MEASURED = LayerProfile(
     "fast",
     "small",
-    (LayerTime(Item.LAYER, 2, 1, 0.2, 0.4), LayerTime(Item.LAYER, 8, 1, 0.5, 1.0)),
+    "bfloat16",
+    (LayerTime(Item.LAYER, 2, 256, 1, 0.2, 0.4), LayerTime(Item.LAYER, 8, 256, 1, 0.5, 1.0)),
 )
 BOTH = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
 
@@ -38,7 +40,7 @@ def test_measured_points_are_taken_as_they_are_and_between_them_lines() -> None:
 
 
 def test_beyond_them_the_model_says_how_times_grow() -> None:
-    nothing = LayerProfile("fast", "small", ())
+    nothing = LayerProfile("fast", "small", "bfloat16", ())
     grown = layer_seconds(16, profile=nothing) / layer_seconds(8, profile=nothing)
     assert layer_seconds(16) == pytest.approx(1.5 * grown, rel=0.05)
     halved = layer_seconds(8, tp=2, profile=nothing) / layer_seconds(8, profile=nothing)
@@ -46,33 +48,45 @@ def test_beyond_them_the_model_says_how_times_grow() -> None:
 
 
 def test_other_devices_and_models_are_not_touched() -> None:
-    nothing = LayerProfile("fast", "small", ())
+    nothing = LayerProfile("fast", "small", "bfloat16", ())
     assert layer_seconds(2, gpu=1) == layer_seconds(2, gpu=1, profile=nothing)
-    other = LayerProfile("fast", "another", MEASURED.times)
+    other = LayerProfile("fast", "another", "bfloat16", MEASURED.times)
     assert layer_seconds(2, profile=other) == layer_seconds(2, profile=nothing)
 
 
 @settings(deadline=None)
 @given(samples=st.integers(1, 20), tp=st.integers(1, 8))
 def test_weights_add_up_and_points_lie_around(samples: int, tp: int) -> None:
-    points = MEASURED.around(Item.LAYER, samples, tp)
+    points = MEASURED.around(Item.LAYER, samples, 256, tp)
     assert sum(weight for _, weight in points) == pytest.approx(1.0)
     if 2 <= samples <= 8:
         assert sum(weight * time.samples for time, weight in points) == pytest.approx(samples)
-    assert MEASURED.around(Item.HEAD, samples, tp) == ()
+    assert MEASURED.around(Item.HEAD, samples, 256, tp) == ()
 
 
 def test_profiles_are_saved_merged_and_checked(tmp_path: Path) -> None:
     MEASURED.save(tmp_path / "layers.json")
     assert LayerProfile.load(tmp_path / "layers.json") == MEASURED
-    more = LayerProfile("fast", "small", (LayerTime(Item.HEAD, 2, 1, 0.1, 0.1),))
+    more = LayerProfile("fast", "small", "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1),))
     assert merged([MEASURED, more]).times == (*MEASURED.times, *more.times)
-    with pytest.raises(ValueError, match="these are of small on fast, small on slow"):
-        merged([MEASURED, LayerProfile("slow", "small", ())])
+    with pytest.raises(ValueError, match="these are of small on fast in bfloat16, small on slow in"):
+        merged([MEASURED, LayerProfile("slow", "small", "bfloat16", ())])
     with pytest.raises(ValueError, match="measured several times"):
         merged([MEASURED, MEASURED])
     with pytest.raises(ValueError, match="no negative seconds"):
-        LayerTime(Item.LAYER, 1, 1, -1.0, 0.0)
+        LayerTime(Item.LAYER, 1, 256, 1, -1.0, 0.0)
+
+
+def test_the_nearest_length_counts_and_the_model_carries_it_on() -> None:
+    longer = LayerProfile(
+        "fast", "small", "bfloat16", (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0))
+    )
+    ((near, _),) = longer.around(Item.LAYER, 2, 2**15, 1)
+    assert near.sequence == 2**20
+    assert layer_seconds(2, profile=longer) == pytest.approx(0.6)
+    # So long a sequence fills the device, which this one does not.
+    far = replace(longer, times=longer.times[-1:])
+    assert layer_seconds(2, profile=far) < 0.1
 
 
 def test_what_osdp_profile_measured_becomes_a_profile(
@@ -80,17 +94,37 @@ def test_what_osdp_profile_measured_becomes_a_profile(
 ) -> None:
     fields = ("n_layer=3", "n_embd=16", "n_head=2", "vocab_size=32")
     small = [text for field in fields for text in ("--set", field)]
-    folder, out = tmp_path / "described", tmp_path / "layers.json"
+    folder, part, out = tmp_path / "described", tmp_path / "part", tmp_path / "layers.json"
     run("profile", "gpt2", "--batch", "2", "--seq", "8", *small, "--out", str(folder))
-    run("layers", str(folder), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
-    assert "gpt2 on A10: layers at batches of 2" in capsys.readouterr().out
+    run("profile", "gpt2", "--batch", "2", "--seq", "8", *small, "--tp", "2", "--out", str(part))
+    run("layers", str(folder), str(part), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
+    told = capsys.readouterr().out
+    assert "gpt2 on A10: layers in float32 at 2 x 8 on tp=1, 2 x 8 on tp=2" in told
     found = LayerProfile.load(out)
-    assert [time.item for time in found.times] == [Item.EMBEDDING, Item.LAYER, Item.HEAD]
+    assert [time.item for time in found.times] == 2 * [Item.EMBEDDING, Item.LAYER, Item.HEAD]
     desc, profile = ModelDesc.load(folder / "model_desc.json"), Profile.load(folder / "profile.json")
     whole = sum(
         profile.by_signature[s.signature].forward.seconds + profile.by_signature[s.signature].backward.seconds
         for s in desc.segments
     )
     counts = {Item.EMBEDDING: 1, Item.LAYER: 3, Item.HEAD: 1}
-    assert sum(counts[t.item] * (t.forward + t.backward) for t in found.times) == pytest.approx(whole)
-    assert layer_profile(desc, profile, "A10", "gpt2") == found
+    own = layer_profile(desc, profile, "A10", "gpt2")
+    assert sum(counts[t.item] * (t.forward + t.backward) for t in own.times) == pytest.approx(whole)
+    assert own.times == found.times[:3]
+    with pytest.raises(RuntimeError, match="has the part of one of 2 tensor-parallel ranks"):
+        run("plan", str(part))
+    with pytest.raises(ValueError, match="is an estimate, which a cluster has anyway"):
+        layer_profile(desc, replace(profile, measured=False), "A10", "gpt2")
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(
+        '{"nodes": [{"gpu": "A10", "count": 1, "devices": 2, "network": "40 Gbit/s"}]}', encoding="utf8"
+    )
+    plan = ["plan", "--model", "gpt2", "--cluster", str(cluster), "--global-batch", "4"]
+    with pytest.raises(RuntimeError, match="measured in float32, plans on a cluster compute in 16 bits"):
+        run(*plan, "--layer-times", str(out))
+    half = tmp_path / "half"
+    run("profile", "gpt2", "--seq", "8", *small, "--param-dtype", "bfloat16", "--out", str(half))
+    run("layers", str(half), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
+    capsys.readouterr()
+    run(*plan, "--layer-times", str(out), "--top", "1")
+    assert "proven best in its space" in capsys.readouterr().out

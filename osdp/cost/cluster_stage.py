@@ -11,7 +11,7 @@ weights for every forward and every backward.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from osdp.cost.layer_work import LayerWork, layer_work
 from osdp.cost.measured_layers import measured_seconds
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.layer_profile import LayerProfile
-from osdp.transformer import Item
+from osdp.transformer import Item, TransformerShape
 
 Floats = NDArray[np.float64]
 
@@ -121,14 +121,12 @@ class ClusterPrices:
         """What one rank does for one item on one slice of a microbatch."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
         if key not in self._work:
-            self._work[key] = self._work_of(*key)
+            self._work[key] = self._work_of(*key, self.workload.shape)
         return self._work[key]
 
-    def _work_of(self, item: Item, samples: int, tp: int, slices: int) -> LayerWork:
+    def _work_of(self, item: Item, samples: int, tp: int, slices: int, shape: TransformerShape) -> LayerWork:
         load = self.workload
-        return layer_work(
-            load.shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes
-        )
+        return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
 
     def home(self, layout: Layout, slot: Slot) -> Home:
         """The devices and links of a slot."""
@@ -262,16 +260,19 @@ class ClusterPrices:
         if gpu.name not in self._profiles:
             return None
 
-        def modelled(samples: int, tp: int) -> LayerSeconds:
-            return layer_seconds(self._work_of(item, samples, tp, 1), gpu, self.rates)
+        shape, tp = self.workload.shape, layout.degrees.tp
+
+        def modelled(samples: int, sequence: int, tp: int) -> LayerSeconds:
+            work = self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
+            return layer_seconds(work, gpu, self.rates)
 
         profile = self._profiles[gpu.name]
-        whole = measured_seconds(profile, item, layout.samples, layout.degrees.tp, modelled)
+        whole = measured_seconds(profile, item, layout.samples, shape.sequence, tp, modelled)
         if whole is None or layout.token_slices == 1:
             return whole
         # Whole sequences were measured.
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
-        return whole.scaled(of_slice, modelled(layout.samples, layout.degrees.tp))
+        return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
 
     def _factor(self, layout: Layout) -> float:
         """By what measured layers say to multiply seconds."""

@@ -8,7 +8,12 @@ from osdp.transformer import Item
 
 
 def measured_seconds(
-    profile: LayerProfile, item: Item, samples: int, tp: int, modelled: Callable[[int, int], LayerSeconds]
+    profile: LayerProfile,
+    item: Item,
+    samples: int,
+    sequence: int,
+    tp: int,
+    modelled: Callable[[int, int, int], LayerSeconds],
 ) -> LayerSeconds | None:
     """What was measured; elsewhere times what the model says the difference makes.
 
@@ -16,17 +21,18 @@ def measured_seconds(
         profile: Of the device.
         item: The item.
         samples: Of a microbatch.
+        sequence: Tokens of each.
         tp: Tensor-parallel ranks.
-        modelled: Seconds by samples and ranks without any measurement.
+        modelled: Seconds by samples, tokens and ranks without any measurement.
 
     Returns:
         The seconds; ``None`` if the item was not measured.
     """
-    points = profile.around(item, samples, tp)
+    points = profile.around(item, samples, sequence, tp)
     if not points:
         return None
-    here = modelled(samples, tp)
-    there = [(time, weight, modelled(time.samples, time.tp)) for time, weight in points]
+    here = modelled(samples, sequence, tp)
+    there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
 
     def carried(measured: float, model: float, at_points: float) -> float:
         return measured * model / at_points if at_points > 0 else measured
