@@ -33,7 +33,7 @@ from osdp.cluster import Gpu, NodeType, Wire
 from osdp.cost.rates import PUBLISHED
 from osdp.cost.step_model import Setting, assumed_recompute
 from osdp.measured_step import MeasuredStep, read_steps
-from osdp.search.calibrate import cross_validation, fit, leave_out, relative_errors
+from osdp.search.calibrate import Fitted, cross_validation, fit, leave_out, relative_errors
 
 Floats = NDArray[np.float64]
 
@@ -96,7 +96,9 @@ def measure(options: Options) -> Result:
     names = ("zero_shot", "coefficients_alone", "cross_validation", *LEFT_OUT)
     for name in harness.progress(names, len(names), "fits"):
         if name == "zero_shot":
-            row = error_row(name, relative_errors(steps, setting, PUBLISHED, NODE.inside))
+            row = error_row(
+                name, relative_errors(steps, setting, Fitted(PUBLISHED, NODE.inside, NODE.outside))
+            )
         elif name in LEFT_OUT:
             row = _extrapolated(name, steps, setting)
         else:
@@ -106,13 +108,14 @@ def measure(options: Options) -> Result:
             row = error_row(name, errors) | {"kendall_tau": tau}
         rows[name] = row
         result.add(row)
-    rates, inside = fit(steps, setting)
+    fitted = fit(steps, setting)
     result.add(
         {
             "name": "coefficients",
             "recompute": str(setting.recompute),
-            "rates": repr(replace(rates, corrections=())),
-            "inside": repr(inside),
+            "rates": repr(replace(fitted.rates, corrections=())),
+            "inside": repr(fitted.inside),
+            "outside": repr(fitted.outside),
         }
     )
     result.summary = {

@@ -49,9 +49,13 @@ def _report(found: Calibration, setting: Setting) -> str:
         if field.name != "corrections":
             before, after = getattr(PUBLISHED, field.name), getattr(found.rates, field.name)
             lines.append(f"{field.name:<20}{before:>14.4g}{after:>14.4g}")
-    for name in ("bandwidth", "latency"):
-        before, after = getattr(setting.node.inside, name), getattr(found.inside, name)
-        lines.append(f"{'link ' + name:<20}{before:>14.4g}{after:>14.4g}")
+    links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
+    for kind, (before, after) in links.items():
+        if after is not None:
+            lines += [
+                f"{f'{kind} {name}':<20}{getattr(before, name):>14.4g}{getattr(after, name):>14.4g}"
+                for name in ("bandwidth", "latency")
+            ]
     lines.append(
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
         f"{setting.recompute}; left out of the fit, in "

@@ -27,10 +27,13 @@ def grid() -> tuple[MeasuredStep, ...]:
 
 
 def timed(
-    steps: Sequence[MeasuredStep], rates: Rates = PUBLISHED, inside: Wire = NODE.inside
+    steps: Sequence[MeasuredStep],
+    rates: Rates = PUBLISHED,
+    inside: Wire = NODE.inside,
+    outside: Wire = NODE.outside,
 ) -> tuple[MeasuredStep, ...]:
     """The same with the seconds that the model gives them."""
-    seconds = StepModel(steps, SETTING).seconds(rates, inside).tolist()
+    seconds = StepModel(steps, SETTING).seconds(rates, inside, outside).tolist()
     return tuple(replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True))
 
 

@@ -18,7 +18,15 @@ from osdp.cost.matmul import aligned, occupied_flops
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.cost.step_model import StepModel, assumed_recompute
 from osdp.measured_step import MeasuredStep
-from osdp.search.calibrate import Calibration, calibrate, cross_validation, fit, leave_out, relative_errors
+from osdp.search.calibrate import (
+    Calibration,
+    Fitted,
+    calibrate,
+    cross_validation,
+    fit,
+    leave_out,
+    relative_errors,
+)
 from osdp.transformer import TransformerShape
 from tests.measured import NODE, SETTING, TRUE, grid, timed, write_csv
 
@@ -31,17 +39,36 @@ def steps() -> tuple[MeasuredStep, ...]:
 
 
 def test_coefficients_are_found_again(steps: tuple[MeasuredStep, ...]) -> None:
-    rates, inside = fit(steps, SETTING, corrected=False)
-    assert np.abs(relative_errors(steps, SETTING, rates, inside)).max() < 0.01
-    assert np.abs(relative_errors(steps, SETTING, PUBLISHED, NODE.inside)).mean() > 0.1
+    found = fit(steps, SETTING, corrected=False)
+    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.01
+    published = Fitted(PUBLISHED, NODE.inside, NODE.outside)
+    assert np.abs(relative_errors(steps, SETTING, published)).mean() > 0.1
     for name in ("matrix_share", "memory_share", "unaligned_share", "call_seconds"):
-        assert getattr(rates, name) == pytest.approx(getattr(TRUE, name), rel=0.06), name
-    assert inside.bandwidth == pytest.approx(INSIDE.bandwidth, rel=0.1)
+        assert getattr(found.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.06), name
+    assert found.inside.bandwidth == pytest.approx(INSIDE.bandwidth, rel=0.1)
+    # No step left its node.
+    assert found.outside == NODE.outside
+
+
+def test_the_network_is_found_where_steps_cross_it() -> None:
+    network = Wire(1e10, 2e-5)
+    wide = [
+        replace(step, devices=8 * step.devices, dp=8 * step.dp, global_batch=8 * step.global_batch)
+        for step in grid()
+        if step.devices > 1
+    ]
+    steps = timed((*grid(), *wide), TRUE, INSIDE, network)
+    found = fit(steps, SETTING, corrected=False)
+    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.02
+    assert found.outside.bandwidth == pytest.approx(network.bandwidth, rel=0.1)
+    calibrated = replace(calibrate(steps, SETTING), outside=found.outside)
+    node = calibrated.applied(Cluster((NodeGroup(NODE, 8),))).groups[0].node
+    assert (node.inside, node.outside) == (calibrated.inside, found.outside)
 
 
 def test_what_rows_do_not_tell_stays_as_published(steps: tuple[MeasuredStep, ...]) -> None:
     alone = [step for step in steps if step.devices == step.pp]
-    _, inside = fit(alone, SETTING)
+    inside = fit(alone, SETTING).inside
     assert inside.latency == pytest.approx(NODE.inside.latency, rel=0.2)
 
 
@@ -60,8 +87,8 @@ def test_what_is_left_out_is_not_fitted(steps: tuple[MeasuredStep, ...]) -> None
 
 def test_outliers_do_not_pull_the_others_along(steps: tuple[MeasuredStep, ...]) -> None:
     spoilt = [replace(s, seconds=s.seconds * (1 + 2 * (i % 10 == 0))) for i, s in enumerate(steps)]
-    rates, inside = fit(spoilt, SETTING, corrected=False)
-    assert np.median(np.abs(relative_errors(steps, SETTING, rates, inside))) < 0.03
+    found = fit(spoilt, SETTING, corrected=False)
+    assert np.median(np.abs(relative_errors(steps, SETTING, found))) < 0.03
 
 
 def test_habits_of_layers_are_kept_for_layers_like_them(steps: tuple[MeasuredStep, ...]) -> None:
@@ -85,7 +112,7 @@ def test_the_same_steps_give_the_same_calibration(steps: tuple[MeasuredStep, ...
 
 
 def test_a_calibration_is_of_its_nodes() -> None:
-    found = Calibration("node", PUBLISHED, INSIDE, 1, 0.1, 0.1, 2, flash=False)
+    found = Calibration("node", PUBLISHED, INSIDE, None, 1, 0.1, 0.1, 2, flash=False)
     assert found.applied(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
     with pytest.raises(ValueError, match="of nodes 'node', the cluster has other"):
         found.applied(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
@@ -106,7 +133,9 @@ def test_what_cannot_be_fitted_is_said(call, message: str) -> None:
 
 
 def test_even_steps_cost_what_the_planner_says() -> None:
-    for step, seconds in zip(grid(), StepModel(grid(), SETTING).seconds(TRUE, INSIDE), strict=True):
+    for step, seconds in zip(
+        grid(), StepModel(grid(), SETTING).seconds(TRUE, INSIDE, NODE.outside), strict=True
+    ):
         shape = TransformerShape(
             name="measured", layers=step.layers, hidden=step.hidden, heads=step.heads,
             sequence=step.sequence, vocabulary=SETTING.vocabulary, positions=step.sequence,
@@ -127,7 +156,9 @@ def test_recomputation_is_assumed_where_a_step_could_not_have_run() -> None:
     large = MeasuredStep(512, 1536, 6, 12288, 96, 96, 2048, 8, 4, 16, 60.0)
     assert assumed_recompute([*grid(), large], SETTING) is Recompute.FULL
     full = replace(SETTING, recompute=Recompute.FULL)
-    longer = StepModel(grid(), full).seconds(TRUE, INSIDE) / StepModel(grid(), SETTING).seconds(TRUE, INSIDE)
+    longer = StepModel(grid(), full).seconds(TRUE, INSIDE, NODE.outside) / StepModel(grid(), SETTING).seconds(
+        TRUE, INSIDE, NODE.outside
+    )
     assert ((longer > 1.1) & (longer < 1.6)).all()
 
 

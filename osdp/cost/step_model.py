@@ -48,9 +48,14 @@ class StepModel:
         self.setting = setting
         self.layouts = tuple(_layout(step, setting.recompute) for step in self.steps)
 
-    def seconds(self, rates: Rates, inside: Wire) -> Floats:
-        """A step of each row, for coefficients and a link inside of nodes; shape ``(rows,)``."""
-        node = replace(self.setting.node, inside=inside)
+    @property
+    def crosses(self) -> bool:
+        """Whether some steps ran on several nodes."""
+        return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
+
+    def seconds(self, rates: Rates, inside: Wire, outside: Wire) -> Floats:
+        """A step of each row, for coefficients and the links in and between nodes; shape ``(rows,)``."""
+        node = replace(self.setting.node, inside=inside, outside=outside)
         priced: dict[tuple[int, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))
         for row, (step, layout) in enumerate(zip(self.steps, self.layouts, strict=True)):

@@ -39,14 +39,37 @@ _SPREAD = {
     "blend": 0.5,
     "sum_seconds": 1.0,
     "step_seconds": 1.0,
-    "bandwidth": 0.4,
-    "latency": 0.5,
+    "inside_bandwidth": 0.4,
+    "inside_latency": 0.5,
+    "outside_bandwidth": 0.4,
+    "outside_latency": 0.5,
 }
 #: Where coefficients start of which nothing is published: hardly more than nothing.
-_START = {"blend": 0.2, "sum_seconds": 3e-5, "step_seconds": 5e-4, "latency": 1e-6}
+_START = {
+    "blend": 0.2,
+    "sum_seconds": 3e-5,
+    "step_seconds": 5e-4,
+    "inside_latency": 1e-6,
+    "outside_latency": 1e-6,
+}
 #: Relative deviation of steps with the same layer, at least: what else differs between them.
 _ALONE = 0.02
 _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What fits measured steps best.
+
+    Attributes:
+        rates: Of devices and hosts.
+        inside: The link between devices of a node.
+        outside: That between a node and the network; as it was where no step ran on several nodes.
+    """
+
+    rates: Rates
+    inside: Wire
+    outside: Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +80,7 @@ class Calibration:
         node: Name of the kind of node they ran on.
         rates: Of devices and hosts.
         inside: The link between devices of a node.
+        outside: That between a node and the network; ``None`` if no step ran on several nodes.
         steps: How many steps they were fitted to.
         mean_error: Mean absolute relative error of steps that were left out of the fit.
         median_error: Their median.
@@ -67,6 +91,7 @@ class Calibration:
     node: str
     rates: Rates
     inside: Wire
+    outside: Wire | None
     steps: int
     mean_error: float
     median_error: float
@@ -78,7 +103,7 @@ class Calibration:
         codec.save(self, path)
 
     def applied(self, cluster: Cluster) -> Cluster:
-        """The cluster with the link that was found.
+        """The cluster with the links that were found.
 
         Raises:
             ValueError: It has other nodes than the steps ran on.
@@ -90,7 +115,8 @@ class Calibration:
                 "measure steps there, or plan without it"
             )
         (group,) = cluster.groups
-        return Cluster((replace(group, node=replace(group.node, inside=self.inside)),))
+        node = replace(group.node, inside=self.inside, outside=self.outside or group.node.outside)
+        return Cluster((replace(group, node=node),))
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
@@ -113,11 +139,12 @@ def calibrate(
         ValueError: There are fewer steps than folds, or fewer folds than two.
     """
     errors = np.abs(cross_validation(steps, setting, rates=rates, folds=folds))
-    found, inside = fit(steps, setting, rates=rates)
+    found = fit(steps, setting, rates=rates)
     return Calibration(
         node=setting.node.name,
-        rates=found,
-        inside=inside,
+        rates=found.rates,
+        inside=found.inside,
+        outside=found.outside if StepModel(steps, setting).crosses else None,
         steps=len(steps),
         mean_error=float(errors.mean()),
         median_error=float(np.median(errors)),
@@ -128,8 +155,8 @@ def calibrate(
 
 def fit(
     steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, corrected: bool = True
-) -> tuple[Rates, Wire]:
-    """The coefficients, and the link inside of nodes, that fit ``steps`` best.
+) -> Fitted:
+    """The coefficients, and the links in and between nodes, that fit ``steps`` best.
 
     Args:
         steps: Measured.
@@ -145,10 +172,11 @@ def fit(
     return _fit(StepModel(steps, setting), rates, corrected)
 
 
-def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, rates: Rates, inside: Wire) -> Floats:
+def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, fitted: Fitted) -> Floats:
     """Modelled over measured seconds, less one; shape ``(steps,)``."""
     model = StepModel(steps, setting)
-    errors: Floats = model.seconds(rates, inside) / model.measured - 1.0
+    seconds = model.seconds(fitted.rates, fitted.inside, fitted.outside)
+    errors: Floats = seconds / model.measured - 1.0
     return errors
 
 
@@ -205,36 +233,43 @@ def _held_out(
     others = [step for step, out in zip(steps, held, strict=True) if not out]
     fitted = fit(others, setting, rates=rates, corrected=corrected)
     picked = [step for step, out in zip(steps, held, strict=True) if out]
-    return relative_errors(picked, setting, *fitted)
+    return relative_errors(picked, setting, fitted)
 
 
-def _fit(model: StepModel, rates: Rates, corrected: bool) -> tuple[Rates, Wire]:
+def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
+    node = model.setting.node
     prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
-    prior |= {"bandwidth": model.setting.node.inside.bandwidth, "latency": model.setting.node.inside.latency}
+    prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
+    if model.crosses:
+        prior |= {"outside_bandwidth": node.outside.bandwidth, "outside_latency": node.outside.latency}
     names = tuple(prior)
     start = np.log([prior[name] or _START[name] for name in names])
     spread = np.array([_SPREAD[name] for name in names])
     measured = model.measured
 
-    def coefficients(x: Floats) -> tuple[Rates, Wire]:
+    def coefficients(x: Floats) -> Fitted:
         found = dict(zip(names, np.exp(x).tolist(), strict=True))
-        inside = Wire(found.pop("bandwidth"), found.pop("latency"))
-        return Rates(**(found | {"blend": min(found["blend"], 1.0)})), inside
+        inside = Wire(found.pop("inside_bandwidth"), found.pop("inside_latency"))
+        outside = node.outside
+        if model.crosses:
+            outside = Wire(found.pop("outside_bandwidth"), found.pop("outside_latency"))
+        return Fitted(Rates(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
 
     def residuals(x: Floats) -> Floats:
-        error = model.seconds(*coefficients(x)) / measured - 1.0
+        now = coefficients(x)
+        error = model.seconds(now.rates, now.inside, now.outside) / measured - 1.0
         weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
         return np.concatenate([weighed, (x - start) / spread])
 
-    found, inside = coefficients(_least_squares(residuals, start))
+    found = coefficients(_least_squares(residuals, start))
     if not corrected:
-        return found, inside
-    return replace(found, corrections=_corrections(model, found, inside)), inside
+        return found
+    return replace(found, rates=replace(found.rates, corrections=_corrections(model, found)))
 
 
-def _corrections(model: StepModel, rates: Rates, inside: Wire) -> tuple[Correction, ...]:
+def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
     """What the coefficients leave of each layer that was measured."""
-    logs = np.log(model.measured / model.seconds(rates, inside))
+    logs = np.log(model.measured / model.seconds(fitted.rates, fitted.inside, fitted.outside))
     cases = [LayerCase(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
     rows: dict[LayerCase, list[float]] = {}
     for case, log in zip(cases, logs.tolist(), strict=True):
