@@ -1,4 +1,4 @@
-"""LayerProfile: measured seconds of the items of a transformer on one kind of device, one file each."""
+"""LayerProfile: what was measured of the items of a transformer on one kind of device, one file each."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from osdp import codec
 from osdp.model_desc import ModelDesc
-from osdp.profile import Profile
+from osdp.profile import Profile, SegmentProfile
 from osdp.transformer import Item
 
 LAYER_PROFILE_VERSION = 2
@@ -24,6 +24,8 @@ class LayerTime:
         tp: Tensor-parallel ranks; their communication is not in the seconds.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
+        kept_bytes: Activations that a forward leaves for its backward.
+        working_bytes: Most that is there during the backward beside them.
     """
 
     item: Item
@@ -32,11 +34,15 @@ class LayerTime:
     tp: int
     forward: float
     backward: float
+    kept_bytes: int
+    working_bytes: int
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.sequence, self.tp) < 1 or min(self.forward, self.backward) < 0:
+        found = (self.forward, self.backward, self.kept_bytes, self.working_bytes)
+        if min(self.samples, self.sequence, self.tp) < 1 or min(found) < 0:
             raise ValueError(
-                f"a measured item has at least 1 sample, token and rank, and no negative seconds: {self}"
+                "a measured item has at least 1 sample, token and rank, and no negative seconds or bytes: "
+                f"{self}"
             )
 
 
@@ -128,33 +134,42 @@ def layer_profile(
     inside = sorted(index for found in model_desc.block_segments.values() for index in found)
     if not inside:
         raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a profile")
-    seconds = [
-        (found.forward.seconds, found.backward.seconds)
-        for found in (profile.by_signature[segment.signature] for segment in model_desc.segments)
-    ]
-    parts = {
-        Item.EMBEDDING: (seconds[: inside[0]], 1),
-        Item.LAYER: ([seconds[index] for index in inside], len(model_desc.block_segments)),
-        Item.HEAD: (seconds[inside[-1] + 1 :], 1),
-    }
+    blocks = list(model_desc.block_segments.values())
+    ends = (tuple(range(inside[0])), tuple(range(inside[-1] + 1, len(model_desc.segments))))
     stream = model_desc.segments[inside[-1]].outputs
     if not stream or len(stream[0].shape) != 3:
         raise ValueError(
             f"a layer of {model_desc.name} hands on {[spec.shape for spec in stream]}; times of layers are "
             "those of (samples, tokens, channels)"
         )
-    times = tuple(
-        LayerTime(
+    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+
+    def time(item: Item, parts: Sequence[Sequence[int]]) -> LayerTime:
+        runs = [[found[index] for index in part] for part in parts]
+        kept, working = zip(*(_activations(run) for run in runs), strict=True)
+        return LayerTime(
             item=item,
             samples=profile.local_batch,
             sequence=stream[0].shape[1],
             tp=tp,
-            forward=sum(f for f, _ in found) / count,
-            backward=sum(b for _, b in found) / count,
+            forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
+            backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
+            kept_bytes=sum(kept) // len(runs),
+            working_bytes=max(working),
         )
-        for item, (found, count) in parts.items()
-    )
+
+    times = (time(Item.EMBEDDING, ends[:1]), time(Item.LAYER, blocks), time(Item.HEAD, ends[1:]))
     return LayerProfile(gpu, model, dtype or stream[0].dtype, times)
+
+
+def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
+    """Bytes that are left after the forwards of segments, and most beside them in their backwards."""
+    kept = level = max(sum(segment.forward.live_bytes for segment in run), 0)
+    highest = level
+    for segment in reversed(run):
+        highest = max(highest, level + segment.backward.peak_bytes)
+        level += segment.backward.live_bytes
+    return kept, highest - kept
 
 
 def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:

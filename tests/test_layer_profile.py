@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osdp.cluster_plan import Layout, Slot
+from osdp.cluster_plan import Layout, Recompute, Slot
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.layer_profile import LayerProfile, LayerTime, layer_profile, merged
 from osdp.layout import Degrees
@@ -21,7 +21,10 @@ MEASURED = LayerProfile(
     "fast",
     "small",
     "bfloat16",
-    (LayerTime(Item.LAYER, 2, 256, 1, 0.2, 0.4), LayerTime(Item.LAYER, 8, 256, 1, 0.5, 1.0)),
+    (
+        LayerTime(Item.LAYER, 2, 256, 1, 0.2, 0.4, 10**8, 10**7),
+        LayerTime(Item.LAYER, 8, 256, 1, 0.5, 1.0, 4 * 10**8, 10**7),
+    ),
 )
 BOTH = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
 
@@ -47,6 +50,21 @@ def test_beyond_them_the_model_says_how_times_grow() -> None:
     assert layer_seconds(8, tp=2) == pytest.approx(1.5 * halved, rel=0.05)
 
 
+def test_activations_are_those_that_were_measured() -> None:
+    prices = ClusterPrices(BOTH, workload(global_batch=64), profiles=[MEASURED])
+    fast, slow = Slot((1, 0)), Slot((0, 1))
+    layout = Layout(Degrees(2, 4, 1), 2, 4)
+    layer = prices.item_prices(layout, fast)[Item.LAYER]
+    assert (layer.kept, layer.working) == (10**8, 10**7)
+    modelled = prices.item_prices(layout, slow)[Item.LAYER]
+    assert modelled.kept == ClusterPrices(BOTH, prices.workload).item_prices(layout, fast)[Item.LAYER].kept
+    # Recomputed, all but the input is there for a moment only.
+    again = prices.item_prices(replace(layout, recompute=Recompute.FULL), fast)[Item.LAYER]
+    assert again.kept + again.working == layer.kept + layer.working
+    more = prices.item_prices(replace(layout, samples=16), fast)[Item.LAYER]
+    assert more.kept == pytest.approx(8 * 10**8, rel=1e-6)
+
+
 def test_other_devices_and_models_are_not_touched() -> None:
     nothing = LayerProfile("fast", "small", "bfloat16", ())
     assert layer_seconds(2, gpu=1) == layer_seconds(2, gpu=1, profile=nothing)
@@ -67,19 +85,19 @@ def test_weights_add_up_and_points_lie_around(samples: int, tp: int) -> None:
 def test_profiles_are_saved_merged_and_checked(tmp_path: Path) -> None:
     MEASURED.save(tmp_path / "layers.json")
     assert LayerProfile.load(tmp_path / "layers.json") == MEASURED
-    more = LayerProfile("fast", "small", "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1),))
+    more = LayerProfile("fast", "small", "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1, 1, 1),))
     assert merged([MEASURED, more]).times == (*MEASURED.times, *more.times)
     with pytest.raises(ValueError, match="these are of small on fast in bfloat16, small on slow in"):
         merged([MEASURED, LayerProfile("slow", "small", "bfloat16", ())])
     with pytest.raises(ValueError, match="measured several times"):
         merged([MEASURED, MEASURED])
     with pytest.raises(ValueError, match="no negative seconds"):
-        LayerTime(Item.LAYER, 1, 256, 1, -1.0, 0.0)
+        LayerTime(Item.LAYER, 1, 256, 1, -1.0, 0.0, 1, 1)
 
 
 def test_the_nearest_length_counts_and_the_model_carries_it_on() -> None:
     longer = LayerProfile(
-        "fast", "small", "bfloat16", (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0))
+        "fast", "small", "bfloat16", (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0, 1, 1))
     )
     ((near, _),) = longer.around(Item.LAYER, 2, 2**15, 1)
     assert near.sequence == 2**20
@@ -109,6 +127,11 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     )
     counts = {Item.EMBEDDING: 1, Item.LAYER: 3, Item.HEAD: 1}
     own = layer_profile(desc, profile, "A10", "gpt2")
+    kept = sum(counts[t.item] * t.kept_bytes for t in own.times)
+    assert kept == pytest.approx(
+        sum(profile.by_signature[s.signature].forward.live_bytes for s in desc.segments), rel=0.01
+    )
+    assert all(t.working_bytes > 0 for t in own.times)
     assert sum(counts[t.item] * (t.forward + t.backward) for t in own.times) == pytest.approx(whole)
     assert own.times == found.times[:3]
     with pytest.raises(RuntimeError, match="has the part of one of 2 tensor-parallel ranks"):

@@ -22,7 +22,7 @@ from osdp.cost.cluster_home import Home, home_of
 from osdp.cost.corrections import LayerCase, correction_factor
 from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
-from osdp.cost.measured_layers import measured_seconds
+from osdp.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cost.rates import PUBLISHED, Rates
 from osdp.layer_profile import LayerProfile
 from osdp.transformer import Item, TransformerShape
@@ -223,7 +223,11 @@ class ClusterPrices:
         return weight, gradient, state
 
     def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
-        work, slices, recompute = self.work(item, layout), layout.token_slices, layout.way.recompute
+        work, slices, recompute = (
+            self._work_there(item, layout, home),
+            layout.token_slices,
+            layout.way.recompute,
+        )
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
@@ -248,6 +252,18 @@ class ClusterPrices:
             kept=slices * kept + _cache_bytes(work, slices),
             working=work.working_bytes + (work.kept_bytes - kept),
         )
+
+    def _work_there(self, item: Item, layout: Layout, home: Home) -> LayerWork:
+        """The work of an item, with its activations as measured on the devices that it is on."""
+        work, shape = self.work(item, layout), self.workload.shape
+        measured = [self._profiles[gpu.name] for gpu in home.gpus if gpu.name in self._profiles]
+
+        def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
+            return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
+
+        where = (item, layout.samples, shape.sequence, layout.degrees.tp)
+        found = [with_measured_bytes(work, profile, *where, modelled) for profile in measured]
+        return max(found, key=lambda work: work.kept_bytes, default=work)
 
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)

@@ -1,8 +1,10 @@
-"""Seconds of an item from what was measured, carried to other batches and degrees by the roofline's shape."""
+"""What an item takes by what was measured, carried to other batches, lengths and degrees by the model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from osdp.cost.layer_seconds import LayerSeconds
+from osdp.cost.layer_work import LayerWork
 from osdp.layer_profile import LayerProfile
 from osdp.transformer import Item
 
@@ -49,3 +51,42 @@ def measured_seconds(
     )
     # Of attention alone nothing is measured: it stays the same part of a forward.
     return LayerSeconds(forward, backward, carried(here.attention, forward, here.forward))
+
+
+def with_measured_bytes(
+    work: LayerWork,
+    profile: LayerProfile,
+    item: Item,
+    samples: int,
+    sequence: int,
+    tp: int,
+    modelled: Callable[[int, int, int], LayerWork],
+) -> LayerWork:
+    """``work`` with the activations that were measured, times what the model says the difference makes.
+
+    Args:
+        work: Of a microbatch, or of a slice of one.
+        profile: Of the device.
+        item: The item.
+        samples: Of the microbatch.
+        sequence: Tokens of each.
+        tp: Tensor-parallel ranks.
+        modelled: Work on a whole microbatch by samples, tokens and ranks.
+
+    Returns:
+        The work; as it is if the item was not measured.
+    """
+    points = profile.around(item, samples, sequence, tp)
+    there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
+    kept = sum(weight * at.kept_bytes for _, weight, at in there)
+    working = sum(weight * at.working_bytes for _, weight, at in there)
+    if not kept or not working:
+        return work
+    more = sum(weight * time.kept_bytes for time, weight, _ in there) / kept
+    beside = sum(weight * time.working_bytes for time, weight, _ in there) / working
+    return replace(
+        work,
+        kept_bytes=round(work.kept_bytes * more),
+        score_bytes=round(work.score_bytes * more),
+        working_bytes=round(work.working_bytes * beside),
+    )
