@@ -12,6 +12,7 @@ from osdp.cost.cluster_step import nodes_of
 from osdp.report.exports import exports
 from osdp.report.launch_sheet import batch_script, launch_sheet
 from osdp.transformer import TransformerShape
+from osdp.units import format_bytes, format_seconds
 
 
 def write_runnable(
@@ -49,7 +50,13 @@ def write_runnable(
     plan.save(out.with_name(f"{out.stem}.layout.json"))
     out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
     out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
-    echo(f"\nwritten: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    numbers = plan.peak.total - plan.peak.reserve
+    echo(
+        f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
+        f"{format_bytes(made.predicted.peak_bytes)} beside the reserve; by its numbers "
+        f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}"
+    )
+    echo(f"written: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
