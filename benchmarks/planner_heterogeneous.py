@@ -32,7 +32,7 @@ from benchmarks.timing import paired_ratio
 from benchmarks.turns import take_turns
 from osdp import OSDP, Training
 from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Wire
-from osdp.cluster_plan import ClusterPlan, Layout, Slot, Workload
+from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Slot, Workload
 from osdp.cluster_run import runnable_plan
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
@@ -59,7 +59,9 @@ SHAPE = TransformerShape(
 LOAD = Workload(
     shape=SHAPE, global_batch=GLOBAL_BATCH, weight_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8
 )
-SPACE = Space(samples=(SAMPLES,), schedules=("1f1b",), zero=(0,), token_slices=(1,))
+SPACE = Space(
+    samples=(SAMPLES,), schedules=("1f1b",), recompute=(Recompute.NONE,), zero=(0,), token_slices=(1,)
+)
 
 
 @dataclass(frozen=True)
@@ -96,17 +98,21 @@ def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
         LayerProfile(
             name,
             SHAPE.name,
+            "float32",
             (
-                LayerTime(
-                    Item.LAYER, SAMPLES, 1, slower * NAPS.forward, slower * (NAPS.inputs + NAPS.weights)
-                ),
-                LayerTime(Item.EMBEDDING, SAMPLES, 1, 0.0, 0.0),
-                LayerTime(Item.HEAD, SAMPLES, 1, 0.0, 0.0),
+                _time(Item.LAYER, slower * NAPS.forward, slower * (NAPS.inputs + NAPS.weights)),
+                _time(Item.EMBEDDING, 0.0, 0.0),
+                _time(Item.HEAD, 0.0, 0.0),
             ),
         )
         for name, slower in kinds
     ]
     return ClusterPrices(Cluster(tuple(groups)), LOAD, profiles=profiles)
+
+
+def _time(item: Item, forward: float, backward: float) -> LayerTime:
+    """What an item takes; there is memory for all layouts, whatever it keeps."""
+    return LayerTime(item, SAMPLES, SHAPE.sequence, 1, forward, backward, kept_bytes=0, working_bytes=0)
 
 
 def contest(prices: ClusterPrices) -> list[Entry]:

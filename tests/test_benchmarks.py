@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, testbed
+from benchmarks import harness, planner_heterogeneous, testbed
 from benchmarks.harness import Options, Result
 from benchmarks.launch import WorkerError, launch
 from benchmarks.models import CASES, FULL_SIZE, loss_of
@@ -198,3 +198,10 @@ def test_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
         process.send_signal(request_to_end)
         process.wait(30)
     assert not set(names) & set(_namespaces())
+
+
+def test_the_planned_layout_is_the_best_of_its_contest_by_its_price() -> None:
+    entries = planner_heterogeneous.contest(planner_heterogeneous.prices_of(1e-4, 6e7))
+    assert [entry.name for entry in entries[:2]] == ["planned", "even"]
+    assert len(entries) > 5
+    assert entries[0].plan.step_seconds == min(entry.plan.step_seconds for entry in entries)
