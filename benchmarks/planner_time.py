@@ -172,7 +172,7 @@ def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
                 least = min(stop - start for start, stop in pairwise(bounds))
                 for way, stages in zip(family.ways, priced, strict=True):
                     if least >= stages_per_rank(way.schedule):
-                        yield price(prices, way, bounds, slots, stages)
+                        yield price(prices, way, bounds, slots, stages=stages)
 
 
 def measure(options: Options) -> Result:

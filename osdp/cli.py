@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from osdp import cli_cluster, codec
 from osdp.device_info import DeviceInfo
@@ -40,9 +40,6 @@ from osdp.cli_models import (
     require_whole,
 )
 from osdp.cli_options import refuse_others
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 

@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from osdp.cli_models import named_shape
-from osdp.cli_runnable import write_runnable
+from osdp.cli_models import changed_fields, named_shape
+from osdp.cli_runnable import require_buildable, write_runnable
 from osdp.cluster import Cluster
 from osdp.cluster_file import load_cluster
 from osdp.cluster_plan import MIXED, ClusterPlan, Layout, Recompute, Workload
@@ -105,13 +105,13 @@ class Request:
         )
         cluster = load_cluster(self.cluster)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
-        _require_measured(profiles, workload, cluster, set(self.fields))
+        _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
         if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles)
         return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
 
-    def space(self) -> Space:
-        """What is left to choose.
+    def space(self, workload: Workload) -> Space:
+        """What is left to choose for a workload.
 
         Raises:
             ValueError: A schedule, a way to recompute or a stage of ZeRO is unknown.
@@ -127,7 +127,7 @@ class Request:
             )
         if self.recompute not in (None, MIXED, *Recompute):
             raise ValueError(f"--recomputation {self.recompute}: there are {', '.join(Recompute)}, {MIXED}")
-        if self.recompute == Recompute.SELECTIVE and self.flash is not False:
+        if self.recompute == Recompute.SELECTIVE and workload.flash:
             raise ValueError(
                 "--recomputation selective drops the scores of attention, which flash attention never keeps; "
                 "say --no-flash, or full"
@@ -238,9 +238,12 @@ def plan_on_cluster(
         InfeasibleError: Nothing fits.
         ValueError: What is asked for is unknown or contradicts itself.
     """
-    prices, space = request.prices(), request.space()
+    prices = request.prices()
+    space = request.space(prices.workload)
     check_space(prices, space, parts=parts or objective == "pareto")
     shape, cluster = prices.workload.shape, prices.cluster
+    if outputs.out is not None:
+        require_buildable(request.model, request.fields, shape)
     wish = _wish(objective, _ROWS if top is None else top, parts, budget, deadline, outputs.steps)
     if every:
         _require_whole(objective, parts, budget, deadline)
@@ -268,7 +271,7 @@ def plan_on_cluster(
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
     if outputs.out is not None:
-        write_runnable(found.plans[0], prices, request.model, request.fields, outputs.out, echo)
+        write_runnable(found.plans[0], prices, request.model, outputs.out, echo)
 
 
 def estimate_layout(request: Request, partition: str | None, echo: Callable[[str], None]) -> None:
@@ -282,12 +285,15 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
     Raises:
         ValueError: A degree is missing or divides nothing.
     """
-    prices, space = request.prices(), replace(request.space(), token_slices=(request.token_slices or 1,))
+    prices = request.prices()
+    space = replace(request.space(prices.workload), token_slices=(request.token_slices or 1,))
     missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
     if missing:
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ValueError(f"one layout needs {options}, too")
     check_space(prices, space)
+    if request.pp == 1 and request.schedule not in (None, "1f1b"):
+        raise ValueError(f"--schedule {request.schedule} orders several stages, and --pp 1 is one")
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
     layout: Layout = replace(
         family.plain,

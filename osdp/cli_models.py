@@ -4,19 +4,18 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp import codec
-from osdp.described_shape import shape_of_desc
+from osdp.described_shape import shape_of_desc, stream_of
 from osdp.layer_profile import LayerProfile, layer_profile
 from osdp.model_desc import ModelDesc
 from osdp.profile import Profile
 from osdp.training import Training
 from osdp.transformer import TransformerShape
-from osdp.transformer_shapes import shape_from_config, shape_of
+from osdp.transformer_shapes import SHAPES, changed, shape_from_config, shape_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +25,9 @@ SOURCE = "source.json"
 MODEL, DEVICE, PROFILE, TRAINING = (
     f"{name}.json" for name in ("model_desc", "device", "profile", "training")
 )
+
+#: Fields of a shape that a description does not tell.
+_TOLD = {"heads", "causal"}
 
 
 def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.Module, Any]":
@@ -85,14 +87,33 @@ def described_model(
     """
     require_whole(described)
     source = _source(described)
-    made = ModelDesc.load(described / MODEL).local_batch
-    if ":" in source["model"] and batch not in (None, made):
-        raise ValueError(
-            f"{source['model']} makes batches of {made} itself, and microbatches of {batch} were planned: "
-            f"say --micro-batch {made}, or let it make {batch}"
-        )
-    samples, tokens = batch or source["batch"], seq or source["seq"]
-    return build(source["model"], parse_fields(source["fields"]), samples, tokens)
+    if _is_made(source):
+        samples, tokens = stream_of(ModelDesc.load(described / MODEL)).shape[:2]
+        if (batch or samples, seq or tokens) != (samples, tokens):
+            raise ValueError(
+                f"{source['model']} makes batches of {samples} x {tokens} tokens itself, and "
+                f"{batch or samples} x {seq or tokens} were planned: say --micro-batch {samples} "
+                f"--seq {tokens}, or let it make those"
+            )
+    return build(
+        source["model"], parse_fields(source["fields"]), batch or source["batch"], seq or source["seq"]
+    )
+
+
+def is_folder(name: str) -> bool:
+    """Whether a model is one that was described in a folder; published names come first."""
+    return name not in SHAPES and Path(name).is_dir()
+
+
+def changed_fields(name: str, fields: Iterable[str]) -> set[str]:
+    """Which of the fields make another model: what its weights do not tell of a described one does not."""
+    told = _TOLD if is_folder(name) and _is_made(_source(Path(name))) else set()
+    return set(fields) - told
+
+
+def _is_made(source: Mapping[str, Any]) -> bool:
+    """Whether a function made the model, and its batch."""
+    return ":" in source["model"]
 
 
 def require_whole(described: Path) -> None:
@@ -136,26 +157,26 @@ def named_shape(name: str, overrides: Mapping[str, Any]) -> TransformerShape:
     Raises:
         ValueError: The model or a field is unknown, or a field is needed.
     """
-    folder = Path(name)
-    if not folder.is_dir():
+    if not is_folder(name):
         return shape_of(name, overrides)
+    folder = Path(name)
     if not Path(folder, MODEL).exists():
         raise ValueError(f"{name} is no folder that osdp profile wrote: it has no {MODEL}")
     require_whole(folder)
     source = _source(folder)
-    if ":" not in source["model"]:
+    if not _is_made(source):
         model, _ = described_model(folder)
         config: Any = model.config
         shape = shape_from_config(config.to_dict(), source["model"], source["seq"])
-        return replace(shape, **{"sequence": source["seq"], **overrides})
-    rest = dict(overrides)
-    if missing := [f"--set {field}=..." for field in ("heads", "causal") if field not in rest]:
+        return changed(shape, {"sequence": source["seq"], **overrides})
+    if missing := [f"--set {field}=..." for field in sorted(_TOLD) if field not in overrides]:
         raise ValueError(
             f"the weights of {source['model']} do not tell all, and nothing is assumed: say "
             f"{' and '.join(missing)}"
         )
+    heads, causal = overrides["heads"], overrides["causal"]
+    if type(heads) is not int or type(causal) is not bool:
+        raise ValueError(f"heads is a number and causal true or false, got {heads!r} and {causal!r}")
     desc = ModelDesc.load(folder / MODEL)
-    shape = shape_of_desc(
-        desc, heads=int(rest.pop("heads")), causal=bool(rest.pop("causal")), name=source["model"]
-    )
-    return replace(shape, **rest)
+    shape = shape_of_desc(desc, heads=heads, causal=causal, name=source["model"])
+    return changed(shape, {key: value for key, value in overrides.items() if key not in _TOLD})

@@ -1,10 +1,11 @@
 """``osdp plan --cluster --out``: the plan that runs, how to start it, and what other frameworks read."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from osdp.cli_models import build, changed_fields, described_model, is_folder
 from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan
 from osdp.cost.cluster_stage import ClusterPrices
@@ -19,7 +20,6 @@ def write_runnable(
     plan: ClusterPlan,
     prices: ClusterPrices,
     model_name: str,
-    changed: Mapping[str, Any],
     out: Path,
     echo: Callable[[str], None],
 ) -> None:
@@ -29,7 +29,6 @@ def write_runnable(
         plan: The layout.
         prices: What it was made with.
         model_name: As ``--model`` has it.
-        changed: Fields of the shape that were changed.
         out: File of the plan.
         echo: Prints.
 
@@ -40,7 +39,7 @@ def write_runnable(
     from osdp.cluster_run import runnable_plan, with_note
 
     shape, cluster = prices.workload.shape, prices.cluster
-    model, sample = _build(model_name, changed, shape, plan.layout.samples)
+    model, sample = _build(model_name, shape, plan.layout.samples)
     made = runnable_plan(plan, cluster, prices.workload, model, sample, rates=prices.rates)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
     note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
@@ -63,26 +62,42 @@ def write_runnable(
         echo(f"written: {export.file}{missing}")
 
 
-def _build(name: str, changed: Mapping[str, Any], shape: TransformerShape, samples: int) -> tuple[Any, Any]:
-    """The model itself on the meta device, and a microbatch.
+def require_buildable(name: str, fields: Iterable[str], shape: TransformerShape) -> None:
+    """Refuse a model that cannot be built when its layout is known.
+
+    Args:
+        name: As ``--model`` has it.
+        fields: Fields of the shape that were given.
+        shape: The shape with them.
 
     Raises:
-        ValueError: The model is in a file or a folder whose numbers were changed, or has none that is built
-            like it.
+        ValueError: The model is in a file or a folder and fields change its numbers, or there are only
+            numbers that no class is built like.
     """
-    from osdp.cli_models import build, described_model
+    from osdp.integrations.shaped_models import family_of
+
+    if not (_has_model(name) or is_folder(name)):
+        family_of(shape)
+    elif other := sorted(changed_fields(name, fields)):
+        raise ValueError(
+            f"--out builds the model of {name}, which --set {', '.join(other)} does not change: edit the "
+            "file, or describe the other model"
+        )
+
+
+def _has_model(name: str) -> bool:
+    """Whether a file has a configuration of transformers."""
+    return name.endswith(".json") and "model_type" in json.loads(Path(name).read_text(encoding="utf8"))
+
+
+def _build(name: str, shape: TransformerShape, samples: int) -> tuple[Any, Any]:
+    """The model itself on the meta device, and a microbatch."""
     from osdp.integrations.huggingface import token_batch
     from osdp.integrations.shaped_models import model_of_shape
 
-    is_file, is_folder = name.endswith(".json"), Path(name).is_dir()
-    if (is_file or is_folder) and changed:
-        raise ValueError(
-            f"--out builds the model of {name}, which --set ({', '.join(changed)}) does not change: edit the "
-            "file, or describe the other model"
-        )
-    if is_folder:
+    if is_folder(name):
         return described_model(Path(name), samples, shape.sequence)
-    if is_file and "model_type" in json.loads(Path(name).read_text(encoding="utf8")):
+    if _has_model(name):
         return build(name, {}, samples, shape.sequence)
     return model_of_shape(shape), token_batch(samples, shape.sequence)
 

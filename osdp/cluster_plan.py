@@ -247,7 +247,8 @@ class ClusterPlan:
         stages: Memory of each stage.
         runs: How the items of each stage live, where that is decided item by item; empty elsewhere.
         dollars_per_second: What all nodes cost; ``None`` if a price is unknown.
-        optimal: Whether no layout in the space is better.
+        optimal: Whether no layout in the space is better, those that are decided item by item having the runs
+            that :mod:`osdp.cost.cluster_mixture` gives each stage.
         version: Of this format.
     """
 

@@ -114,6 +114,10 @@ def _require_sliceable(model: nn.Module, slices: int) -> None:
 def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
     """The plan with what it does otherwise than its layout."""
     stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
+    if layout.by_item:
+        made = with_note(
+            made, "which layers are sharded and recomputed how is decided operator by operator, not by layer"
+        )
     if layout.zero is not None and modes == _ANY:
         made = with_note(
             made, f"ZeRO {layout.zero} everywhere does not fit when it is traced; ways are chosen by operator"

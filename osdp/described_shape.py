@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from osdp.model_desc import ModelDesc, Operator, Parameter
+from osdp.model_desc import ModelDesc, Operator, Parameter, TensorSpec
 from osdp.transformer import Item, TransformerShape
 
 #: Part of a layer's parameters that norms and the like may make more than a shape counts.
@@ -34,17 +34,9 @@ def shape_of_desc(
     Raises:
         ValueError: Its blocks are no layers of one self-attention and one feed-forward block.
     """
-    blocks = list(dict.fromkeys(op.block for op in model_desc.operators if op.block is not None))
-    if not blocks:
-        raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a shape")
+    _, sequence, hidden = stream_of(model_desc).shape
+    blocks = list(model_desc.block_segments)
     inside = model_desc.block_segments[blocks[0]]
-    stream = model_desc.segments[inside[-1]].outputs
-    if not stream or len(stream[0].shape) != 3:
-        raise ValueError(
-            f"a layer of {model_desc.name} hands on {[spec.shape for spec in stream]}; a shape needs one "
-            "tensor of (samples, tokens, channels)"
-        )
-    _, sequence, hidden = stream[0].shape
     owned = [parameter for op in model_desc.operators if op.block == blocks[0] for parameter in op.parameters]
     layer = _layer([p.shape for p in owned if len(p.shape) == 2], hidden)
     if layer is None or layer.queries % heads or layer.keys % (layer.queries // heads):
@@ -78,6 +70,24 @@ def shape_of_desc(
             "more than one attention and one feed-forward block"
         )
     return shape
+
+
+def stream_of(model_desc: ModelDesc) -> TensorSpec:
+    """What a layer hands on to the next: a tensor of shape ``(samples, tokens, channels)``.
+
+    Raises:
+        ValueError: The model has no blocks, or they hand on something else.
+    """
+    if not model_desc.block_segments:
+        raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a transformer")
+    last = next(iter(model_desc.block_segments.values()))[-1]
+    outputs = model_desc.segments[last].outputs
+    if not outputs or len(outputs[0].shape) != 3:
+        raise ValueError(
+            f"a layer of {model_desc.name} hands on {[spec.shape for spec in outputs]}; that of a "
+            "transformer hands on (samples, tokens, channels)"
+        )
+    return outputs[0]
 
 
 def _layer(weights: Sequence[tuple[int, ...]], hidden: int) -> _Layer | None:

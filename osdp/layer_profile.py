@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from osdp import codec
+from osdp.described_shape import stream_of
 from osdp.model_desc import ModelDesc
 from osdp.profile import Profile, SegmentProfile
 from osdp.transformer import Item
@@ -131,17 +132,10 @@ def layer_profile(
     """
     if not profile.measured:
         raise ValueError(f"the profile of {model_desc.name} is an estimate, which a cluster has anyway")
+    stream = stream_of(model_desc)
     inside = sorted(index for found in model_desc.block_segments.values() for index in found)
-    if not inside:
-        raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a profile")
     blocks = list(model_desc.block_segments.values())
     ends = (tuple(range(inside[0])), tuple(range(inside[-1] + 1, len(model_desc.segments))))
-    stream = model_desc.segments[inside[-1]].outputs
-    if not stream or len(stream[0].shape) != 3:
-        raise ValueError(
-            f"a layer of {model_desc.name} hands on {[spec.shape for spec in stream]}; times of layers are "
-            "those of (samples, tokens, channels)"
-        )
     found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
 
     def time(item: Item, parts: Sequence[Sequence[int]]) -> LayerTime:
@@ -150,7 +144,7 @@ def layer_profile(
         return LayerTime(
             item=item,
             samples=profile.local_batch,
-            sequence=stream[0].shape[1],
+            sequence=stream.shape[1],
             tp=tp,
             forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
             backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
@@ -159,7 +153,7 @@ def layer_profile(
         )
 
     times = (time(Item.EMBEDDING, ends[:1]), time(Item.LAYER, blocks), time(Item.HEAD, ends[1:]))
-    return LayerProfile(gpu, model, dtype or stream[0].dtype, times)
+    return LayerProfile(gpu, model, dtype or stream.dtype, times)
 
 
 def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:

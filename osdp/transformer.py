@@ -1,6 +1,6 @@
 """TransformerShape: a transformer by its few numbers, as a chain of an embedding, layers and a head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -19,6 +19,10 @@ class Item(StrEnum):
     TARGET_EMBEDDING = "target_embedding"
     CROSS_LAYER = "cross_layer"
     HEAD = "head"
+
+
+#: What a transformer repeats.
+LAYERS = (Item.LAYER, Item.CROSS_LAYER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,14 @@ class TransformerShape:
     decoder_layers: int = 0
 
     def __post_init__(self) -> None:
+        kinds = {"int": int, "bool": bool, "str": str}
+        odd = [
+            f"{field.name}={getattr(self, field.name)!r} is no {field.type}"
+            for field in fields(self)
+            if type(getattr(self, field.name)) is not kinds[str(getattr(field.type, "__name__", field.type))]
+        ]
+        if odd:
+            raise ValueError(f'model {self.name!r}: {", ".join(odd)} (JSON writes 12, true, "name")')
         names = ("layers", "hidden", "heads", "sequence", "vocabulary")
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:

@@ -126,10 +126,19 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
             + (f"; did you mean {close[0]}?" if close else "")
             + " A JSON file of a configuration will do as well"
         )
+    return changed(shape, overrides or {})
+
+
+def changed(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
+    """A shape with other numbers.
+
+    Raises:
+        ValueError: A field is unknown, or of another type.
+    """
     known = [field.name for field in dataclass_fields(TransformerShape)]
-    if unknown := sorted(set(overrides or {}) - set(known)):
+    if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(f"a model has no {', '.join(unknown)}; there are {', '.join(known)}")
-    return replace(shape, **(overrides or {}))
+    return replace(shape, **overrides)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:

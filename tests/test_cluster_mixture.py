@@ -15,7 +15,7 @@ from osdp.cost.cluster_mixture import layer_points, lower_hull
 from osdp.cost.cluster_runs import RunPrices, ways_of
 from osdp.cost.cluster_slot import SlotStages
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import price
+from osdp.cost.cluster_step import price, wrap_seconds
 from osdp.layout import Degrees
 from osdp.report.cluster_table import breakdown, rows_of
 from osdp.report.exports import exports
@@ -142,14 +142,16 @@ def test_interleaved_the_last_rank_holds_logits_once_and_the_first_waits_for_it(
     logits = 256 * 64000 * 6
     assert alone.stages[-1].activations > logits
     assert logits < plan.stages[-1].activations < 2 * logits
-    # One tensor more goes around than there are borders: it is paid for by the first rank.
-    sent = load.shape.hidden * 256 * 2
-    wire = node_type(SLOW, 1).outside
-    free = price(
-        ClusterPrices(cluster((replace(node_type(SLOW, 1), outside=replace(wire, latency=0.0)), 4)), load),
-        layout, bounds, slots,
-    )  # fmt: skip
-    assert sent / wire.bandwidth > 0 and plan.seconds.pipeline > free.seconds.pipeline
+    # What goes from the last rank to the first is paid for by the first, here the slowest.
+    first = (0, 4, 6, 8, 10)
+    plan = price(prices, layout, first, slots)
+    homes = {slots[0]: prices.home(layout, slots[0])}
+    around = wrap_seconds(prices, layout, homes)
+    nbytes = load.shape.hidden * 256 * 2
+    assert around == pytest.approx(2 * (nbytes / (5e9 / 1) + 2e-5))
+    assert plan.seconds.sends == pytest.approx(16 * around)
+    assert price(prices, replace(layout, schedule="1f1b"), first, slots).seconds.sends == 0.0
+    assert wrap_seconds(prices, replace(layout, degrees=Degrees(1, 4, 1)), homes) == 0.0
 
 
 def test_an_update_needs_what_the_optimizer_was_measured_to_need() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from osdp.cluster import Cluster
-from osdp.cluster_plan import ClusterPlan, Layout, Slot, Workload
+from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Slot, Workload
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
 from osdp.layout import Degrees
@@ -74,8 +74,8 @@ def test_bounds_lie_below_what_they_bound(devices: Cluster, load: Workload) -> N
 def test_an_arrangement_is_the_best_of_all_that_the_judge_prices() -> None:
     prices = ClusterPrices(MIXED, workload(6))
     for degrees in (Degrees(4, 2, 1), Degrees(4, 1, 2), Degrees(8, 1, 1)):
-        for schedule in ("1f1b", "interleaved"):
-            layout = Layout(degrees, 1, 8 // degrees.dp, schedule)
+        for schedule, way in (("1f1b", Recompute.NONE), ("interleaved", Recompute.NONE), ("1f1b", None)):
+            layout = Layout(degrees, 1, 8 // degrees.dp, schedule, recompute=way)
             cells = cells_of(MIXED, MIXED.counts, degrees.tp * degrees.dp)
             assert cells is not None
             kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from osdp import ModelDesc
 from osdp.cli_models import named_shape
 from osdp.described_shape import shape_of_desc
 from osdp.integrations.shaped_models import model_of_shape
-from osdp.transformer import TransformerShape
 from osdp.transformer_shapes import SHAPES
 from tests.stage_nets import TiedNet, batch
 from tests.test_cli import run
@@ -67,12 +67,23 @@ def test_a_model_is_built_from_its_numbers(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_numbers_that_no_class_has_are_refused() -> None:
-    odd = TransformerShape(
-        name="odd", layers=2, hidden=64, heads=4, sequence=32, vocabulary=100, biases=False, kv_heads=1
-    )
-    with pytest.raises(ValueError, match="no class of transformers is built like odd: a gpt2"):
-        model_of_shape(odd)
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"biases": False, "kv_heads": 1},
+            "biases=False where a gpt2 has True, kv_heads=1 where a gpt2 has 0",
+        ),
+        ({"positions": 0, "tied": False}, "learnt positions=False where a gpt2 has True"),
+        ({"gated": True, "biases": False}, "learnt positions=True where a llama has False"),
+        ({"gated": True, "causal": False}, "gated=True where a bert has False"),
+        ({"decoder_layers": 2, "causal": False}, "biases=True where a t5 has False"),
+        ({"head_width": 7}, "head_width=7 where a gpt2 has 0"),
+    ],
+)
+def test_numbers_that_no_class_has_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"no class of transformers is built like gpt2: .*{complaint}"):
+        model_of_shape(replace(SHAPES["gpt2"], **changes))
 
 
 def test_a_folder_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +104,44 @@ def test_a_folder_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         named_shape("made", {})
     own = named_shape("made", {"heads": 4, "causal": True, "sequence": 64})
     assert (own.heads, own.hidden, own.sequence, own.causal) == (4, 32, 64, True)
+    for wrong in ({"heads": 4, "causal": "False"}, {"heads": 4.0, "causal": True}):
+        with pytest.raises(ValueError, match="heads is a number and causal true or false, got 4"):
+            named_shape("made", wrong)
+    with pytest.raises(ValueError, match="a model has no foo; there are name, layers"):
+        named_shape("made", {"heads": 4, "causal": True, "foo": 1})
+    # A published name comes before a folder of that name.
+    Path("gpt2").mkdir()
+    assert named_shape("gpt2", {}).layers == 12
     Path("empty").mkdir()
     with pytest.raises(ValueError, match="empty is no folder that osdp profile wrote"):
         named_shape("empty", {})
+
+
+def test_a_model_that_a_function_makes_is_planned_measured_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small_model.py").write_text(
+        "from tests.test_described_shape import TOKENS, build\n"
+        "def make():\n    return build('gpt2'), {'input_ids': TOKENS, 'labels': TOKENS}\n",
+        encoding="utf8",
+    )
+    run("profile", "small_model:make", "--param-dtype", "bfloat16", "--memory-limit", "1GiB", "--out", "made")
+    run("layers", "made", "--gpu", "A100", "--model", "small_model:make", "--out", "layers.json")
+    Path("cluster.json").write_text(
+        '{"nodes": [{"gpu": "A100", "devices": 2, "count": 1, "network": "100 Gbit/s"}]}', encoding="utf8"
+    )
+    words = [
+        "plan", "--model", "made", "--cluster", "cluster.json", "--global-batch", "4", "--pp", "2",
+        "--set", "heads=4", "--set", "causal=true", "--layer-times", "layers.json", "--out", "plan.json",
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="makes batches of 2 x 16 tokens itself, and 4 x 16 were planned"):
+        run(*words, "--micro-batch", "4")
+    run(*words, "--micro-batch", "2")
+    assert "traced, a step takes" in capsys.readouterr().out
+    assert json.loads(Path("plan.json").read_text(encoding="utf8"))["pp"] == 2
+    with pytest.raises(RuntimeError, match="--set layers does not change"):
+        run(*words, "--set", "layers=3")
 
 
 def test_an_encoder_and_an_encoder_decoder_are_planned_into_plans_that_run(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A stage takes, of all that fit, what takes least of ``m t + e``: *m* microbatches of *t* seconds, and *e* at
 the end of the step. It is one run of items that live alike, or two; of these the way that needs more memory
-gets as many items as fit. Two are enough but for part of an item: where items are alike, the linear
-relaxation of a multiple-choice knapsack has a best solution of two ways (Sinha and Zoltners, "The
+gets as many items as a bisection finds to fit. Two are enough but for part of an item: where items are alike,
+the linear relaxation of a multiple-choice knapsack has a best solution of two ways (Sinha and Zoltners, "The
 multiple-choice knapsack problem", 1979). Stages of as many items of each kind are priced once.
 """
 
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from osdp.cost.cluster_runs import Indices, RunPrices
 from osdp.cost.cluster_schedule import head_in_flight
 from osdp.cost.cluster_stage import Floats
-from osdp.transformer import Item
-
-_LAYERS = (Item.LAYER, Item.CROSS_LAYER)
+from osdp.transformer import LAYERS
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
 
 
 def _first_layer(runs: RunPrices) -> int:
-    return next(at for at, item in enumerate(runs.prices.items) if item in _LAYERS)
+    return next(at for at, item in enumerate(runs.prices.items) if item in LAYERS)
 
 
 def lower_hull(nbytes: Floats, value: Floats) -> list[int]:

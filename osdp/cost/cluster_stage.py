@@ -238,7 +238,7 @@ class ClusterPrices:
         sums = work.sums * (3 if full else 2) * self._factor(layout)
         kept = work.kept_bytes
         if full:
-            kept = work.input_bytes
+            kept = min(work.input_bytes, work.kept_bytes)
         elif recompute is Recompute.SELECTIVE:
             kept -= work.score_bytes
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
@@ -256,14 +256,23 @@ class ClusterPrices:
     def _work_there(self, item: Item, layout: Layout, home: Home) -> LayerWork:
         """The work of an item, with its activations as measured on the devices that it is on."""
         work, shape = self.work(item, layout), self.workload.shape
-        measured = [self._profiles[gpu.name] for gpu in home.gpus if gpu.name in self._profiles]
 
         def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
             return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
 
         where = (item, layout.samples, shape.sequence, layout.degrees.tp)
-        found = [with_measured_bytes(work, profile, *where, modelled) for profile in measured]
-        return max(found, key=lambda work: work.kept_bytes, default=work)
+        found = [
+            with_measured_bytes(work, self._profiles[gpu.name], *where, modelled)
+            if gpu.name in self._profiles
+            else work
+            for gpu in home.gpus
+        ]
+        return replace(
+            work,
+            kept_bytes=max(each.kept_bytes for each in found),
+            score_bytes=min(each.score_bytes for each in found),
+            working_bytes=max(each.working_bytes for each in found),
+        )
 
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)

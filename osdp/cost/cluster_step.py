@@ -52,7 +52,7 @@ def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot
 
 def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
     """What the first rank gets of the last one for each microbatch, interleaved, over the slowest link."""
-    if stages_per_rank(layout.schedule) == 1:
+    if stages_per_rank(layout.schedule) == 1 or layout.degrees.pp == 1:
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
     again = (stages_per_rank(layout.schedule) - 1) / stages_per_rank(layout.schedule)
@@ -67,6 +67,7 @@ def price(
     layout: Layout,
     bounds: Sequence[int],
     slots: Sequence[Slot],
+    *,
     stages: Mapping[Slot, SlotStages] | None = None,
 ) -> ClusterPlan:
     """Price one layout that is cut at ``bounds`` and placed in ``slots``.

@@ -1,5 +1,6 @@
 """What an item takes by what was measured, carried to other batches, lengths and degrees by the model."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -86,7 +87,7 @@ def with_measured_bytes(
     beside = sum(weight * time.working_bytes for time, weight, _ in there) / working
     return replace(
         work,
-        kept_bytes=round(work.kept_bytes * more),
-        score_bytes=round(work.score_bytes * more),
-        working_bytes=round(work.working_bytes * beside),
+        kept_bytes=math.ceil(work.kept_bytes * more),
+        score_bytes=math.floor(work.score_bytes * more),
+        working_bytes=math.ceil(work.working_bytes * beside),
     )

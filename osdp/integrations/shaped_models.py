@@ -8,41 +8,78 @@ from torch import nn
 from osdp.integrations.huggingface import language_model
 from osdp.transformer import TransformerShape
 
+_INSTEAD = "give a JSON file of its configuration, or a folder that osdp profile wrote, as --model"
+
 #: Parameters that a model may have beside those its shape counts: norms, types of tokens, heads of encoders.
 _BESIDE = 0.03
+
+
+#: What a family takes of a shape, and what that may be.
+_BUILT: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gpt2": {"biases": (True,), "learnt positions": (True,), "kv_heads": (0,), "head_width": (0,)},
+    "bert": {"biases": (True,), "learnt positions": (True,), "kv_heads": (0,), "head_width": (0,),
+             "gated": (False,)},
+    "t5": {"biases": (False,), "learnt positions": (False,), "kv_heads": (0,)},
+    "llama": {"learnt positions": (False,)},
+}  # fmt: skip
 
 
 def model_of_shape(shape: TransformerShape) -> nn.Module:
     """A model of that shape with its parameters on the meta device.
 
-    GPT-2, Llama, BERT or T5, by what the shape says of norms, biases, positions and what a token sees.
-
     Raises:
-        ValueError: None of them is built like that.
+        ValueError: No class is built like that.
     """
-    family, fields = _family(shape)
-    model = language_model(family, fields)
+    family = family_of(shape)
+    model = language_model(family, _fields(family, shape))
     count = sum(parameter.numel() for parameter in model.parameters())
     if abs(count / shape.num_parameters - 1) > _BESIDE:
         raise ValueError(
-            f"no class of transformers is built like {shape.name}: a {family} of its numbers has {count} "
-            f"parameters, the shape {shape.num_parameters}; give the JSON file of its configuration, or a "
-            "folder that osdp profile wrote, as --model"
+            f"a {family} of the numbers of {shape.name} has {count} parameters, the shape "
+            f"{shape.num_parameters}; {_INSTEAD}"
         )
     return model
 
 
-def _family(shape: TransformerShape) -> tuple[str, Mapping[str, Any]]:
-    """The ``model_type`` and the fields of its configuration."""
-    if shape.decoder_layers:
-        return "t5", {
+def family_of(shape: TransformerShape) -> str:
+    """The ``model_type`` that is built like a shape: GPT-2, Llama, BERT or T5.
+
+    Raises:
+        ValueError: None is; says in what the nearest differs.
+    """
+    family = "llama" if shape.gated else "gpt2"
+    if shape.decoder_layers or not shape.causal:
+        family = "t5" if shape.decoder_layers else "bert"
+    has = {
+        "biases": shape.biases,
+        "learnt positions": shape.positions > 0,
+        "kv_heads": 0 if shape.key_heads == shape.heads else shape.key_heads,
+        "head_width": 0 if shape.width * shape.heads == shape.hidden else shape.width,
+        "gated": shape.gated,
+    }
+    faults = [
+        f"{name}={has[name]} where a {family} has {allowed[0]}"
+        for name, allowed in _BUILT[family].items()
+        if has[name] not in allowed
+    ]
+    if faults:
+        raise ValueError(
+            f"no class of transformers is built like {shape.name}: {', '.join(faults)}; {_INSTEAD}"
+        )
+    return family
+
+
+def _fields(family: str, shape: TransformerShape) -> Mapping[str, Any]:
+    """The fields of its configuration."""
+    if family == "t5":
+        return {
             "num_layers": shape.layers, "num_decoder_layers": shape.decoder_layers, "d_model": shape.hidden,
             "num_heads": shape.heads, "d_kv": shape.width, "d_ff": shape.inner,
             "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied,
             "feed_forward_proj": "gated-gelu" if shape.gated else "relu",
         }  # fmt: skip
-    if not shape.gated and shape.causal:
-        return "gpt2", {
+    if family == "gpt2":
+        return {
             "n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.inner,
             "vocab_size": shape.vocabulary, "n_positions": max(shape.positions, shape.sequence),
             "tie_word_embeddings": shape.tied,
@@ -53,7 +90,7 @@ def _family(shape: TransformerShape) -> tuple[str, Mapping[str, Any]]:
         "vocab_size": shape.vocabulary, "max_position_embeddings": max(shape.positions, shape.sequence),
         "tie_word_embeddings": shape.tied,
     }  # fmt: skip
-    if not shape.causal:
-        return "bert", fields
+    if family == "bert":
+        return fields
     more = {"num_key_value_heads": shape.key_heads, "head_dim": shape.width, "attention_bias": shape.biases}
-    return "llama", {**fields, **more, "mlp_bias": shape.biases}
+    return {**fields, **more, "mlp_bias": shape.biases}

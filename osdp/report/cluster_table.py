@@ -14,7 +14,7 @@ from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan, Recompute, Run, Slot, Way
 from osdp.cost.cluster_step import nodes_of
 from osdp.report.table import align
-from osdp.transformer import Item, TransformerShape
+from osdp.transformer import LAYERS, Item, TransformerShape
 from osdp.units import format_bytes, format_seconds
 
 _GIB = 2**30
@@ -90,7 +90,7 @@ def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
 
 def num_layers(items: Sequence[Item]) -> int:
     """Layers among items."""
-    return sum(item in (Item.LAYER, Item.CROSS_LAYER) for item in items)
+    return sum(item in LAYERS for item in items)
 
 
 def describe(way: Way) -> str:

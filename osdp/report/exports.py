@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from osdp.cluster_plan import ClusterPlan, Recompute
+from osdp.cost.cluster_schedule import stages_per_rank
 from osdp.cost.cluster_step import nodes_of
 from osdp.report.cluster_table import describe, layers_of, num_layers
 from osdp.transformer import TransformerShape
@@ -75,9 +76,13 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     notes = []
     zero = layout.way.zero
-    if plan.layout.recompute is None and layout.recompute is Recompute.FULL:
+    again = {run.way.recompute for stage in plan.runs for run in stage}
+    if again == {Recompute.NONE, Recompute.FULL}:
+        # Of each stage's layers the first ones; interleaved, of those of each of a rank's two.
+        stages = stages_per_rank(layout.schedule)
+        most = max(-(-number // stages) for number in _recomputed(plan, shape))
         text.append("--recompute-granularity full --recompute-method block")
-        text.append(f"--recompute-num-layers {max(_recomputed(plan, shape))}")
+        text.append(f"--recompute-num-layers {most}")
         notes.append("how many layers each stage recomputes by itself: the most of any are written for all")
     elif layout.recompute is Recompute.FULL:
         text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
@@ -246,8 +251,8 @@ def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
     """What none of them can express."""
     notes = []
     if plan.layout.by_item:
-        ways = ", ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
-        notes.append(f"items that live in ways of their own ({ways}): the thriftiest is written for all")
+        ways = " / ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
+        notes.append(f"items that live in ways of their own ({ways}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
         notes.append("which nodes serve which stage: start the nodes in the order of the launch sheet")
     if plan.layout.token_slices > 1:

@@ -4,8 +4,9 @@ Families of layouts get a loose lower bound, the layouts of a family that may ma
 (:mod:`osdp.search.cluster_bound`). In order of their bounds layouts are arranged exactly
 (:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many layouts as are
 asked for: the rest cannot be better, which is the proof. GPipe takes the seconds of 1F1B and never less
-memory, and is left out where that may be chosen. A layout that is decided item by item, and whose items are
-best alike, is the layout in which they are so by rule, and counts once.
+memory, and is left out where that may be chosen. A layout that is decided item by item is arranged with the
+stages that :mod:`osdp.cost.cluster_mixture` makes of its items; where all items come out alike it is the
+layout in which they are so by rule, which is arranged by itself.
 """
 
 import math
@@ -23,7 +24,7 @@ from osdp.cost.cluster_slot import SlotStages, Stretches
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import border_seconds, embedding_seconds, price, wrap_seconds
 from osdp.search.cluster_bound import family_bound, lower_bound
-from osdp.search.cluster_space import Cells, Space, families
+from osdp.search.cluster_space import Cells, Family, Space, families
 from osdp.search.placement import CellKind, Problem, place
 
 Floats = NDArray[np.float64]
@@ -86,11 +87,10 @@ def best_layouts(
                 if way.schedule != "gpipe" or "1f1b" not in space.schedules:
                     heappush(heap, (lower_bound(prices, way, family.cells), index, number))
             continue
-        if any(plan.layout == family.ways[number] for *_, plan in best):
-            continue
-        plan = arrange(prices, family.ways[number], family.cells, upper=ceiling)
+        way = family.ways[number]
+        plan = arrange(prices, way, family.cells, upper=ceiling)
         arranged += 1
-        if plan is not None and all(known.layout != plan.layout for *_, known in best):
+        if plan is not None and not _is_listed(plan, way, family):
             insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
             del best[top:]
         if advance is not None:
@@ -108,8 +108,13 @@ def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
         for way in family.ways:
             plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
-            if plan is not None and (way.by_item == plan.layout.by_item or plan.layout not in family.ways):
+            if plan is not None and not _is_listed(plan, way, family):
                 yield plan
+
+
+def _is_listed(plan: ClusterPlan, way: Layout, family: Family) -> bool:
+    """Whether a plan is that of another layout of the family, which is arranged by itself."""
+    return plan.layout != way and plan.layout in family.ways
 
 
 def arrange(
@@ -143,7 +148,7 @@ def arrange(
     if found is None:
         return None
     slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
-    plan = price(prices, layout, found.bounds, slots, by_slot)
+    plan = price(prices, layout, found.bounds, slots, stages=by_slot)
     ways = {run.way for stage in plan.runs for run in stage}
     if len(ways) > 1 or not layout.by_item:
         return plan
@@ -177,7 +182,7 @@ def _cell_kind(
 
     def at(rank: int) -> Stretches:
         found = own.at(rank)
-        # Stages that are priced alike go on sharing their arrays.
+        # Numbers whose stages share their arrays, as those of layouts with one way do, go on sharing them.
         if id(found.seconds) not in known:
             known[id(found.seconds)] = (found.seconds, np.where(possible, found.seconds, np.inf))
         seconds = known[id(found.seconds)][1]

@@ -11,7 +11,7 @@ lower hull of bytes and seconds of all ways.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +25,10 @@ from osdp.cost.cluster_schedule import bubble_share, head_in_flight, in_flight
 from osdp.cost.cluster_stage import ClusterPrices, ItemPrices
 from osdp.cost.cluster_step import border_seconds, embedding_seconds, wrap_seconds
 from osdp.search.cluster_space import Cells, Family
-from osdp.transformer import Item
+from osdp.transformer import LAYERS, Item
 
 Floats = NDArray[np.float64]
 
-_LAYERS = (Item.LAYER, Item.CROSS_LAYER)
 #: Bounds are lowered by this share, so that rounding never puts one above the price that it bounds.
 _ROUNDING = 1e-12
 
@@ -61,7 +60,7 @@ class _Place:
     @property
     def layer(self) -> float:
         """Seconds of the fastest kind of layer in its fastest way."""
-        return min(self.least(item) for item in _LAYERS if item in self.priced[0])
+        return min(self.least(item) for item in LAYERS if item in self.priced[0])
 
     def extra(self, rank: int, last: int) -> float:
         """Seconds of a stage beside its layers."""
@@ -74,7 +73,7 @@ def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
     places = _places(prices, layout, cells)
     homes = {slot: place.home for slot, place in zip(cells.slots, places, strict=True)}
     held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
-    layers = sum(item in _LAYERS for item in prices.items)
+    layers = sum(item in LAYERS for item in prices.items)
     if layout.by_item:
         slowest = _slowest_mixed(prices, places, held, layers)
     else:
@@ -112,12 +111,12 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     homes = {slot: prices.home(plain, slot) for slot in cells.slots}
     items = [prices.item_prices(plain, slot) for slot in cells.slots]
     best = {item: min(found[item].seconds for found in items) for item in prices.kinds}
-    layers = [min(found[item].seconds for item in _LAYERS if item in found) for found in items]
+    layers = [min(found[item].seconds for item in LAYERS if item in found) for found in items]
     speed = sum(
         count * stages / layer
         for count, stages, layer in zip(cells.counts, cells.stages, layers, strict=True)
     )
-    slowest = max(best[Item.HEAD], sum(item in _LAYERS for item in prices.items) / speed)
+    slowest = max(best[Item.HEAD], sum(item in LAYERS for item in prices.items) / speed)
     total = sum(best[item] for item in prices.items)
     share = min(bubble_share(way) for way in family.ways)
     bound = (plain.microbatches - share) * slowest + share * max(total, slowest)
@@ -125,10 +124,14 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
 
 
 def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
-    """Bytes that layers may take at each number of a stage, if all items lived in one way; ``(pp,)``."""
+    """Bytes that layers may take at most at each number of a stage, if all items lived in one way; ``(pp,)``.
+
+    What crosses borders and what updates allocate is left out, which only makes it more.
+    """
     layout, items = place.ways[way], place.priced[way]
     each = sum(prices.parameter_bytes(layout.way, layout))
-    working = min(prices.working_bytes(layout, items[item]) for item in _LAYERS if item in items)
+    # A stage may have an end of the chain alone.
+    working = min(prices.working_bytes(layout, item) for item in items.values())
     free = np.full(len(held), float(place.home.limit - prices.workload.reserve) - working)
     for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, head_in_flight(layout))):
         free[rank] -= items[item].parameters * each + items[item].kept * number
@@ -140,7 +143,7 @@ def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Float
 def _taken(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
     """Bytes of a layer, at least; likewise."""
     layout, items = place.ways[way], place.priced[way]
-    layers = [items[item] for item in _LAYERS if item in items]
+    layers = [items[item] for item in LAYERS if item in items]
     each = sum(prices.parameter_bytes(layout.way, layout))
     taken: Floats = (
         min(layer.parameters for layer in layers) * each + min(layer.kept for layer in layers) * held
@@ -163,7 +166,7 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
         free = np.max([_free(prices, place, way, held) for way in ways], axis=0)
         taken = np.array([_taken(prices, place, way, held) for way in ways])
         layer = np.array(
-            [min(items[item].seconds for item in _LAYERS if item in items) for items in place.priced]
+            [min(items[item].seconds for item in LAYERS if item in items) for items in place.priced]
         )
         for rank in range(len(held)):
             hull = lower_hull(taken[:, rank], layer)
@@ -176,19 +179,9 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
 
     def holds(pace: float) -> bool:
         possible = (tables <= pace).sum(axis=2) - 1
-        by_rank = possible.max(axis=0)
-        most = np.maximum(possible.max(axis=1), 0)
-        return bool(by_rank.min() >= 0 and by_rank.sum() >= layers and (most * stages).sum() >= layers)
+        return _hold(possible, possible, stages, layers)
 
-    times = np.unique(tables[np.isfinite(tables)])
-    low, high = 0, len(times)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(float(times[middle])):
-            high = middle
-        else:
-            low = middle + 1
-    return float(times[low]) if low < len(times) else math.inf
+    return _least(np.unique(tables[np.isfinite(tables)]), holds)
 
 
 def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp: int) -> float:
@@ -211,35 +204,43 @@ def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp:
     numbers = np.arange(layers + 1)
     found = [extra[:, rank, None] + each * numbers for rank in {0, pp - 1, min(1, pp - 1)}]
     times = np.unique(np.concatenate([found_at.ravel() for found_at in found]))
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _holds(float(times[middle]), extra, each, room, stages, layers):
-            high = middle
-        else:
-            low = middle + 1
-    return float(times[low])
+
+    def holds(pace: float) -> bool:
+        # Rounding may not take a layer away.
+        fitting = np.floor((pace - extra) / each * (1 + _ROUNDING) + _ROUNDING)
+        return _hold(np.minimum(fitting, room), fitting, stages, layers)
+
+    return _least(times, holds)
 
 
-def _holds(pace: float, extra: Floats, each: Floats, room: Floats, stages: Floats, layers: int) -> bool:
-    """Whether stages of no more than ``pace`` seconds can hold all layers."""
-    # Rounding may not take a layer away.
-    fitting = np.floor((pace - extra) / each * (1 + _ROUNDING) + _ROUNDING)
-    possible = np.minimum(fitting, room)
+def _hold(possible: Floats, by_place: Floats, stages: Floats, layers: int) -> bool:
+    """Whether so many layers by place and number of a stage are all of them, each way to count."""
     by_rank = possible.max(axis=0)
     if by_rank.min() < 0:
         return False
-    most = np.maximum(fitting.max(axis=1), 0.0)
+    most = np.maximum(by_place.max(axis=1), 0)
     return bool(by_rank.sum() >= layers and (most * stages).sum() >= layers)
 
 
+def _least(times: Floats, holds: Callable[[float], bool]) -> float:
+    """The least of ascending times for which it holds; infinite if there is none."""
+    low, high = 0, len(times)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(float(times[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return float(times[low]) if low < len(times) else math.inf
+
+
 def _end(prices: ClusterPrices, place: _Place) -> float:
-    """What follows the last microbatch on the slowest stage, at least."""
-    items, layout = place.priced[0], place.ways[0]
+    """What follows the last microbatch on the slowest stage, if all lay in this place, at least."""
+    items, layout, shape = place.priced[0], place.ways[0], prices.workload.shape
     total = sum(items[item].parameters for item in prices.items)
-    # Tied items of one stage have one weight; two stages have two of them at least.
-    copies = prices.workload.shape.tied_copies
-    total -= (copies if layout.degrees.pp == 1 else max(copies - 1, 0)) * prices.tied_numbers(layout)
+    # Tied items of one stage have one weight; of several stages the first has no head.
+    shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
+    total -= shared * prices.tied_numbers(layout)
     shares = [total / layout.degrees.pp, items[Item.EMBEDDING].parameters, items[Item.HEAD].parameters]
     least = np.array([max(shares)], dtype=float)
     # Hidden behind a backward of any length.

@@ -9,7 +9,15 @@ from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.layout import part_sizes
-from osdp.search.cluster_space import Family, Space, cells_of, families, slices_fault, tensor_fault
+from osdp.search.cluster_space import (
+    Family,
+    Space,
+    cells_of,
+    families,
+    slices_fault,
+    tensor_fault,
+    way_faults,
+)
 from osdp.search.objectives import Objective, Wish, best_plans, parts_of
 
 
@@ -53,6 +61,7 @@ def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> 
         if pp > len(prices.items):
             faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
     faults += [fault for slices in space.token_slices if (fault := slices_fault(load.shape, slices))]
+    faults += way_faults(space, load, world)
     if (
         space.tp
         and space.dp

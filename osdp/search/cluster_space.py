@@ -192,13 +192,43 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
 
 
 def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None, Recompute | None]]:
-    """Ways for all items, and then those to decide item by item, which contain all others of their kind."""
+    """Ways for all items, and then those to decide item by item."""
     zeros = list(space.zero) if dp > 1 else [0]
     again = [way for way in space.recompute if way is not Recompute.SELECTIVE or not workload.flash]
     found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
     mixed_zeros = [None] if None in zeros else zeros
     mixed_again = [None] if None in again else again
     return found + [(zero, way) for way in mixed_again for zero in mixed_zeros if zero is None or way is None]
+
+
+def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
+    """Which of the schedules, ways and token slices of a space exclude each other."""
+    faults = []
+    if min(space.token_slices, default=1) > 1:
+        if Recompute.NONE not in space.recompute:
+            faults.append("token slices go without recomputation")
+        if not {0, 1}.intersection(space.zero):
+            faults.append("token slices go with ZeRO 0 and 1 alone: 2 and 3 would exchange for every slice")
+        if not any(RECIPES[schedule].slices for schedule in space.schedules):
+            faults.append(f"token slices do not go with {', '.join(space.schedules)}")
+    for schedule in space.schedules if len(space.schedules) == 1 else ():
+        items, stages = len(workload.shape.items), stages_per_rank(schedule)
+        if stages > 1 and workload.shape.decoder_layers:
+            faults.append(f"{schedule} stages are not made of encoder-decoders such as {workload.shape.name}")
+        for pp in space.pp:
+            if stages * pp > items:
+                faults.append(
+                    f"{schedule} needs {stages} x pp={pp} stages, more than the {items} items there are"
+                )
+            for samples in space.samples:
+                tp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.dp))
+                dp = dp if space.dp else world // pp // tp
+                microbatches = workload.global_batch // max(dp, 1) // samples
+                if schedule in LATE and microbatches < pp:
+                    faults.append(
+                        f"{schedule} needs a microbatch for each of pp={pp} stages, and there are {microbatches}"
+                    )
+    return faults
 
 
 def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
