@@ -98,6 +98,7 @@ def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
         LayerProfile(
             name,
             SHAPE.name,
+            WIDTH,
             "float32",
             (
                 _time(Item.LAYER, slower * NAPS.forward, slower * (NAPS.inputs + NAPS.weights)),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from osdp import codec
 from osdp.described_shape import stream_of
@@ -12,6 +13,27 @@ from osdp.profile import Profile, SegmentProfile
 from osdp.transformer import Item
 
 LAYER_PROFILE_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Activations of one item with one microbatch on one rank.
+
+    Attributes:
+        item: Which kind of item.
+        samples: Of the microbatch.
+        sequence: Tokens of each.
+        tp: Tensor-parallel ranks.
+        kept_bytes: What a forward leaves for its backward.
+        working_bytes: Most that is there during the backward beside it.
+    """
+
+    item: Item
+    samples: int
+    sequence: int
+    tp: int
+    kept_bytes: int
+    working_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,9 @@ class LayerTime:
             )
 
 
+_Point = TypeVar("_Point", LayerBytes, LayerTime)
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """What was measured on one kind of device.
@@ -54,6 +79,7 @@ class LayerProfile:
     Attributes:
         gpu: Name of the device, as in cluster files.
         model: Name of the model's shape.
+        hidden: Width of its residual stream.
         dtype: Of its activations, without ``torch.``.
         times: What was measured; each item, batch, length and degree once.
         version: Of this format.
@@ -61,6 +87,7 @@ class LayerProfile:
 
     gpu: str
     model: str
+    hidden: int
     dtype: str
     times: tuple[LayerTime, ...]
     version: int = LAYER_PROFILE_VERSION
@@ -70,29 +97,12 @@ class LayerProfile:
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise ValueError(f"profile of {self.gpu}: measured several times: {twice}")
 
-    def around(self, item: Item, samples: int, sequence: int, tp: int) -> Sequence[tuple[LayerTime, float]]:
-        """Measured points beside a batch, with weights that add up to 1; empty if the item was not measured.
-
-        Between two batches weights are linear; beyond them the nearest counts, as do the nearest degree and,
-        of it, the nearest length.
-        """
-        known = [time for time in self.times if time.item is item]
-        if not known:
-            return ()
-        degree = min((time.tp for time in known), key=lambda other: (abs(other - tp), other))
-        known = [time for time in known if time.tp == degree]
-        length = min(
-            (time.sequence for time in known), key=lambda other: (abs(math.log(other / sequence)), other)
+    @property
+    def activations(self) -> tuple[LayerBytes, ...]:
+        """The bytes alone."""
+        return tuple(
+            LayerBytes(t.item, t.samples, t.sequence, t.tp, t.kept_bytes, t.working_bytes) for t in self.times
         )
-        known = [time for time in known if time.sequence == length]
-        points = sorted(known, key=lambda time: time.samples)
-        below = [time for time in points if time.samples <= samples]
-        above = [time for time in points if time.samples >= samples]
-        if not below or not above or below[-1] == above[0]:
-            return ((below[-1] if below else above[0], 1.0),)
-        low, high = below[-1], above[0]
-        share = (samples - low.samples) / (high.samples - low.samples)
-        return ((low, 1 - share), (high, share))
 
     def save(self, path: str | Path) -> None:
         """Write it to ``path`` as JSON."""
@@ -102,6 +112,66 @@ class LayerProfile:
     def load(cls, path: str | Path) -> "LayerProfile":
         """The profile saved at ``path``."""
         return codec.load(cls, path)
+
+
+def points_around(
+    points: Sequence[_Point], item: Item, samples: int, sequence: int, tp: int
+) -> Sequence[tuple[_Point, float]]:
+    """Points beside a batch, with weights that add up to 1; empty if there are none of the item.
+
+    Between two batches weights are linear; beyond them the nearest counts, as do the nearest degree and, of
+    it, the nearest length.
+    """
+    known = [point for point in points if point.item is item]
+    if not known:
+        return ()
+    degree = min((point.tp for point in known), key=lambda other: (abs(other - tp), other))
+    known = [point for point in known if point.tp == degree]
+    length = min(
+        (point.sequence for point in known), key=lambda other: (abs(math.log(other / sequence)), other)
+    )
+    known = sorted((point for point in known if point.sequence == length), key=lambda point: point.samples)
+    below = [point for point in known if point.samples <= samples]
+    above = [point for point in known if point.samples >= samples]
+    if not below or not above or below[-1] == above[0]:
+        return ((below[-1] if below else above[0], 1.0),)
+    low, high = below[-1], above[0]
+    share = (samples - low.samples) / (high.samples - low.samples)
+    return ((low, 1 - share), (high, share))
+
+
+def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[LayerBytes, ...]:
+    """Activations of the items of a model, an encoder-decoder too, by its profile.
+
+    Args:
+        model_desc: The trace.
+        profile: Its profile, measured or estimated.
+        layers: Blocks without cross-attention: all of them, or those of the encoder, which come first.
+
+    Raises:
+        ValueError: The model has no blocks, or they hand on no ``(samples, tokens, channels)``.
+    """
+    sequence = stream_of(model_desc).shape[1]
+    blocks = list(model_desc.block_segments.values())
+    parts: dict[Item, list[Sequence[int]]] = {
+        Item.EMBEDDING: [range(blocks[0][0])],
+        Item.LAYER: list(blocks[:layers]),
+        Item.HEAD: [range(blocks[-1][-1] + 1, len(model_desc.segments))],
+    }
+    if blocks[layers:]:
+        parts[Item.TARGET_EMBEDDING] = [range(blocks[layers - 1][-1] + 1, blocks[layers][0])]
+        parts[Item.CROSS_LAYER] = list(blocks[layers:])
+    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    return tuple(
+        LayerBytes(item, profile.local_batch, sequence, 1, *_most([[found[i] for i in run] for run in runs]))
+        for item, runs in parts.items()
+    )
+
+
+def _most(runs: Sequence[Sequence[SegmentProfile]]) -> tuple[int, int]:
+    """Mean of what runs keep, and most of what is there beside it."""
+    kept, working = zip(*(_activations(run) for run in runs), strict=True)
+    return -(-sum(kept) // len(runs)), max(working)
 
 
 def layer_profile(
@@ -140,7 +210,7 @@ def layer_profile(
 
     def time(item: Item, parts: Sequence[Sequence[int]]) -> LayerTime:
         runs = [[found[index] for index in part] for part in parts]
-        kept, working = zip(*(_activations(run) for run in runs), strict=True)
+        kept, working = _most(runs)
         return LayerTime(
             item=item,
             samples=profile.local_batch,
@@ -148,12 +218,12 @@ def layer_profile(
             tp=tp,
             forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
             backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
-            kept_bytes=sum(kept) // len(runs),
-            working_bytes=max(working),
+            kept_bytes=kept,
+            working_bytes=working,
         )
 
     times = (time(Item.EMBEDDING, ends[:1]), time(Item.LAYER, blocks), time(Item.HEAD, ends[1:]))
-    return LayerProfile(gpu, model, dtype or stream.dtype, times)
+    return LayerProfile(gpu, model, stream.shape[2], dtype or stream.dtype, times)
 
 
 def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
@@ -173,8 +243,10 @@ def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
         ValueError: They are of different devices, models or dtypes.
     """
     first = profiles[0]
-    kinds = sorted({f"{other.model} on {other.gpu} in {other.dtype}" for other in profiles})
+    kinds = sorted(
+        {f"{other.model} of width {other.hidden} on {other.gpu} in {other.dtype}" for other in profiles}
+    )
     if len(kinds) > 1:
         raise ValueError(f"profiles of one device and one model make one, these are of {', '.join(kinds)}")
     times = tuple(time for other in profiles for time in other.times)
-    return LayerProfile(first.gpu, first.model, first.dtype, times)
+    return LayerProfile(first.gpu, first.model, first.hidden, first.dtype, times)

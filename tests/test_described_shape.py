@@ -99,7 +99,7 @@ def test_a_folder_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     run("profile", "own_model:make", "--estimate", "--memory-limit", "1GiB", "--out", "made")
     with pytest.raises(
-        ValueError, match=r"do not tell all, .*: say --set heads=\.\.\. and --set causal=\.\.\."
+        ValueError, match=r"do not tell all, .*: say --set causal=\.\.\. and --set heads=\.\.\."
     ):
         named_shape("made", {})
     own = named_shape("made", {"heads": 4, "causal": True, "sequence": 64})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from osdp.cluster_plan import Layout, Recompute, Slot
 from osdp.cost.cluster_stage import ClusterPrices
-from osdp.layer_profile import LayerProfile, LayerTime, layer_profile, merged
+from osdp.layer_profile import LayerProfile, LayerTime, layer_profile, merged, points_around
 from osdp.layout import Degrees
 from osdp.model_desc import ModelDesc
 from osdp.profile import Profile
@@ -20,6 +20,7 @@ from tests.test_cli import run
 MEASURED = LayerProfile(
     "fast",
     "small",
+    512,
     "bfloat16",
     (
         LayerTime(Item.LAYER, 2, 256, 1, 0.2, 0.4, 10**8, 10**7),
@@ -43,7 +44,7 @@ def test_measured_points_are_taken_as_they_are_and_between_them_lines() -> None:
 
 
 def test_beyond_them_the_model_says_how_times_grow() -> None:
-    nothing = LayerProfile("fast", "small", "bfloat16", ())
+    nothing = LayerProfile("fast", "small", 512, "bfloat16", ())
     grown = layer_seconds(16, profile=nothing) / layer_seconds(8, profile=nothing)
     assert layer_seconds(16) == pytest.approx(1.5 * grown, rel=0.05)
     halved = layer_seconds(8, tp=2, profile=nothing) / layer_seconds(8, profile=nothing)
@@ -66,29 +67,29 @@ def test_activations_are_those_that_were_measured() -> None:
 
 
 def test_other_devices_and_models_are_not_touched() -> None:
-    nothing = LayerProfile("fast", "small", "bfloat16", ())
+    nothing = LayerProfile("fast", "small", 512, "bfloat16", ())
     assert layer_seconds(2, gpu=1) == layer_seconds(2, gpu=1, profile=nothing)
-    other = LayerProfile("fast", "another", "bfloat16", MEASURED.times)
+    other = LayerProfile("fast", "another", 512, "bfloat16", MEASURED.times)
     assert layer_seconds(2, profile=other) == layer_seconds(2, profile=nothing)
 
 
 @settings(deadline=None)
 @given(samples=st.integers(1, 20), tp=st.integers(1, 8))
 def test_weights_add_up_and_points_lie_around(samples: int, tp: int) -> None:
-    points = MEASURED.around(Item.LAYER, samples, 256, tp)
+    points = points_around(MEASURED.times, Item.LAYER, samples, 256, tp)
     assert sum(weight for _, weight in points) == pytest.approx(1.0)
     if 2 <= samples <= 8:
         assert sum(weight * time.samples for time, weight in points) == pytest.approx(samples)
-    assert MEASURED.around(Item.HEAD, samples, 256, tp) == ()
+    assert points_around(MEASURED.times, Item.HEAD, samples, 256, tp) == ()
 
 
 def test_profiles_are_saved_merged_and_checked(tmp_path: Path) -> None:
     MEASURED.save(tmp_path / "layers.json")
     assert LayerProfile.load(tmp_path / "layers.json") == MEASURED
-    more = LayerProfile("fast", "small", "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1, 1, 1),))
+    more = LayerProfile("fast", "small", 512, "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1, 1, 1),))
     assert merged([MEASURED, more]).times == (*MEASURED.times, *more.times)
-    with pytest.raises(ValueError, match="these are of small on fast in bfloat16, small on slow in"):
-        merged([MEASURED, LayerProfile("slow", "small", "bfloat16", ())])
+    with pytest.raises(ValueError, match="these are of small of width 512 on fast in bfloat16, small of"):
+        merged([MEASURED, LayerProfile("slow", "small", 512, "bfloat16", ())])
     with pytest.raises(ValueError, match="measured several times"):
         merged([MEASURED, MEASURED])
     with pytest.raises(ValueError, match="no negative seconds"):
@@ -97,9 +98,13 @@ def test_profiles_are_saved_merged_and_checked(tmp_path: Path) -> None:
 
 def test_the_nearest_length_counts_and_the_model_carries_it_on() -> None:
     longer = LayerProfile(
-        "fast", "small", "bfloat16", (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0, 1, 1))
+        "fast",
+        "small",
+        512,
+        "bfloat16",
+        (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0, 1, 1)),
     )
-    ((near, _),) = longer.around(Item.LAYER, 2, 2**15, 1)
+    ((near, _),) = points_around(longer.times, Item.LAYER, 2, 2**15, 1)
     assert near.sequence == 2**20
     assert layer_seconds(2, profile=longer) == pytest.approx(0.6)
     # So long a sequence fills the device, which this one does not.

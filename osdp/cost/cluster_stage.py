@@ -24,7 +24,7 @@ from osdp.cost.layer_seconds import LayerSeconds, layer_seconds
 from osdp.cost.layer_work import LayerWork, layer_work
 from osdp.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cost.rates import PUBLISHED, Rates
-from osdp.layer_profile import LayerProfile
+from osdp.layer_profile import LayerBytes, LayerProfile
 from osdp.transformer import Item, TransformerShape
 
 Floats = NDArray[np.float64]
@@ -96,8 +96,11 @@ class ClusterPrices:
         workload: Workload,
         rates: Rates = PUBLISHED,
         profiles: Sequence[LayerProfile] = (),
+        traced: Sequence[LayerBytes] = (),
     ) -> None:
         self.cluster = cluster
+        #: Activations of this model where nothing was measured.
+        self._traced = tuple(traced)
         #: What was measured of this model, by the name of the device.
         self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
         self.workload = workload
@@ -261,12 +264,11 @@ class ClusterPrices:
             return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
 
         where = (item, layout.samples, shape.sequence, layout.degrees.tp)
-        found = [
-            with_measured_bytes(work, self._profiles[gpu.name], *where, modelled)
-            if gpu.name in self._profiles
-            else work
-            for gpu in home.gpus
-        ]
+        found = []
+        for gpu in home.gpus:
+            profile = self._profiles.get(gpu.name)
+            known = self._traced if profile is None else profile.activations
+            found.append(with_measured_bytes(work, known, *where, modelled))
         return replace(
             work,
             kept_bytes=max(each.kept_bytes for each in found),

@@ -1,12 +1,12 @@
 """What an item takes by what was measured, carried to other batches, lengths and degrees by the model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from osdp.cost.layer_seconds import LayerSeconds
 from osdp.cost.layer_work import LayerWork
-from osdp.layer_profile import LayerProfile
+from osdp.layer_profile import LayerBytes, LayerProfile, points_around
 from osdp.transformer import Item
 
 
@@ -31,7 +31,7 @@ def measured_seconds(
     Returns:
         The seconds; ``None`` if the item was not measured.
     """
-    points = profile.around(item, samples, sequence, tp)
+    points = points_around(profile.times, item, samples, sequence, tp)
     if not points:
         return None
     here = modelled(samples, sequence, tp)
@@ -56,18 +56,18 @@ def measured_seconds(
 
 def with_measured_bytes(
     work: LayerWork,
-    profile: LayerProfile,
+    known: Sequence[LayerBytes],
     item: Item,
     samples: int,
     sequence: int,
     tp: int,
     modelled: Callable[[int, int, int], LayerWork],
 ) -> LayerWork:
-    """``work`` with the activations that were measured, times what the model says the difference makes.
+    """``work`` with activations as measured or traced, times what the model says the difference makes.
 
     Args:
         work: Of a microbatch, or of a slice of one.
-        profile: Of the device.
+        known: What was measured or traced.
         item: The item.
         samples: Of the microbatch.
         sequence: Tokens of each.
@@ -77,7 +77,7 @@ def with_measured_bytes(
     Returns:
         The work; as it is if the item was not measured.
     """
-    points = profile.around(item, samples, sequence, tp)
+    points = points_around(known, item, samples, sequence, tp)
     there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
     kept = sum(weight * at.kept_bytes for _, weight, at in there)
     working = sum(weight * at.working_bytes for _, weight, at in there)

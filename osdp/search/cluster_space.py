@@ -226,7 +226,7 @@ def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
                 microbatches = workload.global_batch // max(dp, 1) // samples
                 if schedule in LATE and microbatches < pp:
                     faults.append(
-                        f"{schedule} needs a microbatch for each of pp={pp} stages, and there are {microbatches}"
+                        f"{schedule} needs a microbatch for each of pp={pp} stages, there are {microbatches}"
                     )
     return faults
 
