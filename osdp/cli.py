@@ -36,10 +36,12 @@ from osdp.cli_models import (
     build,
     described_model,
     measured_layers,
+    model_label,
     parse_fields,
     require_whole,
 )
 from osdp.cli_options import refuse_others
+from osdp.cli_outputs import Outputs
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -51,6 +53,7 @@ _ModelName = Annotated[
     ),
 ]
 _Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
+_ShapeFields = Annotated[list[str], typer.Option("--set", help="number of the model, for example layers=40")]
 _Out = Annotated[Path, typer.Option(help="where to write")]
 _Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
 _Shape = Annotated[
@@ -155,7 +158,7 @@ def plan(
     cluster: _Cluster = None,
     global_batch: _Batch = None,
     seq: _Seq = None,
-    fields: _Fields = [],  # noqa: B006  (typer copies it)
+    fields: _ShapeFields = [],  # noqa: B006  (typer copies it)
     micro_batch: _Micro = None,
     recomputation: _Recompute = None,
     zero: _Zero = None,
@@ -165,7 +168,9 @@ def plan(
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
     layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
-    objective: Annotated[str, typer.Option(help="time, cost or pareto")] = "time",
+    objective: Annotated[
+        str, typer.Option(help="time, cost, or pareto over all parts of the cluster")
+    ] = "time",
     top: Annotated[int | None, typer.Option(help="rows of the table; 10, or all with --every")] = None,
     subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
     budget: Annotated[float | None, typer.Option(help="dollars for all --steps")] = None,
@@ -194,7 +199,7 @@ def plan(
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
-        cli_cluster.Outputs(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
+        Outputs(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
         objective=objective, top=top, parts=subsets, budget=budget, deadline=deadline, every=every,
         echo=typer.echo, progress=_progress,
     )  # fmt: skip
@@ -216,7 +221,7 @@ def estimate(
     flash: _Flash = None,
     partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
     seq: _Seq = None,
-    fields: _Fields = [],  # noqa: B006  (typer copies it)
+    fields: _ShapeFields = [],  # noqa: B006  (typer copies it)
     overlap: _Overlap = 0.0,
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
@@ -243,7 +248,7 @@ def layers(
     out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
-    found = merged([measured_layers(folder, gpu, model) for folder in described])
+    found = merged([measured_layers(folder, gpu, model_label(model)) for folder in described])
     found.save(out)
     cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
     told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
@@ -353,9 +358,7 @@ def calibrate(
 @app.command()
 def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan")]) -> None:
     """Print a saved plan."""
-    content = json.loads(path.read_text(encoding="utf8"))
-    in_stages = isinstance(content, dict) and "stages" in content
-    typer.echo(PipelinePlan.load(path) if in_stages else Plan.load(path))
+    typer.echo(Plan.load(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

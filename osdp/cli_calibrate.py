@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from osdp.cluster_file import load_cluster
+from osdp.cluster_file import LINK_SHARE, NETWORK_SHARE, load_cluster
 from osdp.cluster_plan import Recompute
 from osdp.cost.rates import PUBLISHED
 from osdp.cost.step_model import Setting, assumed_recompute
 from osdp.measured_step import read_steps
 from osdp.search.calibrate import Calibration, calibrate
+
+#: Part of the specified bandwidth that a cluster file takes collectives to reach.
+SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
 
 
 def calibrate_steps(
@@ -32,8 +35,14 @@ def calibrate_steps(
         kinds = ", ".join(group.node.name for group in groups)
         raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
     if recompute not in (None, *Recompute):
-        raise ValueError(f"--recompute {recompute}: there are {', '.join(Recompute)}")
+        raise ValueError(f"--recomputation {recompute}: there are {', '.join(Recompute)}")
     steps = read_steps(data)
+    most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
+    if most > there:
+        raise ValueError(
+            f"{data} has steps on {most} devices, and {cluster} has {there}: calibrate on the cluster that "
+            "they ran on"
+        )
     setting = Setting(groups[0].node, vocabulary, flash)
     again = assumed_recompute(steps, setting) if recompute is None else Recompute(recompute)
     setting = replace(setting, recompute=again)
@@ -56,9 +65,14 @@ def _report(found: Calibration, setting: Setting) -> str:
                 f"{f'{kind} {name}':<20}{getattr(before, name):>14.4g}{getattr(after, name):>14.4g}"
                 for name in ("bandwidth", "latency")
             ]
+            if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
+                lines.append(
+                    f"the {kind} comes out faster than it is specified: these steps tell little of it"
+                )
+    attention = "never writes" if found.flash else "writes"
     lines.append(
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
-        f"{setting.recompute}; left out of the fit, in "
+        f"{setting.recompute}, whose attention {attention} its scores; left out of the fit, in "
         f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
         f"{found.median_error:.1%}"
     )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cli_models import changed_fields, named_shape
-from osdp.cli_runnable import require_buildable, write_runnable
+from osdp.cli_outputs import Outputs
+from osdp.cli_runnable import require_buildable, traced_prices, write_runnable
 from osdp.cluster import Cluster
 from osdp.cluster_file import load_cluster
 from osdp.cluster_plan import MIXED, ClusterPlan, Layout, Recompute, Workload
@@ -21,14 +22,14 @@ from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
 from osdp.layer_profile import LayerProfile
 from osdp.model_desc import DTYPE_BYTES
-from osdp.report.cluster_table import breakdown, csv_table, json_table, rows_of, text_table
+from osdp.report.cluster_table import breakdown, csv_table, json_table, num_layers, rows_of, text_table
 from osdp.report.pareto_plot import plot_plans
 from osdp.search.calibrate import Calibration
 from osdp.search.cluster import arrange, every_layout
 from osdp.search.cluster_faults import check_space, nothing_fits
 from osdp.search.cluster_space import Space, families
 from osdp.search.objectives import Objective, Wish, best_plans, pareto
-from osdp.units import parse_bytes
+from osdp.units import format_bytes, parse_bytes
 
 #: Of the table, unless asked otherwise.
 _ROWS = 10
@@ -167,6 +168,11 @@ def _require_measured(
         if found.model != shape.name
     ]
     faults += [
+        f"layers on {found.gpu} are {found.hidden} wide, those of {shape.name} {shape.hidden}"
+        for found in profiles
+        if found.hidden != shape.hidden
+    ]
+    faults += [
         f"{found.gpu} is none of the cluster's {', '.join(here)}"
         for found in profiles
         if found.gpu not in here
@@ -186,25 +192,6 @@ def _require_measured(
         faults.append(f"--set {', '.join(other)} makes other layers than were measured")
     if faults:
         raise ValueError(f"--layer-times: {'; '.join(faults)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Where answers go, beside what is printed.
-
-    Attributes:
-        csv: Table as CSV.
-        json: Table as JSON.
-        plot: Time and cost as a picture.
-        out: The best plan as one that runs, with how to start it and what other frameworks read.
-        steps: Of the whole training, for its cost.
-    """
-
-    csv: Path | None = None
-    json: Path | None = None
-    plot: Path | None = None
-    out: Path | None = None
-    steps: int | None = None
 
 
 def plan_on_cluster(
@@ -238,12 +225,14 @@ def plan_on_cluster(
         InfeasibleError: Nothing fits.
         ValueError: What is asked for is unknown or contradicts itself.
     """
+    outputs.check()
     prices = request.prices()
     space = request.space(prices.workload)
     check_space(prices, space, parts=parts or objective == "pareto")
     shape, cluster = prices.workload.shape, prices.cluster
     if outputs.out is not None:
         require_buildable(request.model, request.fields, shape)
+        prices = traced_prices(prices, request.model)
     wish = _wish(objective, _ROWS if top is None else top, parts, budget, deadline, outputs.steps)
     if every:
         _require_whole(objective, parts, budget, deadline)
@@ -257,21 +246,34 @@ def plan_on_cluster(
     if every:
         plans = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))[:top]
     rows = rows_of(plans, cluster, shape, outputs.steps)
-    echo(text_table(rows))
-    echo(
-        f"{found.candidates} layouts in {found.placements} placements, {found.arranged} of them cut and "
-        "placed exactly; none is better than the first row"
-    )
-    echo("")
-    echo(breakdown(found.plans[0], cluster, shape))
     if outputs.csv is not None:
         outputs.csv.write_text(csv_table(rows), encoding="utf8")
     if outputs.json is not None:
         outputs.json.write_text(json_table(rows), encoding="utf8")
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
+    echo(text_table(rows))
+    echo(
+        f"{found.candidates} layouts in {found.placements} placements, {found.arranged} of them cut and "
+        "placed exactly; none is better than the first row"
+    )
+    echo(_basis(prices))
+    echo("")
+    echo(breakdown(found.plans[0], cluster, shape))
     if outputs.out is not None:
-        write_runnable(found.plans[0], prices, request.model, outputs.out, echo)
+        write_runnable(found.plans, prices, request.model, outputs.out, echo)
+
+
+def _basis(prices: ClusterPrices) -> str:
+    """What the numbers are made of."""
+    attention = "never writes its scores (flash)" if prices.workload.flash else "writes its scores"
+    kept = "traced from the model" if prices.traced else "those of fused kernels"
+    measured = [found.gpu for found in prices.profiles]
+    layers = f"; layers measured on {', '.join(measured)}" if measured else ""
+    return (
+        f"attention {attention}; activations {kept}{layers}; compute hides {prices.workload.overlap:.0%} of "
+        "gradients and gathers"
+    )
 
 
 def estimate_layout(request: Request, partition: str | None, echo: Callable[[str], None]) -> None:
@@ -307,8 +309,15 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
             f"{len(prices.items)} items cannot be cut into {layout.degrees.pp} stages of this schedule"
         )
     if partition is not None:
-        plan = price(prices, layout, _bounds(partition), plan.slots)
+        bounds = _bounds(partition)
+        _require_all(partition, bounds, prices, layout.degrees.pp)
+        plan = price(prices, layout, bounds, plan.slots)
     echo(text_table(rows_of([plan], prices.cluster, prices.workload.shape)))
+    echo(_basis(prices))
+    if not plan.fits:
+        echo(
+            f"it does not fit: {format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} are needed"
+        )
     echo("")
     echo(breakdown(plan, prices.cluster, prices.workload.shape))
 
@@ -339,6 +348,14 @@ def _bounds(partition: str) -> tuple[int, ...]:
     return (0, *accumulate(sizes))
 
 
+def _require_all(partition: str, bounds: Sequence[int], prices: ClusterPrices, pp: int) -> None:
+    if len(bounds) != pp + 1 or bounds[-1] != len(prices.items):
+        raise ValueError(
+            f"--partition {partition} has {bounds[-1]} items in {len(bounds) - 1} stages; {pp} stages have "
+            f"{len(prices.items)} together: {num_layers(prices.items)} layers, embeddings and the head"
+        )
+
+
 def _wish(
     objective: str, top: int, parts: bool, budget: float | None, deadline: str | None, steps: int | None
 ) -> Wish:
@@ -357,6 +374,8 @@ def _wish(
     ]
     if low:
         raise ValueError(f"{', '.join(low)}: at least 1 is needed")
+    if budget is not None and budget <= 0:
+        raise ValueError(f"--budget {budget:g}: a budget is more than 0 dollars")
     return Wish(
         objective=Objective.TIME if objective == "pareto" else Objective(objective),
         top=top,
@@ -368,6 +387,11 @@ def _wish(
 
 def _seconds(text: str) -> float:
     try:
-        return float(text[:-1]) * _HOURS[text[-1:]] * 3600
+        found = float(text[:-1]) * _HOURS[text[-1:]] * 3600
+        if found <= 0:
+            raise ValueError(text)
+        return found
     except (KeyError, ValueError) as error:
-        raise ValueError(f"a time is a number and one of s, m, h and d, such as 36h; got {text!r}") from error
+        raise ValueError(
+            f"a time is a number above 0 and one of s, m, h and d, such as 36h; got {text!r}"
+        ) from error

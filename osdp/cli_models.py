@@ -105,6 +105,14 @@ def is_folder(name: str) -> bool:
     return name not in SHAPES and Path(name).is_dir()
 
 
+def model_label(name: str) -> str:
+    """What the shape of a model is called that ``--model`` names."""
+    if is_folder(name):
+        label: str = _source(Path(name))["model"]
+        return label
+    return Path(name).stem if name.endswith(".json") else name
+
+
 def changed_fields(name: str, fields: Iterable[str]) -> set[str]:
     """Which of the fields make another model: what its weights do not tell of a described one does not."""
     told = _TOLD if is_folder(name) and _is_made(_source(Path(name))) else set()

@@ -1,49 +1,66 @@
 """``osdp plan --cluster --out``: the plan that runs, how to start it, and what other frameworks read."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from osdp.cli_models import build, changed_fields, described_model, is_folder
 from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import nodes_of
+from osdp.errors import InfeasibleError
 from osdp.report.exports import exports
 from osdp.report.launch_sheet import batch_script, launch_sheet
 from osdp.transformer import TransformerShape
 from osdp.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from osdp.pipeline_plan import PipelinePlan
+    from osdp.plan import Plan
+
+
+def traced_prices(prices: ClusterPrices, name: str) -> ClusterPrices:
+    """The same prices with the activations of the model itself, as far as they were not measured.
+
+    Args:
+        prices: Of the model's numbers.
+        name: As ``--model`` has it.
+    """
+    from osdp.cluster_run import traced_layers
+
+    model, sample = _build(name, prices.workload.shape, None)
+    traced = traced_layers(model, sample, prices.workload)
+    return ClusterPrices(prices.cluster, prices.workload, prices.rates, prices.profiles, traced)
+
 
 def write_runnable(
-    plan: ClusterPlan,
+    plans: Sequence[ClusterPlan],
     prices: ClusterPrices,
-    model_name: str,
+    name: str,
     out: Path,
     echo: Callable[[str], None],
 ) -> None:
-    """Write the plan that runs, and beside it how to start it and what other frameworks read.
+    """Write the first plan that runs, and beside it how to start it and what other frameworks read.
 
     Args:
-        plan: The layout.
-        prices: What it was made with.
-        model_name: As ``--model`` has it.
+        plans: Layouts, best first.
+        prices: What they were made with.
+        name: As ``--model`` has it.
         out: File of the plan.
         echo: Prints.
 
     Raises:
-        InfeasibleError: A stage does not fit when it is traced.
+        InfeasibleError: None of them fits when it is traced.
         ValueError: The model cannot be built, or not cut there.
     """
-    from osdp.cluster_run import runnable_plan, with_note
-
     shape, cluster = prices.workload.shape, prices.cluster
-    model, sample = _build(model_name, shape, plan.layout.samples)
-    made = runnable_plan(plan, cluster, prices.workload, model, sample, rates=prices.rates)
+    plan, made, model = _first_that_fits(plans, prices, name, echo)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
     note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
-    made = with_note(made, note)
+    made = replace(made, notes=(*made.notes, note))
     made.save(out)
     program = f"train.py --plan {out.name}"
     plan.save(out.with_name(f"{out.stem}.layout.json"))
@@ -55,11 +72,33 @@ def write_runnable(
         f"{format_bytes(made.predicted.peak_bytes)} beside the reserve; by its numbers "
         f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}"
     )
-    echo(f"written: {out}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    if hasattr(model, "config"):
+        config = out.with_name(f"{out.stem}.config.json")
+        config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
+        echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
         echo(f"written: {export.file}{missing}")
+
+
+def _first_that_fits(
+    plans: Sequence[ClusterPlan], prices: ClusterPrices, name: str, echo: Callable[[str], None]
+) -> tuple[ClusterPlan, "Plan | PipelinePlan", Any]:
+    from osdp.cluster_run import runnable_plan
+
+    for row, plan in enumerate(plans, start=1):
+        model, sample = _build(name, prices.workload.shape, plan.layout.samples)
+        try:
+            made = runnable_plan(plan, prices.cluster, prices.workload, model, sample, rates=prices.rates)
+        except InfeasibleError as error:
+            if row == len(plans):
+                raise
+            echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
+        else:
+            return plan, made, model
+    raise ValueError("a plan that runs needs one layout at least, got none")
 
 
 def require_buildable(name: str, fields: Iterable[str], shape: TransformerShape) -> None:
@@ -90,16 +129,16 @@ def _has_model(name: str) -> bool:
     return name.endswith(".json") and "model_type" in json.loads(Path(name).read_text(encoding="utf8"))
 
 
-def _build(name: str, shape: TransformerShape, samples: int) -> tuple[Any, Any]:
-    """The model itself on the meta device, and a microbatch."""
+def _build(name: str, shape: TransformerShape, samples: int | None) -> tuple[Any, Any]:
+    """The model itself on the meta device, and a microbatch; of one sample, or what it makes, if ``None``."""
     from osdp.integrations.huggingface import token_batch
     from osdp.integrations.shaped_models import model_of_shape
 
     if is_folder(name):
         return described_model(Path(name), samples, shape.sequence)
     if _has_model(name):
-        return build(name, {}, samples, shape.sequence)
-    return model_of_shape(shape), token_batch(samples, shape.sequence)
+        return build(name, {}, samples or 1, shape.sequence)
+    return model_of_shape(shape), token_batch(samples or 1, shape.sequence)
 
 
 def _nodes(cluster: Cluster) -> str:

@@ -134,7 +134,10 @@ class Cluster:
             raise ValueError("a cluster needs at least one node")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"each kind of node is listed once; these several times: {', '.join(twice)}")
+            raise ValueError(
+                f"each kind of node is listed once; these several times: {', '.join(twice)}. Where they "
+                "differ, a name of their own tells them apart"
+            )
 
     @property
     def num_devices(self) -> int:

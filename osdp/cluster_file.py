@@ -7,6 +7,8 @@
         count: 1
         devices: 4
         network: 40 Gbit/s   # of the whole node
+        name: our A100       # optional: tells apart groups of nodes with the same GPU
+        memory: 80 GiB       # optional: of each device, where it is not that of the data file
         link: 230 GB/s       # optional: what collectives reach between two devices, in one direction
         latency: 6.0e-6      # optional: seconds of a step of a collective inside the node
         network_latency: 1.4e-5   # optional: the same between nodes
@@ -20,6 +22,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,8 @@ class _Place:
         return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
 
     def size(self) -> int:
+        if not isinstance(self.value, str) or self.value.strip().isdigit():
+            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {self.value!r}")
         try:
             return parse_bytes(self.value)
         except (TypeError, ValueError) as error:
@@ -128,7 +133,11 @@ def load_cluster(path: str | Path) -> Cluster:
         ValueError: The file is malformed, or a spec is missing or unknown; says which line and field.
         ImportError: It is YAML and PyYAML is not installed.
     """
-    text, file = Path(path).read_text(encoding="utf8"), str(path)
+    file = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: no text in UTF-8 ({error.reason} at byte {error.start})") from error
     plain, lines = (_json(text, file), {}) if file.endswith(".json") else _yaml(text, file)
     if isinstance(plain, dict) and "groups" in plain:
         from osdp import codec
@@ -139,6 +148,8 @@ def load_cluster(path: str | Path) -> Cluster:
     gpus = {name: _Place(spec, name, "osdp/data/gpus.json", {}) for name, spec in known_gpus().items()}
     if "gpus" in given:
         own = root.at("gpus")
+        if not isinstance(own.value, dict):
+            raise own.wrong(f"must be names with their specs, got {own.value!r}")
         gpus |= {str(name): own.at(name) for name in own.fields(tuple(own.value or ()), ())}
     nodes = root.at("nodes")
     if not isinstance(nodes.value, list) or not nodes.value:
@@ -223,11 +234,16 @@ def _gpu(name: str, spec: _Place) -> Gpu:
 
 def _price(price: _Place) -> Price:
     fields = price.fields(_PRICE_FIELDS, _PRICE_FIELDS)
+    try:
+        date.fromisoformat(str(fields["date"]))
+    except ValueError as error:
+        raise price.at("date").wrong(f"must be a day such as 2026-01-31, got {fields['date']!r}") from error
     return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
 
 
 def _nearest(name: Any, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    same = [other for other in known if other.lower() == str(name).lower()]
+    close = same or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -260,6 +276,10 @@ def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
+                if (*path, key.value) in lines:
+                    raise ValueError(
+                        f"{file}, line {key.start_mark.line + 1}: {key.value} is written twice in one place"
+                    )
                 lines[(*path, key.value)] = key.start_mark.line + 1
                 todo.append(((*path, key.value), value))
         elif isinstance(node, yaml.SequenceNode):

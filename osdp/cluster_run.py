@@ -6,10 +6,12 @@ become ``SHARD_GRAD_OP``, the nearest that the runtime has; if that does not fit
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 
 from osdp.api import make_plan
@@ -21,6 +23,7 @@ from osdp.cost.ring import Ring
 from osdp.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
 from osdp.errors import InfeasibleError
 from osdp.flow import Flow
+from osdp.layer_profile import LayerBytes, layer_bytes
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Mode, Plan
@@ -79,11 +82,11 @@ def runnable_plan(
     if layout.token_slices > 1:
         _require_sliceable(model, layout.token_slices)
     device = device_of_stage(plan, cluster, workload, kind, rates)
-    half = None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
+    half = _half(workload, kind)
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
-    model_desc = ModelDesc.from_module(model, sample_inputs)
+    model_desc = _described(model, sample_inputs, half)
     wanted = _ANY if layout.zero is None else _MODES[layout.zero]
     for modes in dict.fromkeys((wanted, _ANY)):
         rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
@@ -97,6 +100,65 @@ def runnable_plan(
             if modes == _ANY:
                 raise
     raise AssertionError("unreachable")
+
+
+def traced_layers(
+    model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
+) -> tuple[LayerBytes, ...]:
+    """Activations of the items of a model as it is, for the prices of its layouts.
+
+    Args:
+        model: The model; may be on ``meta``.
+        sample_inputs: A batch.
+        workload: What it is trained as.
+        kind: Kind of the devices.
+
+    Raises:
+        ValueError: Its blocks are not the layers of the workload's shape.
+    """
+    half = _half(workload, kind)
+    desc = _described(model, sample_inputs, half)
+    shape, blocks = workload.shape, len(desc.block_segments)
+    if blocks != shape.layers + shape.decoder_layers:
+        raise ValueError(
+            f"{shape.name} has {shape.layers + shape.decoder_layers} layers and {desc.name} {blocks} blocks"
+        )
+    # Bytes depend on no speed.
+    device = DeviceInfo(memory_limit=1, kind=kind, flops=1.0, memory_bandwidth=1.0)
+    profile = estimate(desc, device, Training(param_dtype=half, local_batch=desc.local_batch))
+    return layer_bytes(desc, profile, shape.layers)
+
+
+def _half(workload: Workload, kind: str) -> str | None:
+    """What a workload is computed in; ``None`` for the model's own dtype."""
+    return None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
+
+
+def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
+    """The description of a model whose segments work on activations of ``dtype``."""
+    desc = ModelDesc.from_module(model, sample_inputs)
+    if dtype is None:
+        return desc
+    narrow = deepcopy(model).to(getattr(torch, dtype))
+    return with_work_of(desc, ModelDesc.from_module(narrow, sample_inputs))
+
+
+def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
+    """A description with the work of the same model in another dtype.
+
+    Raises:
+        ValueError: The two are not of the same segments.
+    """
+    if [s.module for s in desc.segments] != [s.module for s in other.segments]:
+        raise ValueError(
+            f"{desc.name} runs {len(desc.segments)} segments in its own dtype and {len(other.segments)} in "
+            "the one it is trained in; they must be the same"
+        )
+    segments = tuple(
+        replace(segment, forward=like.forward, backward=like.backward, saved_bytes=like.saved_bytes)
+        for segment, like in zip(desc.segments, other.segments, strict=True)
+    )
+    return replace(desc, segments=segments)
 
 
 def _require_sliceable(model: nn.Module, slices: int) -> None:
@@ -115,17 +177,17 @@ def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> 
     """The plan with what it does otherwise than its layout."""
     stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
     if layout.by_item:
-        made = with_note(
+        made = _with_note(
             made, "which layers are sharded and recomputed how is decided operator by operator, not by layer"
         )
     if layout.zero is not None and modes == _ANY:
-        made = with_note(
+        made = _with_note(
             made, f"ZeRO {layout.zero} everywhere does not fit when it is traced; ways are chosen by operator"
         )
     elif layout.zero in (1, 2):
-        made = with_note(made, f"ZeRO {layout.zero} is SHARD_GRAD_OP, which shards gradients, too")
+        made = _with_note(made, f"ZeRO {layout.zero} is SHARD_GRAD_OP, which shards gradients, too")
     if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
-        made = with_note(
+        made = _with_note(
             made, "recomputation in full is not needed everywhere when it is traced, and left out there"
         )
     return made
@@ -150,6 +212,11 @@ def _staged(
 ) -> PipelinePlan:
     batch = SampleBatch.of(sample_inputs)
     part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
+    if part.shared is not None and training.param_dtype is not None:
+        narrow = deepcopy(model).to(getattr(torch, training.param_dtype))
+        whole = ModelDesc.from_module(narrow, sample_inputs)
+        half = one_rank(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
+        part = replace(part, desc=with_work_of(part.desc, half.desc))
     profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
     flow = trace_flow(model, batch)
     found = plan_at(
@@ -245,6 +312,6 @@ def _stage_link(homes: Sequence[Home]) -> StageLink:
     )
 
 
-def with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
+def _with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
     """The plan with one more fact."""
     return replace(made, notes=(*made.notes, note))

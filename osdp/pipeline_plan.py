@@ -1,5 +1,6 @@
 """PipelinePlan: a model cut into stages, and the sharding plan of each."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,8 +163,10 @@ class PipelinePlan:
         """The plan saved at ``path``.
 
         Raises:
-            ValueError: It is not a plan, or of an unsupported version.
+            ValueError: It is not a plan of stages, or of an unsupported version.
         """
+        if not has_stages(path):
+            raise ValueError(f"{path} has no stages of a pipeline; Plan.load reads plans without")
         return codec.load(cls, path)
 
     def __str__(self) -> str:
@@ -171,3 +174,9 @@ class PipelinePlan:
         from osdp.report.pipeline_table import pipeline_table
 
         return pipeline_table(self)
+
+
+def has_stages(path: str | Path) -> bool:
+    """Whether a file has the plan of a pipeline."""
+    content = json.loads(Path(path).read_text(encoding="utf8"))
+    return isinstance(content, dict) and "transfers" in content

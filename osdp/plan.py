@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from osdp import codec
 from osdp.training import Training
+
+if TYPE_CHECKING:
+    from osdp.pipeline_plan import PipelinePlan
 
 PLAN_VERSION = 5
 
@@ -249,13 +253,16 @@ class Plan:
         codec.save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """The plan saved at ``path``.
+    def load(cls, path: str | Path) -> "Plan | PipelinePlan":
+        """The plan saved at ``path``; that of a pipeline if it has stages.
 
         Raises:
             ValueError: It is not a plan, or of an unsupported version.
         """
-        return codec.load(cls, path)
+        # Plans of pipelines are made of these.
+        from osdp.pipeline_plan import PipelinePlan, has_stages
+
+        return PipelinePlan.load(path) if has_stages(path) else codec.load(cls, path)
 
     def __str__(self) -> str:
         # The table is a report; values themselves stay free of formatting.

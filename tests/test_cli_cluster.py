@@ -126,6 +126,12 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
     run("estimate", *words, *degrees, "--partition", "4-2")
     uneven = capsys.readouterr().out
     assert "4-2" in uneven
+    with pytest.raises(
+        RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"
+    ):
+        run("estimate", *words, *degrees, "--partition", "4-3")
+    run("estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
+    assert "it does not fit: " in capsys.readouterr().out
     assert best != uneven
 
 
@@ -170,7 +176,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--schedule", "zb"], "schedule 'zb' is not known here; there are 1f1b"),
         (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),
         (["--budget", "3"], "a budget or a deadline is for the whole training: say --steps, too"),
-        (["--deadline", "3w", "--steps", "5"], "a time is a number and one of s, m, h and d"),
+        (["--deadline", "3w", "--steps", "5"], "a time is a number above 0 and one of s, m, h and d"),
         (
             ["--deadline", "0.001s", "--steps", "100"],
             "no step takes at most 1e-05 s; the fastest without a limit takes",
@@ -197,6 +203,11 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],
             "--every lists all layouts on the whole cluster, without a limit: leave out --subsets, --budget",
+        ),
+        (["--budget", "-3", "--steps", "5"], "--budget -3: a budget is more than 0 dollars"),
+        (
+            ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
+            "--csv /nowhere/a.csv: there is no folder /nowhere; --plot a.xyz: pictures are .png or .html",
         ),
         (["--steps", "0"], "--steps 0: at least 1 is needed"),
         (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),

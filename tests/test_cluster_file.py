@@ -89,7 +89,11 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
             r"nodes\[1\]: link missing: nothing is known about the links between the 8",
         ),
         ("nodes:", "nodes: [", r"line \d+: "),
-        ("gpu: Mine", "gpu: A100", "each kind of node is listed once; these several times: A100"),
+        ("gpu: Mine", "gpu: A100", "each kind of node is listed once; these several times: A100. Where they"),
+        ("gpu: A100", "gpu: a100", r"unknown GPU 'a100'; .*did you mean A100\?"),
+        ("gpu: A100", "gpu: A100\n    gpu: A10", "line 3: gpu is written twice in one place"),
+        ("date: 2026-01-31", "date: someday", r"nodes\[0\]\.price\.date: must be a day such as 2026-01-31"),
+        ("memory: 24 GiB", "memory: 24", r"gpus\.Mine\.memory: must be a size with its unit such as 80 GiB"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line_and_field(

@@ -147,12 +147,16 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     cluster.write_text(
         '{"nodes": [{"gpu": "A10", "count": 1, "devices": 2, "network": "40 Gbit/s"}]}', encoding="utf8"
     )
-    plan = ["plan", "--model", "gpt2", "--cluster", str(cluster), "--global-batch", "4"]
+    plan = ["plan", "--cluster", str(cluster), "--global-batch", "4", "--layer-times", str(out), "--top", "1"]
     with pytest.raises(RuntimeError, match="measured in float32, plans on a cluster compute in 16 bits"):
-        run(*plan, "--layer-times", str(out))
+        run(*plan, "--model", str(folder))
     half = tmp_path / "half"
     run("profile", "gpt2", "--seq", "8", *small, "--param-dtype", "bfloat16", "--out", str(half))
-    run("layers", str(half), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
+    # A folder is named by what it describes.
+    run("layers", str(half), "--gpu", "A10", "--model", str(half), "--out", str(out))
+    with pytest.raises(RuntimeError, match="layers on A10 are 16 wide, those of gpt2 768"):
+        run(*plan, "--model", "gpt2")
     capsys.readouterr()
-    run(*plan, "--layer-times", str(out), "--top", "1")
-    assert "proven best in its space" in capsys.readouterr().out
+    run(*plan, "--model", str(half))
+    told = capsys.readouterr().out
+    assert "proven best in its space" in told and "layers measured on A10" in told

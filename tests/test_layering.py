@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
-    "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "layer_profile",
+    "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "described_shape", "layer_profile",
     "layout", "measured_step", "model_desc", "orders", "pipeline_plan", "plan", "profile", "schedule",
     "tensor_desc", "tensor_plan", "token_latency", "token_slices", "training", "transformer", "units",
 }  # fmt: skip

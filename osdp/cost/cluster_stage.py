@@ -99,8 +99,9 @@ class ClusterPrices:
         traced: Sequence[LayerBytes] = (),
     ) -> None:
         self.cluster = cluster
+        self.profiles = tuple(profiles)
         #: Activations of this model where nothing was measured.
-        self._traced = tuple(traced)
+        self.traced = tuple(traced)
         #: What was measured of this model, by the name of the device.
         self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
         self.workload = workload
@@ -267,7 +268,7 @@ class ClusterPrices:
         found = []
         for gpu in home.gpus:
             profile = self._profiles.get(gpu.name)
-            known = self._traced if profile is None else profile.activations
+            known = self.traced if profile is None else profile.activations
             found.append(with_measured_bytes(work, known, *where, modelled))
         return replace(
             work,

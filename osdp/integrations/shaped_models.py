@@ -25,7 +25,7 @@ _BUILT: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def model_of_shape(shape: TransformerShape) -> nn.Module:
-    """A model of that shape with its parameters on the meta device.
+    """A model of that shape with its parameters on the meta device, without dropout.
 
     Raises:
         ValueError: No class is built like that.
@@ -76,13 +76,13 @@ def _fields(family: str, shape: TransformerShape) -> Mapping[str, Any]:
             "num_layers": shape.layers, "num_decoder_layers": shape.decoder_layers, "d_model": shape.hidden,
             "num_heads": shape.heads, "d_kv": shape.width, "d_ff": shape.inner,
             "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied,
-            "feed_forward_proj": "gated-gelu" if shape.gated else "relu",
+            "feed_forward_proj": "gated-gelu" if shape.gated else "relu", "dropout_rate": 0.0,
         }  # fmt: skip
     if family == "gpt2":
         return {
             "n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.inner,
             "vocab_size": shape.vocabulary, "n_positions": max(shape.positions, shape.sequence),
-            "tie_word_embeddings": shape.tied,
+            "tie_word_embeddings": shape.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
         }  # fmt: skip
     fields: dict[str, Any] = {
         "num_hidden_layers": shape.layers, "hidden_size": shape.hidden,
@@ -91,6 +91,6 @@ def _fields(family: str, shape: TransformerShape) -> Mapping[str, Any]:
         "tie_word_embeddings": shape.tied,
     }  # fmt: skip
     if family == "bert":
-        return fields
+        return {**fields, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     more = {"num_key_value_heads": shape.key_heads, "head_dim": shape.width, "attention_bias": shape.biases}
     return {**fields, **more, "mlp_bias": shape.biases}

@@ -30,7 +30,9 @@ def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# bash launch.sh NODE on each of {len(order)} nodes; MASTER_ADDR is the address of node 0.",
-        "# The program is yours: OSDP(model, plan=...) with the plan that it is given.",
+        "# The program is yours: OSDP(model, plan=Plan.load(...)) with the plan that it is given.",
+        'cd "$(dirname "$0")"',
+        ': "${MASTER_ADDR:?address of node 0}"',
         'case "${1:?number of this node}" in',
     ]
     for rank, kind in enumerate(order):
@@ -65,16 +67,17 @@ def batch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
             len(order), f"$(({first} + SLURM_NODEID))", cluster.groups[kind].node.devices, program
         )
         # In a component of a job nodes count from 0 again.
-        lines.append(f"srun {where}bash -c '{torchrun}' &")
+        lines += [f"srun {where}bash -c '{torchrun}' &", "started+=($!)"]
         first += count
-    lines.append("wait")
+    # The job fails as its first component that does.
+    lines += ["status=0", 'for each in "${started[@]}"; do wait "$each" || status=$?; done', 'exit "$status"']
     return "\n".join(lines) + "\n"
 
 
 def _torchrun(nodes: int, rank: str, devices: int, program: str) -> str:
     return (
         f"torchrun --nnodes {nodes} --node-rank {rank} --nproc-per-node {devices} "
-        f"--master-addr $MASTER_ADDR --master-port {_PORT} {program}"
+        f'--master-addr "$MASTER_ADDR" --master-port {_PORT} {program}'
     )
 
 

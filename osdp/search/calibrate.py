@@ -194,7 +194,9 @@ def cross_validation(
         ValueError: There are fewer steps than folds, or fewer folds than two.
     """
     if not 2 <= folds <= len(steps):
-        raise ValueError(f"{len(steps)} steps cannot be divided into {folds} parts; take 2 to {len(steps)}")
+        raise ValueError(
+            f"{len(steps)} steps cannot be divided into {folds} parts: at least {max(folds, 2)} are needed"
+        )
     part = np.random.default_rng(0).permutation(len(steps)) % folds
     errors = np.empty(len(steps))
     for fold in range(folds):
