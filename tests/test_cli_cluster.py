@@ -126,9 +126,7 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
     run("estimate", *words, *degrees, "--partition", "4-2")
     uneven = capsys.readouterr().out
     assert "4-2" in uneven
-    with pytest.raises(
-        RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"
-    ):
+    with pytest.raises(RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"):
         run("estimate", *words, *degrees, "--partition", "4-3")
     run("estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
     assert "it does not fit: " in capsys.readouterr().out

@@ -92,6 +92,8 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         text.append("--use-distributed-optimizer")
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
+    if not shape.causal and not shape.decoder_layers:
+        notes.append("an encoder: these are for its BERT, whose script adds its own")
     if shape.decoder_layers:
         notes.append("an encoder-decoder: its stages must be given by hand")
     elif degrees.pp > 1:
@@ -205,7 +207,7 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "activation_checkpoint.mode": layout.recomputation,
     }
-    notes = []
+    notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and its like"]
     if degrees.pp > 1:
         names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
         words["parallelism.pipeline_parallel_schedule"] = names.get(layout.schedule, "1F1B")
