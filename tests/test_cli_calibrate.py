@@ -70,3 +70,20 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, cluster: Path) -> 
             "estimate", "--model", "gpt2", "--cluster", cluster, "--global-batch", 16, "--tp", 1, "--pp", 1,
             "--dp", 8, "--micro-batch", 2, "--calibration", data,
         )  # fmt: skip
+
+
+def test_steps_of_a_larger_cluster_are_refused_and_fast_links_are_told(
+    tmp_path: Path, cluster: Path, capsys
+) -> None:
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), TRUE)[::2])
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(CLUSTER.replace("devices: 8", "devices: 8, link: 20 GB/s"))
+    run("calibrate", "--data", data, "--cluster", slow, "--out", tmp_path / "calibration.json")
+    printed = capsys.readouterr().out
+    assert "the link comes out faster than specified" in printed and "attention writes its scores" in printed
+    small = tmp_path / "small.yaml"
+    small.write_text(CLUSTER.replace("devices: 8", "devices: 4"))
+    with pytest.raises(ValueError, match=r"has steps on 8 devices, and .* has 4: calibrate on the cluster"):
+        run("calibrate", "--data", data, "--cluster", small)
+    with pytest.raises(ValueError, match="--recomputation some: there are none, selective, full"):
+        run("calibrate", "--data", data, "--cluster", cluster, "--recomputation", "some")

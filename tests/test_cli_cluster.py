@@ -2,11 +2,16 @@
 
 import csv
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from osdp import cluster_run
 from osdp.cluster_plan import ClusterPlan
+from osdp.errors import InfeasibleError
 from osdp.pipeline_plan import PipelinePlan
 from tests.test_cli import run
 
@@ -231,3 +236,42 @@ def test_a_layout_needs_all_its_degrees(words: list[str]) -> None:
         RuntimeError, match="a layout on a cluster needs --model, --cluster and --global-batch"
     ):
         run("plan", *words[:-4])
+
+
+def test_the_next_row_is_written_where_the_first_does_not_fit_when_it_is_traced(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = cluster_run.runnable_plan, []
+
+    def never_the_first(plan: ClusterPlan, *rest: Any, **options: Any) -> Any:
+        asked.append(plan)
+        if len(asked) == 1:
+            raise InfeasibleError(limit=1, best_peak=2, largest=(), suggestions=())
+        return real(plan, *rest, **options)
+
+    monkeypatch.setattr(cluster_run, "runnable_plan", never_the_first)
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512", "--pp", "2"]
+    run("plan", *words, *small, "--out", str(tmp_path / "plan.json"))
+    assert "row 1 does not fit when its stages are traced: nothing fits" in capsys.readouterr().out
+    assert ClusterPlan.load(tmp_path / "plan.layout.json") == asked[1] != asked[0]
+    asked.clear()
+    with pytest.raises(RuntimeError, match="nothing fits the memory limit"):
+        run("plan", *words, *small, "--top", "1", "--out", str(tmp_path / "plan.json"))
+
+
+def test_a_job_fails_as_its_steps_do(words: list[str], tmp_path: Path) -> None:
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
+    run("plan", *words, *small, "--pp", "2", "--dp", "2", "--out", str(tmp_path / "plan.json"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, body in (("srun", 'case "$1" in *=1) exit 7 ;; esac'), ("scontrol", "echo host")):
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf8")
+        (tools / name).chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    job = subprocess.run(["bash", "launch.sbatch"], cwd=tmp_path, env={"PATH": path}, timeout=30)
+    assert job.returncode == 7
+    sheet = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh"), "0"], capture_output=True, text=True, timeout=30,
+        env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert sheet.returncode != 0 and "MASTER_ADDR: address of node 0" in sheet.stderr

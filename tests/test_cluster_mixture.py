@@ -121,6 +121,22 @@ def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: P
     assert any("ways of their own" in note for note in deepspeed.notes)
 
 
+def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> None:
+    load = replace(LOAD, flash=False)
+    for megabytes in range(800, 2000, 100):
+        prices = prices_of(megabytes, load)
+        cells = cells_of(prices.cluster, (2,), 2)
+        assert cells is not None
+        plan = arrange(prices, MIXED, cells)
+        ways = {run.way.recompute for stage in plan.runs for run in stage} if plan else set()
+        if plan and {Recompute.SELECTIVE, Recompute.FULL} <= ways:
+            megatron = exports(plan, load.shape)[0]
+            assert "--recompute-method uniform" in megatron.text
+            assert "recompute-num-layers 1" in megatron.text
+            return
+    pytest.fail("no plan mixes selective and full recomputation")
+
+
 def _stretches(plan: ClusterPlan, stage: int, recompute: Recompute) -> list[tuple[int, int]]:
     """Layers of a stage that are recomputed so: the embedding and the head are not."""
     found, start = [], plan.bounds[stage]

@@ -1,6 +1,7 @@
 """Layouts of the planner become plans that run: unequal stages of unequal nodes train as a single process."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import nn
 
 from osdp import OSDP
 from osdp.cluster_plan import Layout, Workload
-from osdp.cluster_run import runnable_plan, step_bounds
+from osdp.cluster_run import runnable_plan, step_bounds, traced_layers, with_work_of
 from osdp.cost.cluster_stage import ClusterPrices
 from osdp.cost.cluster_step import price
-from osdp.integrations.huggingface import masked_lm_loss
+from osdp.integrations.huggingface import masked_lm_loss, token_batch
+from osdp.integrations.shaped_models import model_of_shape
 from osdp.layout import Degrees
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
@@ -20,6 +22,8 @@ from osdp.profiler.batch import SampleBatch
 from osdp.profiler.flow import trace_flow
 from osdp.search.cluster import arrange
 from osdp.search.cluster_space import cells_of
+from osdp.transformer import Item
+from osdp.transformer_shapes import SHAPES
 from tests import distributed
 from tests.clusters import FAST, SLOW, cluster, node_type, shape
 from tests.stage_nets import TiedNet, batch, loss_fn, targets
@@ -128,3 +132,43 @@ def test_a_layout_is_priced_as_it_is_cut() -> None:
     assert found is not None
     even = [price(prices, layout, (0, 3, 6), slots) for slots in (found.slots, found.slots[::-1])]
     assert all(found.step_seconds < plan.step_seconds for plan in even)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-large", "llama2-7b"])
+def test_the_plan_takes_the_memory_that_its_layout_was_priced_with(name: str) -> None:
+    numbers = replace(SHAPES[name], layers=4, sequence=512)
+    load = Workload(shape=numbers, global_batch=32)
+    model, devices = model_of_shape(numbers), cluster((node_type(FAST, 4), 2))
+    traced = traced_layers(model, token_batch(1, 512), load)
+    assert {each.item for each in traced} == {Item.EMBEDDING, Item.LAYER, Item.HEAD}
+    prices = ClusterPrices(devices, load, traced=traced)
+    for degrees, zero in ((Degrees(1, 8, 1), 0), (Degrees(1, 8, 1), 2), (Degrees(2, 4, 1), 0)):
+        layout = Layout(degrees, 2, 16 // degrees.dp, zero=zero)
+        cells = cells_of(devices, devices.counts, degrees.dp)
+        assert cells is not None
+        found = arrange(prices, layout, cells)
+        assert found is not None
+        plan = runnable_plan(found, devices, load, model, token_batch(2, 512))
+        share = (found.peak.total - found.peak.reserve) / plan.predicted.peak_bytes
+        # Where layers are sharded the plan may gather several at once, since there is room.
+        assert 0.95 < share < 1.05 if zero == 0 else 0.75 < share < 1.1
+
+
+def test_work_of_another_model_is_refused() -> None:
+    desc = ModelDesc.from_module(net(), batch(2))
+    other = ModelDesc.from_module(TiedNet(layers=5), batch(2))
+    assert with_work_of(desc, desc) == desc
+    with pytest.raises(ValueError, match=r"segments in its own dtype and .* in the one it is trained in"):
+        with_work_of(desc, other)
+    with pytest.raises(ValueError, match="small has 3 layers and TiedNet 4 blocks"):
+        traced_layers(net(), batch(2), Workload(shape=shape(3), global_batch=2))
+
+
+def test_any_plan_is_loaded_by_plan(tmp_path: Path) -> None:
+    stages, alone = plan_of(Degrees(2, 2, 1)), plan_of(Degrees(1, 4, 1))
+    stages.save(tmp_path / "stages.json")
+    alone.save(tmp_path / "alone.json")
+    assert Plan.load(tmp_path / "stages.json") == stages
+    assert Plan.load(tmp_path / "alone.json") == alone
+    with pytest.raises(ValueError, match=r"alone\.json has no stages of a pipeline; Plan\.load reads"):
+        PipelinePlan.load(tmp_path / "alone.json")

@@ -324,7 +324,8 @@ class ClusterPrices:
         load, zero = self.workload, layout.way.zero
         if layout.degrees.dp == 1:
             return item.working
-        whole = load.reduce_bytes * item.parameters if zero >= 2 else 0
+        # Gradients as they come, and those of the item before while they are reduced (osdp.cost.judge).
+        whole = 2 * load.reduce_bytes * item.parameters if zero >= 2 else 0
         # The next item's weights arrive while this one's are used.
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
