@@ -66,9 +66,7 @@ def _report(found: Calibration, setting: Setting) -> str:
                 for name in ("bandwidth", "latency")
             ]
             if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
-                lines.append(
-                    f"the {kind} comes out faster than it is specified: these steps tell little of it"
-                )
+                lines.append(f"the {kind} comes out faster than specified: these steps tell little of it")
     attention = "never writes" if found.flash else "writes"
     lines.append(
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
