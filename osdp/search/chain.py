@@ -19,6 +19,7 @@ proven up to that. The search widens as far as it is told, which proves most ans
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,16 @@ class Template:
     start: Ints
     stop: Ints
     rows: Floats
+
+    @cached_property
+    def into(self) -> tuple[Ints, ...]:
+        """Candidates that end at each position."""
+        return tuple(np.flatnonzero(self.stop == position) for position in range(self.size + 1))
+
+    @cached_property
+    def out_of(self) -> tuple[Ints, ...]:
+        """Candidates that start at each position."""
+        return tuple(np.flatnonzero(self.start == position) for position in range(self.size + 1))
 
 
 @dataclass(frozen=True)
@@ -203,7 +214,7 @@ def _last_edges(template: Template, edges: Floats) -> list[Ints]:
     distance[:, 0] = 0.0
     last = [np.zeros(len(edges), dtype=np.int64)]
     for position in range(1, template.size + 1):
-        index = np.flatnonzero(template.stop == position)
+        index = template.into[position]
         costs = distance[:, template.start[index]] + edges[:, index]
         choice = costs.argmin(axis=1) if len(index) else np.zeros(len(edges), dtype=np.int64)
         if len(index):
@@ -217,7 +228,7 @@ def _from_start(template: Template, edges: Floats) -> Floats:
     distance = np.full(template.size + 1, np.inf)
     distance[0] = 0.0
     for position in range(1, template.size + 1):
-        index = np.flatnonzero(template.stop == position)
+        index = template.into[position]
         if len(index):
             distance[position] = (distance[template.start[index]] + edges[index]).min()
     return distance
@@ -228,7 +239,7 @@ def _to_end(template: Template, edges: Floats) -> Floats:
     distance = np.full(template.size + 1, np.inf)
     distance[-1] = 0.0
     for position in range(template.size - 1, -1, -1):
-        index = np.flatnonzero(template.start == position)
+        index = template.out_of[position]
         if len(index):
             distance[position] = (edges[index] + distance[template.stop[index]]).min()
     return distance
@@ -322,13 +333,14 @@ class _Search:
         room = left + ahead[0]
         # What no path within the gap and the room can take.
         dearest = before[template.start] + edges + remaining[template.stop] - cheapest
-        useful = np.flatnonzero(dearest < gap)
+        useful = dearest < gap
         none = np.zeros((1, rows.shape[1]))
         fronts: list[tuple[Floats, list[tuple[int, ...]]]] = [(none, [()])]
         lost = np.inf
         for position in range(1, template.size + 1):
             parts, paths = [none[:0]], []
-            for edge in useful[template.stop[useful] == position].tolist():
+            arriving = template.into[position]
+            for edge in arriving[useful[arriving]].tolist():
                 sums, taken = fronts[template.start[edge]]
                 parts.append(sums + rows[edge])
                 paths += [(*path, edge) for path in taken]
@@ -360,7 +372,7 @@ def _least_to_end(template: Template, rows: Floats) -> Floats:
     ahead = np.full((template.size + 1, rows.shape[1]), np.inf)
     ahead[-1] = 0.0
     for position in range(template.size - 1, -1, -1):
-        index = np.flatnonzero(template.start == position)
+        index = template.out_of[position]
         if len(index):
             ahead[position] = (rows[index] + ahead[template.stop[index]]).min(axis=0)
     return ahead
