@@ -139,8 +139,12 @@ def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> Model
     desc = ModelDesc.from_module(model, sample_inputs)
     if dtype is None:
         return desc
-    narrow = deepcopy(model).to(getattr(torch, dtype))
-    return with_work_of(desc, ModelDesc.from_module(narrow, sample_inputs))
+    return with_work_of(desc, ModelDesc.from_module(_narrow(model, dtype), sample_inputs))
+
+
+def _narrow(model: nn.Module, dtype: str) -> nn.Module:
+    """A copy of a model in another dtype."""
+    return deepcopy(model).to(getattr(torch, dtype))
 
 
 def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
@@ -213,7 +217,7 @@ def _staged(
     batch = SampleBatch.of(sample_inputs)
     part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
     if part.shared is not None and training.param_dtype is not None:
-        narrow = deepcopy(model).to(getattr(torch, training.param_dtype))
+        narrow = _narrow(model, training.param_dtype)
         whole = ModelDesc.from_module(narrow, sample_inputs)
         half = one_rank(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
         part = replace(part, desc=with_work_of(part.desc, half.desc))

@@ -152,6 +152,16 @@ def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[L
         ValueError: The model has no blocks, or they hand on no ``(samples, tokens, channels)``.
     """
     sequence = stream_of(model_desc).shape[1]
+    return tuple(
+        LayerBytes(item, profile.local_batch, sequence, 1, *_most(runs))
+        for item, runs in _segments_of_items(model_desc, profile, layers).items()
+    )
+
+
+def _segments_of_items(
+    model_desc: ModelDesc, profile: Profile, layers: int
+) -> dict[Item, list[list[SegmentProfile]]]:
+    """The segments of each item of a model with blocks; of layers those of every one."""
     blocks = list(model_desc.block_segments.values())
     parts: dict[Item, list[Sequence[int]]] = {
         Item.EMBEDDING: [range(blocks[0][0])],
@@ -162,10 +172,7 @@ def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[L
         parts[Item.TARGET_EMBEDDING] = [range(blocks[layers - 1][-1] + 1, blocks[layers][0])]
         parts[Item.CROSS_LAYER] = list(blocks[layers:])
     found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
-    return tuple(
-        LayerBytes(item, profile.local_batch, sequence, 1, *_most([[found[i] for i in run] for run in runs]))
-        for item, runs in parts.items()
-    )
+    return {item: [[found[index] for index in run] for run in runs] for item, runs in parts.items()}
 
 
 def _most(runs: Sequence[Sequence[SegmentProfile]]) -> tuple[int, int]:
@@ -203,27 +210,22 @@ def layer_profile(
     if not profile.measured:
         raise ValueError(f"the profile of {model_desc.name} is an estimate, which a cluster has anyway")
     stream = stream_of(model_desc)
-    inside = sorted(index for found in model_desc.block_segments.values() for index in found)
-    blocks = list(model_desc.block_segments.values())
-    ends = (tuple(range(inside[0])), tuple(range(inside[-1] + 1, len(model_desc.segments))))
-    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
-
-    def time(item: Item, parts: Sequence[Sequence[int]]) -> LayerTime:
-        runs = [[found[index] for index in part] for part in parts]
+    times = []
+    for item, runs in _segments_of_items(model_desc, profile, len(model_desc.block_segments)).items():
         kept, working = _most(runs)
-        return LayerTime(
-            item=item,
-            samples=profile.local_batch,
-            sequence=stream.shape[1],
-            tp=tp,
-            forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
-            backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
-            kept_bytes=kept,
-            working_bytes=working,
+        times.append(
+            LayerTime(
+                item=item,
+                samples=profile.local_batch,
+                sequence=stream.shape[1],
+                tp=tp,
+                forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
+                backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
+                kept_bytes=kept,
+                working_bytes=working,
+            )
         )
-
-    times = (time(Item.EMBEDDING, ends[:1]), time(Item.LAYER, blocks), time(Item.HEAD, ends[1:]))
-    return LayerProfile(gpu, model, stream.shape[2], dtype or stream.dtype, times)
+    return LayerProfile(gpu, model, stream.shape[2], dtype or stream.dtype, tuple(times))
 
 
 def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:

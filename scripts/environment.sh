@@ -32,13 +32,18 @@ has_torch() {
     "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' >/dev/null 2>&1
 }
 
+is_outside_venvs() {
+    "$1" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' >/dev/null 2>&1
+}
+
 make_venv() {
     local python site=""
     python="$(find_python)"
     "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
         fail "$python lacks the venv module; on Debian and Ubuntu: apt install python3-venv"
-    # A torch that is already on the machine is the one built for its GPUs.
-    if has_torch "$python"; then site="--system-site-packages"; fi
+    # A torch that is already on the machine is the one built for its GPUs; that of another virtual
+    # environment would not come along.
+    if has_torch "$python" && is_outside_venvs "$python"; then site="--system-site-packages"; fi
     "$python" -m venv --clear $site "$VENV" || fail "$python could not create $VENV"
 }
 

@@ -3,17 +3,18 @@
 # -m slow runs the tests that take more than a minute.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-ruff check .
-ruff format --check .
-mypy
+# As modules: beside a Python that brings torch, some of them may be its own and have no command here.
+python -m ruff check .
+python -m ruff format --check .
+python -m mypy
 
 if [[ " $* " == *" -m "* ]]; then
-    pytest -q "$@"
+    python -m pytest -q "$@"
     exit
 fi
 
 # Of the files that were asked for one of the two may have no test.
 some() { "$@" || [ $? -eq 5 ]; }
 
-some pytest -q -m "not slow and not alone" -n 2 --dist loadfile "$@"
-some pytest -q -m "alone and not slow" "$@"
+some python -m pytest -q -m "not slow and not alone" -n 2 --dist loadfile "$@"
+some python -m pytest -q -m "alone and not slow" "$@"
