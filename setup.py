@@ -9,7 +9,7 @@ CLI = ["typer>=0.12", "rich>=13", "tqdm>=4.66", "pyyaml>=6"]
 REPORT = ["matplotlib>=3.8", "plotly>=5.20"]
 DEV = [
     "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14",
-    "scipy>=1.12", "allpairspy>=2.5",
+    "scipy>=1.12", "allpairspy>=2.5", "peft>=0.17",
 ]  # fmt: skip
 
 setup(

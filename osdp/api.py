@@ -62,7 +62,7 @@ def make_plan(
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    find_unused_parameters: bool = False,
+    double_backward: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Plan:
     """The fastest plan that fits.
@@ -83,7 +83,7 @@ def make_plan(
         local_batches: Local batches to choose from; the plan with the most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's.
         slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
-            ``strategy`` or ``two_step`` forces something, or where parameters may go unused.
+            ``strategy`` or ``two_step`` forces something.
         recompute: Whether blocks may be computed again in backward; not where slices are forbidden.
         offload: Whether states may live in host memory where nothing else fits; only beside accelerators.
         group_sizes: Ranks of the groups that plans may have; all whose links are known, or on several
@@ -94,19 +94,19 @@ def make_plan(
         param_dtype: Overrides the training's, as ``reduce_dtype`` does.
         reduce_dtype: Dtype gradients are reduced in.
         loss_fn: How the loss is made of the model's output.
-        find_unused_parameters: Whether parts of the model may go unused in a step; units are then whole
-            blocks.
+        double_backward: Whether a backward is itself differentiated, as for gradient penalties; everything is
+            then replicated, and nothing sliced or recomputed.
         cache_dir: Where measured segments are kept.
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.
         ValueError: An argument does not fit another.
     """
-    allowed, mesh = allowed_modes(strategy, two_step), mesh or measured_mesh(model, profile)
+    allowed, mesh = allowed_modes(strategy, two_step, double_backward), mesh or measured_mesh(model, profile)
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = trained(training, description, param_dtype, reduce_dtype)
     device = detected(device_info, mesh, group_sizes)
-    rules = rules_of(allowed, slices, recompute, offload, two_step, find_unused_parameters, device)
+    rules = rules_of(allowed, slices, recompute, offload, two_step, device)
     measure = profiler_of(model, description, sample, device, profile, mesh, loss_fn, cache_dir)
     candidates = batches(training, local_batches, microbatches, measure)
     group = mesh.get_group() if mesh is not None else None
@@ -179,11 +179,13 @@ def make_pipeline_plan(
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
     names = usable_schedules(schedule, layout, training)
     device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes), mesh)
-    rules = rules_of(allowed_modes(strategy, two_step), slices, recompute, False, two_step, False, device)
+    rules = rules_of(allowed_modes(strategy, two_step), slices, recompute, False, two_step, device)
     batch = sample or SampleBatch.from_desc(description)
     options: dict[str, Any] = {"loss_fn": loss_fn, "policy": auto_wrap_policy}
     part = one_rank(model, batch, description, layout.tp, sequence_parallel, **options)
-    measure = profiler_of(part.model, part.desc, batch, device, profile, data, loss_fn, cache_dir)
+    measure = profiler_of(
+        part.model, part.desc, batch, device, profile, data, loss_fn, cache_dir, description
+    )
     measure = part.profiler(description, device, measure)
     candidates = batches(training, local_batches, microbatches, measure)
 

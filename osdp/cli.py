@@ -6,7 +6,6 @@ that folder on any machine, or lays a transformer over a cluster, ``osdp estimat
 profile ...``) ``profile`` measures the links between the processes too.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from osdp.cli_models import (
     PROFILE,
     SOURCE,
     TRAINING,
+    Source,
     build,
     described_model,
     measured_layers,
@@ -80,6 +80,12 @@ _LayerTimes = Annotated[
     list[Path], typer.Option("--layer-times", help="file that osdp layers wrote; one for each kind of GPU")
 ]
 _Reserve = Annotated[str, typer.Option(help="of each device, for the framework")]
+_TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", help="run the code that a described folder names to build its model; see osdp profile"
+    ),
+]
 _Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
 
@@ -128,8 +134,7 @@ def profile(
         named = {MODEL: model_desc, DEVICE: device_info, PROFILE: timed, TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
-        source = {"model": model, "fields": list(fields), "batch": batch, "seq": seq, "tp": tp}
-        Path(out, SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf8")
+        codec.save(Source(model, tuple(fields), batch, seq, tp), out / SOURCE)
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
 
 
@@ -168,6 +173,7 @@ def plan(
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
     layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
+    trust_code: _TrustCode = False,
     objective: Annotated[
         str, typer.Option(help="time, cost, or pareto over all parts of the cluster")
     ] = "time",
@@ -187,7 +193,7 @@ def plan(
     refuse_others(context, on_cluster=cluster is not None)
     if cluster is None and described is not None:
         chosen = _PlanOptions(
-            microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule
+            microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule, trust_code
         )
         _plan_described(described, chosen, memory_limit, device, out or Path("plan.json"))
         return
@@ -195,7 +201,7 @@ def plan(
         model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
         token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
-        layer_times=tuple(layer_times),
+        layer_times=tuple(layer_times), trust_code=trust_code,
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
@@ -226,13 +232,14 @@ def estimate(
     reserve: _Reserve = "1GiB",
     calibration: _Calibration = None,
     layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
+    trust_code: _TrustCode = False,
 ) -> None:
     """Price one given layout of --model on --cluster, and say what each number is made of."""
     request = _request(
         model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
         micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
         token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
-        layer_times=tuple(layer_times),
+        layer_times=tuple(layer_times), trust_code=trust_code,
     )  # fmt: skip
     cli_cluster.estimate_layout(request, partition, typer.echo)
 
@@ -289,6 +296,7 @@ class _PlanOptions:
     dp: int | None
     tp: int
     schedule: str | None
+    trust_code: bool
 
 
 def _plan_described(
@@ -324,7 +332,8 @@ def _plan_described(
         options |= {"pp": chosen.pp, "dp": device_info.world_size, "tp": chosen.tp}
         options["schedule"] = chosen.schedule
         options["microbatches"] = () if chosen.microbatches is None else (chosen.microbatches,)
-        made = make_pipeline_plan(*described_model(described), device_info, **options)
+        model, sample = described_model(described, trust_code=chosen.trust_code)
+        made = make_pipeline_plan(model, sample, device_info, **options)
     elif chosen.schedule is not None:
         raise ValueError(f"--schedule {chosen.schedule} orders the stages of a pipeline: pass --pp, too")
     else:

@@ -62,6 +62,7 @@ class Request:
         reserve: Bytes of each device that the framework keeps, as text.
         calibration: File that ``osdp calibrate`` wrote.
         layer_times: Files that ``osdp layers`` wrote, one for each kind of device.
+        trust_code: Whether code that a described folder names may be run.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Request:
     reserve: str = "1GiB"
     calibration: Path | None = None
     layer_times: tuple[Path, ...] = ()
+    trust_code: bool = False
 
     def prices(self) -> ClusterPrices:
         """The model and the cluster, priced.
@@ -96,7 +98,7 @@ class Request:
                 f"{'' if self.flash else 'no-'}flash was asked for; calibrate on such steps"
             )
         sizes = {} if self.seq is None else {"sequence": self.seq}
-        shape = named_shape(self.model, {**sizes, **self.fields})
+        shape = named_shape(self.model, {**sizes, **self.fields}, trust_code=self.trust_code)
         workload = Workload(
             shape=shape,
             global_batch=self.global_batch,
@@ -231,8 +233,8 @@ def plan_on_cluster(
     check_space(prices, space, parts=parts or objective == "pareto")
     shape, cluster = prices.workload.shape, prices.cluster
     if outputs.out is not None:
-        require_buildable(request.model, request.fields, shape)
-        prices = traced_prices(prices, request.model)
+        require_buildable(request.model, request.fields, shape, trust_code=request.trust_code)
+        prices = traced_prices(prices, request.model, trust_code=request.trust_code)
     wish = _wish(objective, _ROWS if top is None else top, parts, budget, deadline, outputs.steps)
     if every:
         _require_whole(objective, parts, budget, deadline)
@@ -261,7 +263,7 @@ def plan_on_cluster(
     echo("")
     echo(breakdown(found.plans[0], cluster, shape))
     if outputs.out is not None:
-        write_runnable(found.plans, prices, request.model, outputs.out, echo)
+        write_runnable(found.plans, prices, request.model, outputs.out, echo, trust_code=request.trust_code)
 
 
 def _basis(prices: ClusterPrices) -> str:

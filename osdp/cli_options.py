@@ -6,7 +6,7 @@ import typer
 _OF_DESCRIBED = {
     "described", "memory_limit", "device", "microbatches", "strategy", "slices", "recompute", "offload",
 }  # fmt: skip
-_OF_BOTH = {"cluster", "pp", "dp", "tp", "schedule", "out"}
+_OF_BOTH = {"cluster", "pp", "dp", "tp", "schedule", "out", "trust_code"}
 
 
 def refuse_others(context: typer.Context, *, on_cluster: bool) -> None:

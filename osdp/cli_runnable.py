@@ -1,12 +1,11 @@
 """``osdp plan --cluster --out``: the plan that runs, how to start it, and what other frameworks read."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp.cli_models import build, changed_fields, described_model, is_folder
+from osdp.cli_models import build, changed_fields, described_model, is_folder, require_no_code
 from osdp.cluster import Cluster
 from osdp.cluster_plan import ClusterPlan
 from osdp.cost.cluster_stage import ClusterPrices
@@ -14,6 +13,7 @@ from osdp.cost.cluster_step import nodes_of
 from osdp.errors import InfeasibleError
 from osdp.report.exports import exports
 from osdp.report.launch_sheet import batch_script, launch_sheet
+from osdp.text_file import read_json
 from osdp.transformer import TransformerShape
 from osdp.units import format_bytes, format_seconds
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from osdp.plan import Plan
 
 
-def traced_prices(prices: ClusterPrices, name: str) -> ClusterPrices:
+def traced_prices(prices: ClusterPrices, name: str, *, trust_code: bool = False) -> ClusterPrices:
     """The same prices with the activations of the model itself, as far as they were not measured.
 
     Args:
         prices: Of the model's numbers.
         name: As ``--model`` has it.
+        trust_code: Whether code that a described folder names may be run.
     """
     from osdp.cluster_run import traced_layers
 
-    model, sample = _build(name, prices.workload.shape, None)
+    model, sample = _build(name, prices.workload.shape, None, trust_code)
     traced = traced_layers(model, sample, prices.workload)
     return ClusterPrices(prices.cluster, prices.workload, prices.rates, prices.profiles, traced)
 
@@ -42,6 +43,8 @@ def write_runnable(
     name: str,
     out: Path,
     echo: Callable[[str], None],
+    *,
+    trust_code: bool = False,
 ) -> None:
     """Write the first plan that runs, and beside it how to start it and what other frameworks read.
 
@@ -51,13 +54,14 @@ def write_runnable(
         name: As ``--model`` has it.
         out: File of the plan.
         echo: Prints.
+        trust_code: Whether code that a described folder names may be run.
 
     Raises:
         InfeasibleError: None of them fits when it is traced.
         ValueError: The model cannot be built, or not cut there.
     """
     shape, cluster = prices.workload.shape, prices.cluster
-    plan, made, model = _first_that_fits(plans, prices, name, echo)
+    plan, made, model = _first_that_fits(plans, prices, name, echo, trust_code)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
     note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
     made = replace(made, notes=(*made.notes, note))
@@ -84,12 +88,16 @@ def write_runnable(
 
 
 def _first_that_fits(
-    plans: Sequence[ClusterPlan], prices: ClusterPrices, name: str, echo: Callable[[str], None]
+    plans: Sequence[ClusterPlan],
+    prices: ClusterPrices,
+    name: str,
+    echo: Callable[[str], None],
+    trust_code: bool,
 ) -> tuple[ClusterPlan, "Plan | PipelinePlan", Any]:
     from osdp.cluster_run import runnable_plan
 
     for row, plan in enumerate(plans, start=1):
-        model, sample = _build(name, prices.workload.shape, plan.layout.samples)
+        model, sample = _build(name, prices.workload.shape, plan.layout.samples, trust_code)
         try:
             made = runnable_plan(plan, prices.cluster, prices.workload, model, sample, rates=prices.rates)
         except InfeasibleError as error:
@@ -101,20 +109,25 @@ def _first_that_fits(
     raise ValueError("a plan that runs needs one layout at least, got none")
 
 
-def require_buildable(name: str, fields: Iterable[str], shape: TransformerShape) -> None:
+def require_buildable(
+    name: str, fields: Iterable[str], shape: TransformerShape, *, trust_code: bool = False
+) -> None:
     """Refuse a model that cannot be built when its layout is known.
 
     Args:
         name: As ``--model`` has it.
         fields: Fields of the shape that were given.
         shape: The shape with them.
+        trust_code: Whether code that a described folder names may be run.
 
     Raises:
-        ValueError: The model is in a file or a folder and fields change its numbers, or there are only
-            numbers that no class is built like.
+        ValueError: The folder names code that is not trusted, the model is in a file or a folder and fields
+            change its numbers, or there are only numbers that no class is built like.
     """
     from osdp.integrations.shaped_models import family_of
 
+    if is_folder(name) and not trust_code:
+        require_no_code(Path(name))
     if not (_has_model(name) or is_folder(name)):
         family_of(shape)
     elif other := sorted(changed_fields(name, fields)):
@@ -126,16 +139,16 @@ def require_buildable(name: str, fields: Iterable[str], shape: TransformerShape)
 
 def _has_model(name: str) -> bool:
     """Whether a file has a configuration of transformers."""
-    return name.endswith(".json") and "model_type" in json.loads(Path(name).read_text(encoding="utf8"))
+    return name.endswith(".json") and "model_type" in read_json(name)
 
 
-def _build(name: str, shape: TransformerShape, samples: int | None) -> tuple[Any, Any]:
+def _build(name: str, shape: TransformerShape, samples: int | None, trust_code: bool) -> tuple[Any, Any]:
     """The model itself on the meta device, and a microbatch; of one sample, or what it makes, if ``None``."""
     from osdp.integrations.huggingface import token_batch
     from osdp.integrations.shaped_models import model_of_shape
 
     if is_folder(name):
-        return described_model(Path(name), samples, shape.sequence)
+        return described_model(Path(name), samples, shape.sequence, trust_code=trust_code)
     if _has_model(name):
         return build(name, {}, samples or 1, shape.sequence)
     return model_of_shape(shape), token_batch(samples or 1, shape.sequence)

@@ -19,8 +19,9 @@
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import resources
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
+from osdp.text_file import DEEPEST, parse_json, quoted, read_text
 from osdp.units import parse_bytes
 
 #: Share of the specified speed that large collectives reach. Inside a node: an all-reduce of 1 GiB on 8 A100
@@ -39,6 +41,12 @@ LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 #: 8 us of bytes. Between nodes what NCCL takes a ring's step over the network for (src/graph/tuning.cc,
 #: hwLatencies of NET, ring, Simple).
 STEP_LATENCY, NETWORK_LATENCY = 6e-6, 14e-6
+
+#: Bytes of a cluster file at most; a line describes a thousand nodes.
+_LARGEST = 2**20
+
+#: Nodes of a kind, and devices of a node, at most.
+_MOST = 10**6
 
 _NODE_FIELDS = (
     "gpu",
@@ -85,7 +93,7 @@ class _Place:
 
     def fields(self, known: Sequence[str], needed: Sequence[str]) -> Mapping[str, Any]:
         if not isinstance(self.value, dict):
-            raise self.wrong(f"must have the fields {', '.join(needed)}, got {self.value!r}")
+            raise self.wrong(f"must have the fields {', '.join(needed)}, got {quoted(self.value)}")
         for field in self.value:
             if field not in known:
                 raise self.at(field).wrong(
@@ -99,8 +107,15 @@ class _Place:
 
     def number(self, *, whole: bool = False) -> float:
         value = self.value
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value <= 0:
-            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if whole else (int, float))
+            or not 0 < value < math.inf
+        ):
+            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {quoted(value)}")
+        most = _MOST if whole else 1e30
+        if value > most:
+            raise self.wrong(f"must be at most {most:g}, got {quoted(value)}")
         return value
 
     def rate(self) -> float:
@@ -109,14 +124,14 @@ class _Place:
             amount = float(match[1]) if match else 0.0
         except ValueError:
             amount = 0.0
-        if match is None or amount <= 0:
-            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {self.value!r}")
+        if match is None or not 0 < amount < 1e30:
+            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {quoted(self.value)}")
         bits = 8 if match[3] == "bit" else 1
         return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
 
     def size(self) -> int:
         if not isinstance(self.value, str) or self.value.strip().isdigit():
-            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {self.value!r}")
+            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {quoted(self.value)}")
         try:
             return parse_bytes(self.value)
         except (TypeError, ValueError) as error:
@@ -134,10 +149,7 @@ def load_cluster(path: str | Path) -> Cluster:
         ImportError: It is YAML and PyYAML is not installed.
     """
     file = str(path)
-    try:
-        text = Path(path).read_text(encoding="utf8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: no text in UTF-8 ({error.reason} at byte {error.start})") from error
+    text = read_text(path, _LARGEST)
     plain, lines = (_json(text, file), {}) if file.endswith(".json") else _yaml(text, file)
     if isinstance(plain, dict) and "groups" in plain:
         from osdp import codec
@@ -149,7 +161,7 @@ def load_cluster(path: str | Path) -> Cluster:
     if "gpus" in given:
         own = root.at("gpus")
         if not isinstance(own.value, dict):
-            raise own.wrong(f"must be names with their specs, got {own.value!r}")
+            raise own.wrong(f"must be names with their specs, got {quoted(own.value)}")
         gpus |= {str(name): own.at(name) for name in own.fields(tuple(own.value or ()), ())}
     nodes = root.at("nodes")
     if not isinstance(nodes.value, list) or not nodes.value:
@@ -181,8 +193,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     name = str(fields["gpu"])
     if name not in gpus:
         raise node.at("gpu").wrong(
-            f"unknown GPU {name!r}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or describe it "
-            "under gpus:"
+            f"unknown GPU {quoted(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
+            "describe it under gpus:"
         )
     spec = gpus[name]
     gpu = _gpu(name, spec)
@@ -237,7 +249,9 @@ def _price(price: _Place) -> Price:
     try:
         date.fromisoformat(str(fields["date"]))
     except ValueError as error:
-        raise price.at("date").wrong(f"must be a day such as 2026-01-31, got {fields['date']!r}") from error
+        raise price.at("date").wrong(
+            f"must be a day such as 2026-01-31, got {quoted(fields['date'])}"
+        ) from error
     return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
 
 
@@ -249,9 +263,27 @@ def _nearest(name: Any, known: Sequence[str]) -> str:
 
 def _json(text: str, file: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from error
+        return parse_json(text)
+    except ValueError as error:
+        separator = ", " if str(error).startswith("line ") else ": "
+        raise ValueError(f"{file}{separator}{error}") from error
+
+
+class _Refused(ValueError):
+    """What is valid YAML, and not read here."""
+
+
+def _require_simple(events: Iterable[Any], file: str) -> None:
+    """Refuse what lets a short file be without end: aliases, and what is nested too deep."""
+    depth = 0
+    for event in events:
+        kind, line = type(event).__name__, event.start_mark.line + 1
+        if kind == "AliasEvent":
+            raise _Refused(f"{file}, line {line}: *{event.anchor} is an alias; write out what it stands for")
+        depth += kind.endswith("StartEvent") and kind[:4] in ("Sequ", "Mapp")
+        depth -= kind.endswith("EndEvent") and kind[:4] in ("Sequ", "Mapp")
+        if depth > DEEPEST:
+            raise _Refused(f"{file}, line {line}: is nested deeper than {DEEPEST} levels")
 
 
 def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
@@ -263,12 +295,18 @@ def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
             "cluster files in YAML need PyYAML: pip install 'osdp[cli]', or write JSON"
         ) from error
     try:
+        _require_simple(yaml.parse(text, Loader=yaml.SafeLoader), file)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         plain = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{file}{line}: {getattr(error, 'problem', None) or error}") from error
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{file}{line}: {problem}") from error
+    except _Refused:
+        raise
+    except ValueError as error:  # days that do not exist, numbers with thousands of digits
+        raise ValueError(f"{file}: {error}") from error
     lines: dict[tuple[str | int, ...], int] = {}
     todo: list[tuple[tuple[str | int, ...], Any]] = [((), root)] if root is not None else []
     while todo:

@@ -14,6 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from osdp.text_file import parse_json, quoted, read_text
+
 T = TypeVar("T")
 
 
@@ -29,8 +31,8 @@ def from_json(kind: type[T], text: str) -> T:
         ValueError: The text is not JSON, or does not describe a ``kind``; names the field.
     """
     try:
-        plain = json.loads(text)
-    except json.JSONDecodeError as error:
+        plain = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
     return typing.cast(T, _typed(kind, plain, kind.__name__))
 
@@ -52,9 +54,11 @@ def load(kind: type[T], path: str | Path) -> T:
         FileNotFoundError: Nothing is there.
         ValueError: What is there is not a ``kind``.
     """
+    text = read_text(path)
     try:
-        return from_json(kind, Path(path).read_text(encoding="utf8"))
-    except ValueError as error:
+        return from_json(kind, text)
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        # What values make of numbers and names that contradict each other is theirs to say.
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -88,7 +92,7 @@ def _typed(kind: Any, plain: Any, where: str) -> Any:
     if origin is dict:
         _expect(isinstance(plain, dict), "an object", plain, where)
         item = typing.get_args(kind)[1]
-        return {key: _typed(item, value, f"{where}.{key}") for key, value in plain.items()}
+        return {key: _typed(item, value, f"{where}.{_word(key)}") for key, value in plain.items()}
     if isinstance(kind, type) and issubclass(kind, Enum):
         names = ", ".join(str(member.value) for member in kind)
         _expect(plain in [member.value for member in kind], f"one of {names}", plain, where)
@@ -117,7 +121,9 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
     if "version" in fields and plain.get("version") not in (None, fields["version"].default):
         # Said first: the fields of another version would only look unknown.
         supported = fields["version"].default
-        raise ValueError(f"{where}: format {plain['version']} is not the supported {supported}; make it anew")
+        raise ValueError(
+            f"{where}: format {quoted(plain['version'])} is not the supported {supported}; make it anew"
+        )
     unknown = sorted(set(plain) - set(fields))
     missing = sorted(
         name
@@ -127,7 +133,7 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
         and field.default_factory is dataclasses.MISSING
     )
     if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
+        raise ValueError(f"{where}: unknown fields {quoted(unknown)}, missing fields {quoted(missing)}")
     return kind(**{name: _typed(hints[name], item, f"{where}.{name}") for name, item in plain.items()})
 
 
@@ -144,4 +150,8 @@ def _typed_tuple(kind: Any, plain: Any, where: str) -> Any:
 
 def _expect(holds: bool, wanted: str, got: Any, where: str) -> None:
     if not holds:
-        raise ValueError(f"{where} must be {wanted}, got {got!r}")
+        raise ValueError(f"{where} must be {wanted}, got {quoted(got)}")
+
+
+def _word(key: str) -> str:
+    return key if key.isprintable() and len(key) <= 100 else quoted(key)

@@ -1,5 +1,6 @@
 """What callers write down, as the values that planning takes."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,22 @@ from osdp.plan import Mode
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.estimate import estimate
+from osdp.profiler.loss import NotedLoss
+from osdp.profiler.machine import device_kind
 from osdp.profiler.measure import profile_model
+from osdp.profiler.segments import default_device
 from osdp.profiler.slowdowns import measure_slowdowns
 from osdp.profiler.stage_link import measure_stage_link
 from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
+from osdp.runtime.plain import check_plain
 from osdp.schedule import SCHEDULES, split_backward_refused
 from osdp.search.rules import Rules
 from osdp.training import Training
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -153,27 +160,56 @@ def profiler_of(
     mesh: "DeviceMesh | None",
     loss_fn: Callable[..., Any] | None,
     cache_dir: str | Path | None,
+    whole: ModelDesc | None = None,
 ) -> Callable[[Training], Profile]:
-    """How to get the profile of a training: as given, measured on the model, or estimated without one."""
+    """How to get the profile of a training: as given, measured on the model, or estimated without one.
+
+    Where ranks share layers ``description`` is of one rank's part, and the profile may be of the ``whole``.
+
+    Raises:
+        ValueError: What is given, or would be measured, is of other devices or of another model.
+    """
+    profiles = [given] if isinstance(given, Profile) else list(given or ())
+    where = device_of(mesh) if mesh is not None else default_device()
+    if profiles or model is not None:
+        _check_kinds(profiles, where, device)
+    for profile in profiles:
+        if profile.model not in {description.fingerprint, (whole or description).fingerprint}:
+            raise ValueError(
+                f"the profile is of a model with fingerprint {profile.model}, {description.name} has "
+                f"{description.fingerprint}: profile it again"
+            )
 
     def profiled(training: Training) -> Profile:
-        if given:
+        if profiles:
             assert training.local_batch is not None
-            return given_profile(given, training.local_batch)
+            return given_profile(profiles, training.local_batch)
         if model is None:
             return estimate(description, device, training)
         with allowed_to_run(model):
             return profile_model(
-                model, description, sample, training=training, mesh=mesh, loss_fn=loss_fn,
+                model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
                 cache_dir=cache_dir, progress=rank_of(mesh) == 0,
             )  # fmt: skip
 
     return profiled
 
 
-def given_profile(given: Profile | Sequence[Profile], batch: int) -> Profile:
+def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:
+    """Refuse times of one kind of device for another; without profiles, times that are measured here."""
+    for kind in [profile.device for profile in profiles] or [device_kind(here)]:
+        if kind == device.kind:
+            continue
+        times = "the profile given was made on" if profiles else "layers would be measured here, on"
+        raise ValueError(
+            f"{times} {kind!r}, and device_info describes {device.world_size} devices of kind "
+            f"{device.kind!r}: pass a profile made on such a device (ModelDesc, DeviceInfo and Profile have "
+            "save and load), or model=None to estimate times from the speeds in device_info"
+        )
+
+
+def given_profile(profiles: Sequence[Profile], batch: int) -> Profile:
     """The profile among those given that was made at ``batch`` samples."""
-    profiles = [given] if isinstance(given, Profile) else given
     for profile in profiles:
         if profile.local_batch == batch:
             return profile
@@ -201,10 +237,20 @@ def described(
         return given, None
     if model is None or given is None:
         raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
+    check_plain(model)
     batch = SampleBatch.of(given)
     atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
+    loss = NotedLoss(loss_fn)
     with allowed_to_run(model):
-        return ModelDesc.from_module(model, batch, loss_fn=loss_fn, atoms=atoms), batch
+        description = ModelDesc.from_module(model, batch, loss_fn=loss, atoms=atoms)
+    if loss.is_stand_in and rank_of(None) == 0:
+        logger.warning(
+            "the output of %s has no loss, and there is no loss_fn=: a sum over the output stands in for it, "
+            "so that the time and memory of the loss are missing in the plan. Pass loss_fn=, a function of "
+            "the output, or labels in the sample batch",
+            description.name,
+        )
+    return description, batch
 
 
 def trained(
@@ -242,7 +288,6 @@ def rules_of(
     recompute: bool,
     offload: bool,
     two_step: bool | None,
-    find_unused_parameters: bool,
     device: DeviceInfo,
 ) -> Rules:
     """What the search may use.
@@ -256,10 +301,9 @@ def rules_of(
             f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
             "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
         )
-    free = allowed == tuple(Mode) and not two_step and not find_unused_parameters
+    free = allowed == tuple(Mode) and not two_step
     return Rules(
         allowed=allowed,
-        whole_blocks=find_unused_parameters,
         slices=tuple(slices) if free else (),
         recompute=recompute and free,
         offload=offload,
@@ -267,12 +311,22 @@ def rules_of(
     )
 
 
-def allowed_modes(strategy: str | Mode | None, two_step: bool | None) -> tuple[Mode, ...]:
+def allowed_modes(
+    strategy: str | Mode | None, two_step: bool | None, double_backward: bool = False
+) -> tuple[Mode, ...]:
     """The modes that may be used.
 
     Raises:
-        ValueError: The strategy is unknown or has no collectives in two steps.
+        ValueError: The strategy is unknown, has no collectives in two steps or no second backward.
     """
+    if double_backward:
+        if two_step or str(strategy or Mode.NO_SHARD) != Mode.NO_SHARD:
+            other = "two_step=True" if two_step else f"strategy={strategy}"
+            raise ValueError(
+                "double_backward=True keeps everything whole, since a backward that gathers cannot be "
+                f"differentiated: it does not go with {other}"
+            )
+        return (Mode.NO_SHARD,)
     if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
         raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy} has none")
     if strategy is None:

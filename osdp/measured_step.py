@@ -4,10 +4,13 @@ The columns are those that vTrain publishes its measurements in (Bang et al., MI
 """
 
 import csv
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from osdp.text_file import quoted, read_text
 
 #: Column of each field, in the order of the fields.
 COLUMNS = (
@@ -25,6 +28,9 @@ COLUMNS = (
 )
 
 _MILLISECOND = 1e-3
+
+#: Of anything a column counts.
+_MOST = 10**12
 
 #: Faults of a file that a message lists.
 _LISTED = 8
@@ -97,18 +103,20 @@ def read_steps(path: str | Path) -> tuple[MeasuredStep, ...]:
         ValueError: Columns or rows are missing, or rows are wrong; names the lines and what is wrong.
     """
     # Spreadsheets put a byte-order mark before the first column's name.
-    with Path(path).open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+    reader = csv.DictReader(io.StringIO(read_text(path).removeprefix("\ufeff"), newline=""))
+    steps: list[MeasuredStep] = []
+    faults: list[str] = []
+    try:
         missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
         if missing:
             raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
-        steps: list[MeasuredStep] = []
-        faults: list[str] = []
         for row in reader:
             try:
                 steps.append(_step(row))
             except ValueError as error:
                 faults.append(f"line {reader.line_num}: {error}")
+    except csv.Error as error:
+        raise ValueError(f"{path}: {error}") from error
     if faults:
         more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
         raise ValueError(f"{path}: {'; '.join(faults[:_LISTED])}{more}")
@@ -124,12 +132,15 @@ def _step(row: Mapping[str, str | None]) -> MeasuredStep:
     try:
         milliseconds = float(text or "")
     except ValueError:
-        raise ValueError(f"{COLUMNS[-1]!r} is {text!r}, not a number") from None
+        raise ValueError(f"{COLUMNS[-1]!r} is {quoted(text)}, not a number") from None
     return MeasuredStep(**numbers, seconds=milliseconds * _MILLISECOND)
 
 
 def _integer(column: str, text: str | None) -> int:
     try:
-        return int(text or "")
+        number = int(text or "")
     except ValueError:
-        raise ValueError(f"{column!r} is {text!r}, not a whole number") from None
+        raise ValueError(f"{column!r} is {quoted(text)}, not a whole number") from None
+    if abs(number) > _MOST:
+        raise ValueError(f"{column!r} is {quoted(text)}, more than {_MOST}")
+    return number

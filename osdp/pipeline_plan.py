@@ -1,6 +1,5 @@
 """PipelinePlan: a model cut into stages, and the sharding plan of each."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from osdp import codec
 from osdp.flow import Transfer
 from osdp.plan import Plan, Prediction
 from osdp.tensor_plan import TensorParallelPlan
+from osdp.text_file import read_json
 from osdp.token_slices import TokenSlices
 from osdp.training import Training
 
@@ -178,5 +178,5 @@ class PipelinePlan:
 
 def has_stages(path: str | Path) -> bool:
     """Whether a file has the plan of a pipeline."""
-    content = json.loads(Path(path).read_text(encoding="utf8"))
+    content = read_json(path)
     return isinstance(content, dict) and "transfers" in content

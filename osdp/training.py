@@ -5,6 +5,7 @@ What a ``torch.optim`` class keeps and allocates is measured, not derived: :data
 which agree), and the tests count it again on the torch that is installed.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -128,13 +129,13 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
     ),
 }
 
-#: Why the other ``torch.optim`` classes cannot be planned for.
+#: Why the other ``torch.optim`` classes can neither be planned for nor step on sharded parameters.
 UNSUPPORTED = {
     "Adafactor": "its state depends on the shapes, and its step does not accept sharded DTensors",
-    "LBFGS": "it evaluates the loss several times a step and keeps one flat history",
+    "LBFGS": "it joins all gradients in one flat vector, which sharded ones of uneven shapes cannot be",
     "Muon": "it orthogonalises whole matrices, which no rank holds",
     "Rprop": "its step does not accept sharded DTensors",
-    "SparseAdam": "it takes sparse gradients only",
+    "SparseAdam": "it takes sparse gradients only, which cannot be reduced",
 }
 
 
@@ -217,9 +218,10 @@ class Training:
             TypeError: It is no ``torch.optim`` optimizer.
             ValueError: Its class or an option of it cannot be planned for.
         """
-        name = _torch_optim_name(optimizer)
-        if name is None:
+        base = _torch_optim_class(optimizer)
+        if base is None:
             raise TypeError(f"{type(optimizer).__name__} is not derived from a torch.optim class")
+        name = base.__name__
         groups = optimizer.param_groups
         odd = [key for key in ("capturable", "differentiable", "maximize") if _any(groups, key)]
         if odd:
@@ -290,9 +292,7 @@ class Training:
         return FOREACH if by_default else FOR_LOOP
 
     def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
-        """How a live optimizer keeps or needs other memory than this; empty if it does not.
-
-        More state or less of it is a difference, temporaries only if there are more of them.
+        """How a live optimizer keeps or needs more memory than this; empty if it does not.
 
         Args:
             optimizer: The optimizer.
@@ -303,12 +303,9 @@ class Training:
         except (TypeError, ValueError) as error:
             return [str(error)]
         differences = []
-        ours, theirs = self.state_bytes(1, 1), live.state_bytes(1, 1)
-        if ours != theirs:
-            differences.append(
-                f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
-                f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
-            )
+        # What it keeps beside them for each tensor, such as a step count, is a few bytes.
+        if live.num_states > self.num_states:
+            differences.append(self._states_beside(live))
         by_device = _local_sizes(optimizer)
         accelerators = {kind: sizes for kind, sizes in by_device.items() if kind not in _FOR_LOOP_KINDS}
         if accelerators and len(by_device) > len(accelerators) and live.foreach is None and not live.fused:
@@ -323,16 +320,44 @@ class Training:
                 )
         return differences
 
+    def surplus(self, optimizer: "Optimizer") -> str | None:
+        """That a live optimizer keeps less state than this, if it does."""
+        live = Training.from_optimizer(optimizer)
+        return self._states_beside(live) if live.num_states < self.num_states else None
+
+    def _states_beside(self, live: "Training") -> str:
+        return (
+            f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
+            f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
+        )
+
     def _described(self) -> str:
         options = [name for name in (*_STATE_OPTIONS, *_COPY_OPTIONS) if getattr(self, name)]
         return self.optimizer + (f" with {' and '.join(options)}" if options else "")
 
 
-def _torch_optim_name(optimizer: "Optimizer") -> str | None:
-    """Name of the nearest ``torch.optim`` class among the optimizer's bases, told without importing torch."""
+def unsupported_step(optimizer: "Optimizer") -> str | None:
+    """Why the optimizer cannot step on sharded parameters; ``None`` if nothing speaks against it.
+
+    Of a class derived from one of torch's, which has a step of its own, nothing is known.
+    """
+    base = _torch_optim_class(optimizer)
+    if base is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
+        return None
+    name = base.__name__
+    if name in UNSUPPORTED:
+        return f"{name}: {UNSUPPORTED[name]}"
+    if name in OPTIMIZERS and not OPTIMIZERS[name].fused and _any(optimizer.param_groups, "fused"):
+        return f"{name}(fused=True): it has no fused step for DTensor parameters; foreach=True has one"
+    return None
+
+
+def _torch_optim_class(optimizer: "Optimizer") -> "type[Optimizer] | None":
+    """The nearest ``torch.optim`` class among the optimizer's bases, found without importing torch."""
     for base in type(optimizer).__mro__:
-        if base.__module__.startswith("torch.optim.") and base.__name__ != "Optimizer":
-            return base.__name__
+        # torch gives some of its classes the name of the package for a home, others that of their module.
+        if f"{base.__module__}.".startswith("torch.optim.") and base.__name__ != "Optimizer":
+            return base
     return None
 
 

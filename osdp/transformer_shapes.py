@@ -1,13 +1,13 @@
 """Shapes of transformers by name, from a configuration of transformers, or from numbers."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+from osdp.text_file import quoted, read_json
 from osdp.transformer import TransformerShape
 
 
@@ -115,8 +115,13 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
         ValueError: The model or a field is unknown; lists those there are and suggests the nearest.
     """
     if model.endswith(".json"):
-        content = json.loads(Path(model).read_text(encoding="utf8"))
-        shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
+        content = read_json(model)
+        if not isinstance(content, dict):
+            raise ValueError(f"{model}: must be an object with a configuration, got {quoted(content)}")
+        try:
+            shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
+        except (TypeError, ArithmeticError, LookupError) as error:  # numbers that are none
+            raise ValueError(f"{model}: {error}") from error
     elif model in SHAPES:
         shape = SHAPES[model]
     else:

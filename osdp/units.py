@@ -9,6 +9,7 @@ from decimal import Decimal
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES = {name.lower(): factor for name, factor in (_BINARY | _DECIMAL).items()}
+_LARGEST = 2**63
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -36,7 +37,13 @@ def parse_bytes(text: str | int | float) -> int:
     if match is None or unit not in _SIZES:
         known = ", ".join([*_BINARY, *_DECIMAL])
         raise ValueError(f"cannot read the size {text!r}; write a positive number and one of {known}")
-    size = int(Decimal(match[1]) * _SIZES[unit])
+    try:
+        exact = Decimal(match[1]) * _SIZES[unit]
+    except ArithmeticError as error:
+        raise ValueError(f"cannot read the size {text!r}: its exponent is too large") from error
+    if not exact < _LARGEST:
+        raise ValueError(f"a size is less than 2**63 bytes, got {text!r}")
+    size = int(exact)
     if size <= 0:
         raise ValueError(f"a size must be positive, got {text!r}")
     return size

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.embeddings import check_embeddings
 from osdp.integrations.fairscale import mark, marks_here, with_marked_options
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
@@ -18,22 +18,24 @@ from osdp.plan import Plan
 from osdp.profile import Profile
 from osdp.runtime import AppliedPlan
 from osdp.runtime.mesh import device_of
+from osdp.runtime.module_api import PlannedModule
+from osdp.runtime.moved import check_not_moved
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.pipelined import AppliedPipeline, steps_of
-from osdp.runtime.steps import Steps
-from osdp.runtime.torch_private import share_registries
-from osdp.runtime.validate import check_unwrapped
+from osdp.runtime.plain import Wrapped, check_plain
+from osdp.runtime.plain_states import load_into
+from osdp.runtime.replaced import PlainParameters
+from osdp.runtime.torch_private.modules import share_registries
 from osdp.search.rules import SLICES
+from osdp.stepped import Stepped
 from osdp.training import Training
 from osdp.wrapping import applied_model, check_reuse
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
-    from osdp.integrations.token_step import Slicer
-    from osdp.token_slices import TokenSlices
 
 
-class OSDP(nn.Module):
+class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     """Optimal sharded data parallelism: plans for a model, shards it accordingly and runs it.
 
     The wrapper registers what the model registers, under the same names: ``state_dict()``,
@@ -74,7 +76,10 @@ class OSDP(nn.Module):
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
         loss_fn: How the loss is made of the model's output, for planning.
-        find_unused_parameters: Whether parameters may go without a gradient in a step.
+        find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
+            all; where ``False`` that is an error. Costs a small all-reduce a step.
+        double_backward: Whether backwards are differentiated (``create_graph=True``), as for gradient
+            penalties; everything is then replicated.
         cache_dir: Where profiles are kept.
 
     Attributes:
@@ -91,14 +96,13 @@ class OSDP(nn.Module):
     module: nn.Module
     plan: Plan | PipelinePlan
     _applied: AppliedPlan | AppliedPipeline
-    _steps: Steps
     _optimizer_check: OptimizerCheck
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
         if marks_here(cls):
             return mark(model, options, _OPTIONS)
-        return super().__new__(cls)
+        return nn.Module.__new__(cls)
 
     def __init__(
         self,
@@ -128,13 +132,13 @@ class OSDP(nn.Module):
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         loss_fn: Callable[..., Any] | None = None,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool = True,
+        double_backward: bool = False,
         cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(model, OSDP):
-            raise ValueError("the model is wrapped already: it is an OSDP; wrap the plain model once")
-        check_unwrapped(model)
+        check_plain(model)
+        check_embeddings(model)
         given = {
             "model_desc": model_desc,
             "device_info": device_info,
@@ -161,14 +165,16 @@ class OSDP(nn.Module):
             "reduce_dtype": reduce_dtype,
             "loss_fn": loss_fn,
             "find_unused_parameters": find_unused_parameters,
+            "double_backward": double_backward,
             "cache_dir": cache_dir,
         }
         options = with_marked_options(model, given, _DEFAULTS)
         chosen = options.pop("plan")
-        check_reuse(chosen, options, _DEFAULTS)
-        self._own(applied_model(model, chosen, options))
+        check_reuse(model, chosen, options, _DEFAULTS)
+        before = PlainParameters(model)
+        self._own(applied_model(model, chosen, options), before)
 
-    def _own(self, applied: AppliedPlan | AppliedPipeline) -> None:
+    def _own(self, applied: AppliedPlan | AppliedPipeline, before: PlainParameters) -> None:
         # Registered as a child the model would put "module." before every name.
         self.__dict__["module"] = applied.model
         self.__dict__["plan"] = applied.plan
@@ -179,7 +185,12 @@ class OSDP(nn.Module):
             self.__dict__["owners"] = applied.owners
             self.__dict__["stage_group"] = applied.stage_group
         share_registries(self, applied.model)
-        self.__dict__["_optimizer_check"] = OptimizerCheck(applied.model.parameters(), applied.plan)
+        named = applied.model.named_parameters(remove_duplicate=False)
+        stored = {name: applied.stored(parameter) for name, parameter in named}
+        replaced = before.replaced_by(stored)
+        self.__dict__["_optimizer_check"] = OptimizerCheck(
+            stored.values(), applied.plan, replaced, lambda: applied.awaits_backward, applied.computing
+        )
         self.training = applied.model.training
 
     @property
@@ -192,130 +203,13 @@ class OSDP(nn.Module):
         mesh: DeviceMesh = self._applied.mesh
         return mesh
 
-    def train_step(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        *,
-        num_microbatches: int | None = None,
-        schedule: str | None = None,
-        token_slices: "int | Sequence[int] | TokenSlices | None" = None,
-    ) -> torch.Tensor:
-        """Forward and backward of one batch, whatever the layout; the mean loss over all ranks.
-
-        The gradients left are those of the sum of all losses over all data-parallel ranks and microbatches,
-        divided by the sum of their counts; an optimizer step and ``zero_grad`` follow.
-
-        Args:
-            inputs: What the model's forward takes for all samples of this data-parallel rank: a tensor, a
-                tuple (positional) or a mapping (keywords), split along dim 0. All ranks of a pipeline, and
-                all that compute a layer together, pass the same.
-            targets: Passed to ``loss_fn`` beside the output, split alike; ``None``: only the output is.
-            loss_fn: Returns (sum, count), or one number that is the mean over samples. Without it the loss is
-                the output's own ``loss``, which counts as a mean over samples.
-            num_microbatches: Parts of the batch, as planned if ``None``.
-            schedule: Another schedule than the plan's, of as many stages for each rank.
-            token_slices: How many slices each sequence is cut into, or their lengths; as planned if ``None``.
-                For causal decoders of transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair
-                of sums over positions; :func:`osdp.integrations.huggingface.causal_lm_loss` shifts before.
-
-        Returns:
-            The loss, a scalar, on every rank.
-
-        Raises:
-            RuntimeError: There are gradients of an earlier step.
-            ValueError: The batch is smaller than ``num_microbatches``, differs between ranks that share it,
-                or the schedule cannot run; or sequences cannot be cut so.
-        """
-        self._optimizer_check.end_if_accepted()
-        slicing = None
-        if token_slices is None and isinstance(self.plan, PipelinePlan):
-            token_slices = self.plan.token_slices
-        if token_slices is not None:
-            inputs = self._slicer.named(inputs)
-            slicing = self._slicer.slicing(inputs, token_slices)
-            loss_fn, targets = self._slicer.loss(loss_fn, targets, slicing.slices.sequence_length)
-        return self._steps.train_step(
-            inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule, slicing=slicing
-        )
-
-    @cached_property
-    def _slicer(self) -> "Slicer":
-        # Needs transformers, which nothing else here does.
-        from osdp.integrations.token_step import Slicer
-
-        tensor = self.plan.tensor if isinstance(self.plan, PipelinePlan) else None
-        shared = self.plan.tp if tensor is not None and tensor.sequence is not None else 1  # type: ignore[union-attr]
-        return Slicer(self.module, shared)
-
-    def eval_step(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        *,
-        num_microbatches: int | None = None,
-    ) -> torch.Tensor:
-        """The mean loss of a batch over all ranks, on every rank, without gradients; as :meth:`train_step`.
-
-        Modules stay in the mode they are in: call ``model.eval()`` before.
-        """
-        return self._steps.eval_step(inputs, targets, loss_fn, num_microbatches=num_microbatches)
-
-    def predict(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
-        """The model's outputs for ``inputs``, forward only, on all ranks that were given them.
-
-        What is not there on the last stage, such as hidden states of earlier ones, is ``None``. Of several
-        microbatches single numbers are averaged over the samples, and what cannot be joined, such as a cache,
-        is ``None``.
-        """
-        return self._steps.predict(inputs, num_microbatches=num_microbatches)
-
-    def generate(
-        self,
-        prompt: torch.Tensor,
-        max_new_tokens: int,
-        *,
-        attention_mask: torch.Tensor | None = None,
-        num_microbatches: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        **sampling: Any,
-    ) -> torch.Tensor:
-        """Prompts and what the model says after them, whatever the layout; greedy as transformers has it.
-
-        Prompts go through the stages in groups, so that all stages work. Modules stay in the mode they are
-        in: call ``model.eval()`` before.
-
-        Args:
-            prompt: Tokens of shape ``(samples, length)``, those of this data-parallel rank; all ranks of a
-                pipeline pass the same. Data-parallel ranks have as many samples, and ask for as many tokens.
-            max_new_tokens: How many tokens to add at most.
-            attention_mask: 0 where the prompt is padding, which comes first; of the shape of ``prompt``.
-            num_microbatches: Groups of prompts; one for each stage if ``None``.
-            eos_token_id: What ends a sequence, as the model is configured if ``None``; ``()``: nothing does.
-            pad_token_id: What comes after that, likewise.
-            sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
-                :class:`osdp.runtime.generation.Choice`.
-
-        Returns:
-            Tokens of shape ``(samples, length + at most max_new_tokens)``, until all sequences have ended.
-
-        Raises:
-            ValueError: The model has no cache, padding comes last, or the model has too few positions.
-        """
-        request = self._slicer.request(prompt, max_new_tokens, attention_mask)
-        choice = self._slicer.choice(eos_token_id, pad_token_id, sampling)
-        return self._steps.generate(choice=choice, num_groups=num_microbatches, **request)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
 
         Raises:
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
-        self._optimizer_check.end_if_accepted()
+        self._check_alone()
         return self._applied.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -327,13 +221,28 @@ class OSDP(nn.Module):
         context: AbstractContextManager[None] = self._applied.no_sync()
         return context
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the next backwards reduce gradients, or keep them for one that does."""
-        self._applied.set_requires_gradient_sync(requires_gradient_sync)
+    @property
+    def _osdp_applied(self) -> AppliedPlan:
+        if isinstance(self._applied, AppliedPipeline):
+            raise RuntimeError(
+                "the methods of FSDP2 are not for stages, which communicate as their schedule says; they "
+                "accumulate inside a step: pass train_step(..., num_microbatches=)"
+            )
+        return self._applied
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
-        norm: torch.Tensor = self._applied.clip_grad_norm_(max_norm, norm_type)
+    @property
+    def _osdp_module(self) -> nn.Module:
+        return self.module
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before.
+
+        Raises:
+            RuntimeError: The norm is infinite or NaN, and ``error_if_nonfinite`` is set.
+        """
+        norm: torch.Tensor = self._applied.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def named_parameters(
@@ -354,19 +263,22 @@ class OSDP(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what :meth:`state_dict` gave under the same plan.
+        """Load a plain state dict, whole and the same on each rank, or what :meth:`state_dict` gave.
 
-        What another plan saved, or no plan, is loaded by :mod:`osdp.runtime.checkpoint`.
+        What rank 0 alone has: :func:`osdp.runtime.checkpoint.load_whole_state_dict`.
 
         Raises:
             ValueError: ``assign`` is set.
+            RuntimeError: Names or shapes differ.
         """
         if assign:
             raise ValueError(
                 "assign=True would replace the parameters that the optimizer and the shards refer to; "
                 "load with assign=False, which copies into them"
             )
-        return self.module.load_state_dict(state_dict, strict)
+        if isinstance(self._applied, AppliedPipeline):
+            return self._applied.load_state_dict(state_dict, strict)
+        return load_into(self.module, state_dict, strict)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
@@ -388,25 +300,44 @@ class OSDP(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "OSDP":
-        for dtype, device in {(p.dtype, p.device) for p in self.parameters()}:
-            before = torch.empty(0, dtype=dtype, device=device)
-            after = fn(before)
-            if after.device == device_of(self._applied.mesh) and after.dtype == before.dtype:
-                # What lives in host memory stays there.
-                continue
-            if after.device != before.device or after.dtype != before.dtype:
-                raise RuntimeError(
-                    f"an OSDP model cannot be moved from {before.device} {before.dtype} to {after.device} "
-                    f"{after.dtype}: its shards belong to the devices and dtypes of the plan; convert the "
-                    "plain model before wrapping it, or pass param_dtype="
-                )
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As under FSDP2, which leaves the model itself: its forward reads what is set here."""
+        module = self.__dict__.get("module")
+        if module is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "OSDP":
+        """Call ``fn`` with every module of the model, whose parameters are what is stored of them."""
+        if isinstance(self._applied, AppliedPlan):
+            self._applied.settle()
+        self.module.apply(fn)
         return self
+
+    def __getitem__(self, key: Any) -> Any:
+        """A layer of a Sequential, or a slice of it."""
+        module: Any = self.module
+        return module[key]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "OSDP":
+        check_not_moved(self.parameters(), device_of(self._applied.mesh), fn)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "an OSDP model cannot be pickled, nor copied by copy.copy: its shards and hooks belong to one "
+            "set of process groups; save state dicts, by osdp.runtime.checkpoint.save for example"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
             "an OSDP model cannot be copied: its shards and hooks belong to one set of process groups; copy "
-            "the plain model before wrapping it, or use state dicts"
+            "the plain model before wrapping it, or use state dicts. For an average of its weights, in place "
+            "of AveragedModel(model), keep one of its parameters and update that after each step by what "
+            "torch.optim.swa_utils has, get_ema_multi_avg_fn or get_swa_multi_avg_fn:\n"
+            "    average = [p.detach().clone() for p in model.parameters()]\n"
+            "    get_ema_multi_avg_fn(decay)(average, [p.detach() for p in model.parameters()], None)"
         )
 
 

@@ -5,21 +5,27 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.api import make_pipeline_plan, make_plan
+from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
+from osdp.first_batch import watch_first_batch
 from osdp.inputs import laid_out
 from osdp.integrations.fairscale import is_same, unmark
 from osdp.layout import degrees
 from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
+from osdp.profiler.batch import SampleBatch
+from osdp.profiler.machine import device_kind
 from osdp.runtime import AppliedPlan, apply
-from osdp.runtime.mesh import data_parallel_mesh, require_process_group
+from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.pipelined import AppliedPipeline, apply_pipeline
+from osdp.units import parse_bytes
 
 #: Options that :func:`osdp.api.make_pipeline_plan` takes by keyword.
 _STAGE_OPTIONS = tuple(inspect.signature(make_pipeline_plan).parameters)[3:]
@@ -45,9 +51,17 @@ _PLANNING = (
 
 
 def check_reuse(
-    plan: Plan | PipelinePlan | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
+    model: nn.Module,
+    plan: Plan | PipelinePlan | None,
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
 ) -> None:
-    """Refuse planning options beside a finished plan, and a plan for another model."""
+    """Refuse what would be ignored beside a finished plan, and a plan for something else than is given.
+
+    Raises:
+        ValueError: An option says how to plan.
+        PlanMismatchError: Model, training, batch, devices or memory limit are not the plan's; lists all.
+    """
     if plan is None:
         return
     idle = [name for name in _PLANNING if name in options and not is_same(options[name], defaults[name])]
@@ -57,7 +71,8 @@ def check_reuse(
             "to plan again"
         )
     described, training = options.get("model_desc"), options.get("training")
-    differences = [
+    differences = _device_differences(model, plan, options)
+    differences += [
         f"made for {name}={planned}, asked for {name}={options[name]}"
         for name, planned in _layout_of(plan).items()
         if options.get(name) not in (None, planned)
@@ -65,6 +80,12 @@ def check_reuse(
     if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
         differences.append(
             f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
+        )
+    samples = _samples(described)
+    if samples not in (None, plan.local_batch) and (training is None or training.local_batch is None):
+        differences.append(
+            f"made for a local batch of {plan.local_batch} samples, the sample batch has {samples}; leave it "
+            "out, or pass the training that was planned for, too"
         )
     if training is not None:
         asked = replace(training, local_batch=training.local_batch or plan.local_batch)
@@ -76,6 +97,42 @@ def check_reuse(
         ]
     if differences:
         raise PlanMismatchError(differences)
+
+
+def _samples(described: Any) -> int | None:
+    """Samples of what a model is described with, if that is a batch."""
+    if described is None or isinstance(described, ModelDesc):
+        return None
+    return SampleBatch.of(described).local_batch
+
+
+def _device_differences(model: nn.Module, plan: Plan | PipelinePlan, options: Mapping[str, Any]) -> list[str]:
+    """What of given devices, or of a memory limit, is not what ``plan`` was made for."""
+    given = options.get("device_info")
+    if given is None:
+        return []
+    limit = given.memory_limit if isinstance(given, DeviceInfo) else parse_bytes(given)
+    found = []
+    if limit != plan.memory_limit:
+        found.append(f"made for a memory limit of {plan.memory_limit} bytes, this one is of {limit}")
+    if not isinstance(given, DeviceInfo):
+        return found
+    sizes = {plan.dp, plan.world_size} if isinstance(plan, PipelinePlan) else {plan.world_size}
+    if given.world_size not in sizes:
+        found.append(f"made for {plan.world_size} ranks, device_info describes {given.world_size}")
+    if dist.is_initialized():
+        mesh = options.get("mesh")
+        kind = device_kind(torch.device(mesh.device_type if mesh is not None else device_type(model)))
+        if given.kind != kind:
+            found.append(f"it is to run on {kind!r}, device_info describes {given.kind!r}")
+    # The way from stage to stage is measured beside what is given.
+    if not found and isinstance(plan, Plan) and given.fingerprint != plan.device:
+        found.append(
+            f"made for devices with fingerprint {plan.device}, this device_info has {given.fingerprint}, so "
+            "other links or speeds: leave it out, since a finished plan is run as it is, or leave plan= out "
+            "to plan for it"
+        )
+    return found
 
 
 def _layout_of(plan: Plan | PipelinePlan) -> dict[str, int]:
@@ -98,8 +155,8 @@ def _in_stages(
     layout = {name: options[name] for name in ("pp", "dp", "tp")}
     if isinstance(plan, Plan) or (plan is None and not _asks_for_stages(layout, options["mesh"])):
         return None
-    if options["find_unused_parameters"]:
-        raise ValueError("find_unused_parameters does not go with stages: all parameters must be used")
+    if options["double_backward"]:
+        raise ValueError("double_backward does not go with stages, which run their backwards apart")
     if plan is None:
         chosen = {name: options[name] for name in _STAGE_OPTIONS}
         chosen["schedule"] = _schedule_of(options)
@@ -146,8 +203,11 @@ def _whole(model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str
     for name in ("pp", "dp", "tp", "schedule", "mode"):
         options.pop(name)
     options["mesh"] = data_parallel_mesh(model, options["mesh"])
-    finds_unused = options["find_unused_parameters"]
+    runtime = {"find_unused_parameters": options.pop("find_unused_parameters")}
+    runtime["double_backward"] = options["double_backward"]
     if plan is None:
         plan = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
     unmark(model)
-    return apply(model, plan, options["mesh"], find_unused_parameters=finds_unused)
+    applied = apply(model, plan, options["mesh"], **runtime)
+    watch_first_batch(model, plan)
+    return applied

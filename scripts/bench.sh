@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
-    pipeline_parity pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
+    pipeline_parity habits pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
     planner_time planner_heterogeneous)
 [ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
 DEVICE="${DEVICE:-cpu}"

@@ -134,6 +134,7 @@ def test_a_model_that_a_function_makes_is_planned_measured_and_written(
     words = [
         "plan", "--model", "made", "--cluster", "cluster.json", "--global-batch", "4", "--pp", "2",
         "--set", "heads=4", "--set", "causal=true", "--layer-times", "layers.json", "--out", "plan.json",
+        "--trust-code",
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="makes batches of 2 x 16 tokens itself, and 4 x 16 were planned"):
         run(*words, "--micro-batch", "4")

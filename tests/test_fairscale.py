@@ -72,11 +72,11 @@ def test_a_marked_model_without_a_root_says_what_to_add() -> None:
 
 
 def test_options_of_the_context_are_defaults_of_the_root() -> None:
-    with enable_wrap(wrapper_cls=OSDP, device_info="8GiB", find_unused_parameters=True):
+    with enable_wrap(wrapper_cls=OSDP, device_info="8GiB", find_unused_parameters=False):
         net = Marking()
-    given = {"device_info": None, "find_unused_parameters": False, "strategy": "FULL_SHARD"}
+    given = {"device_info": None, "find_unused_parameters": True, "strategy": "FULL_SHARD"}
     merged = with_marked_options(net, given, _DEFAULTS)
-    assert merged == {"device_info": "8GiB", "find_unused_parameters": True, "strategy": "FULL_SHARD"}
+    assert merged == {"device_info": "8GiB", "find_unused_parameters": False, "strategy": "FULL_SHARD"}
     assert with_marked_options(net, {**given, "device_info": "1GiB"}, _DEFAULTS)["device_info"] == "1GiB"
     with pytest.raises(TypeError, match=r"no options \['flatten_parameters'\]"):
         with enable_wrap(wrapper_cls=OSDP, flatten_parameters=True):

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1] / "osdp"
 VALUES = {
     "cluster", "cluster_plan", "codec", "device_info", "errors", "flow", "described_shape", "layer_profile",
     "layout", "measured_step", "model_desc", "orders", "pipeline_plan", "plan", "profile", "schedule",
-    "tensor_desc", "tensor_plan", "token_latency", "token_slices", "training", "transformer", "units",
+    "tensor_desc", "tensor_plan", "text_file", "token_latency", "token_slices", "training", "transformer",
+    "units",
 }  # fmt: skip
 SOLVERS = {"numpy", "networkx", "scipy"}
 #: By the first part of a file's name: the parts of osdp and the libraries it may import.

@@ -100,11 +100,9 @@ def cases(chosen: Chosen) -> list[Case]:
             LAYOUTS, DTYPES, ACCUMULATE, (True, False), (False, True)
         )
     ]
-    # torch has no fused SGD for DTensors, only for the plain parameters of a plan that shards nothing.
     grid += [
         Case(layout, optimizer=name)
         for layout, name in itertools.product(("replicate each", "shard all", "mixed leaves"), OPTIMIZERS)
-        if name != "SGD fused" or "replicate" in layout
     ]
     return grid
 
@@ -121,7 +119,7 @@ def split_cases(chosen: Chosen) -> list[Case]:
             counts, layouts, ACCUMULATE, DTYPES[:3], (True, False), (None, by_exchange)
         )
     ]
-    grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS if name != "SGD fused"]
+    grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS]
     grid += [
         Case(layout, recomputed=True, accumulate=accumulate)
         for layout, accumulate in chosen(LAYOUTS, ACCUMULATE[:2])
@@ -132,10 +130,9 @@ def split_cases(chosen: Chosen) -> list[Case]:
 
 def offload_cases(chosen: Chosen) -> list[Case]:
     layouts = ("shard all", "shard each", "keep all", "mixed blocks", "mixed leaves")
-    optimizers = [name for name in OPTIMIZERS if name != "SGD fused"]
     grid = [
         Case(layout, accumulate=accumulate, optimizer=name, dtypes=dtypes, offloaded=True)
-        for layout, name, accumulate, dtypes in chosen(layouts, optimizers, ACCUMULATE, DTYPES[:2])
+        for layout, name, accumulate, dtypes in chosen(layouts, OPTIMIZERS, ACCUMULATE, DTYPES[:2])
     ]
     return [
         *grid,
@@ -150,7 +147,6 @@ OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, fused=True),
 }
 
 

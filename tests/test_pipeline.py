@@ -378,6 +378,7 @@ def continued(folder: str) -> None:
         state = checkpoint.whole_state_dict(model)
         if dist.get_rank() == 0:
             net(seed=3).load_state_dict(state)
+        check_plain_states(layout, dict(reference.state_dict()))
     for index in range(len(LAYOUTS)):
         into = LAYOUTS[(index + 1) % len(LAYOUTS)]
         model = wrapped(net(seed=index + 5), **into)
@@ -389,6 +390,50 @@ def continued(folder: str) -> None:
         for want in wanted[2:]:
             assert abs(trained(model, optimizer, into) - want) < 1e-5, (index, into)
             assert abs(trained(plain, plain_optimizer, {}) - want) < 1e-5, (index, "plain")
+
+
+def check_plain_states(layout: dict[str, Any], want: dict[str, torch.Tensor]) -> None:
+    """A state dict of the whole model loads into stages, from all ranks and from the first."""
+    mine = dist.get_rank() == 0
+
+    def check(model: nn.Module, plain: nn.Module) -> None:
+        own = plain.state_dict()
+        found = model.state_dict()
+        assert found.keys() <= own.keys()
+        assert all(torch.equal(whole(value), own[name]) for name, value in found.items()), layout
+
+    model, plain = wrapped(net(seed=21), **layout), net(seed=21)
+    assert model.load_state_dict(want) == plain.load_state_dict(want)
+    check(model, plain)
+    # Tied ends have the value of the name that comes last; one is enough where names may be missing.
+    ends = [
+        name for name, value in plain.named_parameters(remove_duplicate=False) if value is plain.head.weight
+    ]
+    assert len(ends) == 2
+    part = {name: value + 1 for name, value in want.items() if name != ends[1]} | {
+        "nowhere.weight": want[ends[0]]
+    }
+    got, wanted = (one.load_state_dict(part, strict=False) for one in (model, plain))
+    assert sorted(got.missing_keys) == sorted(wanted.missing_keys) == [ends[1]]
+    assert got.unexpected_keys == wanted.unexpected_keys == ["nowhere.weight"]
+    check(model, plain)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*head\.weight.*Unexpected key.*nowhere\.weight"):
+        model.load_state_dict(part)
+    other = {name: value + 2 for name, value in want.items()} | {ends[1]: want[ends[0]] + 5}
+    plain.load_state_dict(other)
+    model.load_state_dict(other)
+    check(model, plain)
+    plain.load_state_dict(part, strict=False)
+    result = checkpoint.load_whole_state_dict(model, part if mine else None, strict=False)
+    assert result == ([ends[1]], ["nowhere.weight"])
+    check(model, plain)
+    plain.load_state_dict(other)
+    checkpoint.load_whole_state_dict(model, other if mine else None)
+    check(model, plain)
+    wrong = {**want, ends[0]: torch.zeros(2, 3)}
+    for load in (model.load_state_dict, lambda state: checkpoint.load_whole_state_dict(model, state)):
+        with pytest.raises(RuntimeError, match=rf"size mismatch for {ends[0]}: "):
+            load(wrong)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, layout: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from tests.plans import plan_by_hand
 
 def _units(model: nn.Module, groups: dict[str, str]) -> list[list[str]]:
     plan = plan_by_hand(model, Mode.NO_SHARD, 2, groups=groups)
-    parameters = [ReplicatedParameter(entry, None, None) for entry in owned_parameters(model).values()]
+    parameters = [ReplicatedParameter(entry, None) for entry in owned_parameters(model).values()]
     return [[parameter.name for parameter in unit] for unit in replicated_units(plan, parameters)]
 
 

@@ -1,5 +1,6 @@
 """Descriptions of models, from fake tensors."""
 
+import random
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -298,6 +299,29 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks or m.training for m in model.modules())
+
+
+class Keeper(nn.Module):
+    """Holds what cannot be copied among fake tensors, and draws from what is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.constant, self.sources = torch.ones(4), [torch.Generator()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(4, generator=self.sources[0]) * random.random()
+        return self.norm(x) * self.constant + noise
+
+
+def test_generators_and_plain_tensors_are_copied_and_nothing_is_drawn() -> None:
+    """Neither used to be described; Python's random numbers were drawn, so that other data came next."""
+    model = Keeper()
+    weight, state, own = model.norm.weight, random.getstate(), model.sources[0].get_state()
+    assert ModelDesc.from_module(model, torch.zeros(2, 4)).operator("norm").numel == 20
+    assert random.getstate() == state
+    assert torch.equal(model.sources[0].get_state(), own)
+    assert model.norm.weight is weight
 
 
 def test_a_model_on_meta_is_described_the_same() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.optimizer_memory import SIZES, build, measure, variants
-from osdp.training import FOR_LOOP, FOREACH, FUSED, OPTIMIZERS, UNSUPPORTED, Training
+from osdp.training import FOR_LOOP, FOREACH, FUSED, OPTIMIZERS, UNSUPPORTED, Training, unsupported_step
 
 VARIANTS = list(variants())
 
@@ -141,6 +141,24 @@ def test_mismatch_names_both_sides() -> None:
     (temporaries,) = Training(foreach=True).mismatch(torch.optim.AdamW(parameters, foreach=False))
     assert "AdamW (for-loop)" in temporaries and "AdamW (foreach)" in temporaries
     assert Training(foreach=False).mismatch(torch.optim.AdamW(parameters, fused=True)) == []
+
+
+def test_less_state_is_no_mismatch_but_a_surplus() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    sgd, adam = torch.optim.SGD(parameters), torch.optim.NAdam(parameters)
+    assert Training(foreach=False).mismatch(sgd) == []
+    assert "SGD, which keeps 0" in (Training().surplus(sgd) or "")
+    # It counts steps in two more scalars than AdamW, and keeps as much for each element.
+    assert Training(foreach=False).mismatch(adam) == [] and Training().surplus(adam) is None
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_classes_whose_home_is_the_package_are_recognised(name: str) -> None:
+    # Their __module__ is torch.optim, not a module in it: they passed for classes of users.
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(ValueError, match=f"optimizer '{name}' cannot be planned for"):
+        Training.from_optimizer(optimizer)
+    assert (unsupported_step(optimizer) or "").startswith(f"{name}: ")
 
 
 def test_mismatch_of_what_cannot_be_planned_for() -> None:

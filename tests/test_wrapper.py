@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import warnings
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
 from osdp.plan import Mode
@@ -172,25 +173,36 @@ class Own(torch.optim.Optimizer):
 
 
 def checks_the_optimizer() -> None:
-    hooks = len(_global_optimizer_pre_hooks)
     batch = tokens(dist.get_rank(), 2, 6)
     model = wrapped()
     loss_of(model(batch), batch).backward()
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # of something else
     for _ in range(2):  # an optimizer that does not fit is refused until it is exchanged
-        with pytest.raises(PlanMismatchError, match=r"keeps 0 bytes of state .* made for AdamW"):
-            torch.optim.SGD(model.parameters()).step()
+        with pytest.raises(PlanMismatchError, match=r"keeps 3 bytes of state .* made for AdamW"):
+            torch.optim.AdamW(model.parameters(), amsgrad=True).step()
     first, *rest = model.parameters()
     torch.optim.AdamW([first]).step()
-    torch.optim.AdamW(rest, weight_decay=0.1).step()  # all optimizers of the first step are looked at
+    torch.optim.AdamW(rest, weight_decay=0.1).step()
     model(batch)
-    assert len(_global_optimizer_pre_hooks) == hooks
-    torch.optim.SGD(model.parameters()).step()  # the first step has been checked
+    late = torch.optim.AdamW([first])
+    late.step()
+    late.add_param_group({"params": rest, "amsgrad": True})
+    with pytest.raises(PlanMismatchError, match="keeps 3 bytes"):  # one that grows is looked at again
+        late.step()
     for unknown in (Own, functools.partial(torch.optim.AdamW, maximize=True)):
         other = wrapped()
         unknown(other.parameters()).step()
         other(batch)
-    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def what_checks_the_optimizer_ends_with_the_model() -> None:
+    model = wrapped()
+    check = weakref.ref(model._optimizer_check)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    del model
+    gc.collect()
+    assert check() is None
+    optimizer.step()
 
 
 def refuses_another_training() -> None:
@@ -207,6 +219,7 @@ def all_checks() -> None:
     refuses()
     all_differences_at_once()
     checks_the_optimizer()
+    what_checks_the_optimizer_ends_with_the_model()
     refuses_another_training()
 
 

@@ -5,7 +5,7 @@ gather in two steps goes across groups first, so that every shard crosses the sl
 instead of once for each rank; a reduce-scatter goes the other way. Shards lie as after a flat collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,26 @@ class TwoStepReduceScatter(_Temporary, ReduceScatter):
             return None
         work: dist.Work | None = reduce_scatter(output, whole, op=op, group=group, async_op=async_op)
         return work
+
+
+def scatter_sum(
+    output: torch.Tensor,
+    whole: torch.Tensor,
+    op: ReduceOp,
+    group: dist.ProcessGroup,
+    run: Callable[[Callable[[], dist.Work | None]], None],
+) -> None:
+    """Reduce-scatter as gloo does it, by an all-reduce; in place, and to be waited for in parts.
+
+    Args:
+        output: This rank's shard.
+        whole: Shards for all ranks, in their order; overwritten.
+        op: How shards are reduced.
+        group: The ranks.
+        run: Starts what it is given, and waits for it.
+    """
+    run(lambda: dist.all_reduce(whole, op=op, group=group, async_op=True))
+    output.copy_(whole.view(group.size(), *output.shape)[group.rank()])
 
 
 def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:

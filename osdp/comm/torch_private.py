@@ -5,8 +5,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-__all__ = ["AllGather", "ReduceScatter", "all_gather", "number_of_groups", "reduce_scatter"]
+__all__ = [
+    "AllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "all_gather",
+    "number_of_groups",
+    "reduce_scatter",
+]
 
 #: Since 2.13 torch calls them by other names, and warns about the old ones.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

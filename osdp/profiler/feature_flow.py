@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from osdp.comm.fake_tensors import FakeTensors
+from osdp.comm.random_states import python_states_kept
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.failures import forward_failure
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.tensors import map_leaves, storage_key, tensors_in
 
@@ -115,7 +117,7 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
     Raises:
         ValueError: The model rejects the batch, or its forward depends on values of tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with python_states_kept(), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         watcher = _Watcher(twin, fake, kind_of)
@@ -123,9 +125,7 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
             with torch.no_grad(), watcher:
                 output = fake.run(twin)
         except Exception as error:
-            raise ValueError(
-                f"the model rejects the sample batch: {type(error).__name__}: {error}"
-            ) from error
+            raise forward_failure(error, batch.specs) from error
         finally:
             watcher.unhook()
         watcher.finish(output)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from osdp.comm.fake_tensors import FakeTensors
+from osdp.comm.random_states import python_states_kept
 from osdp.flow import Arrival, Bar, Flow, Step, Value
 from osdp.model_desc import Affine
 from osdp.profiler.batch import SampleBatch
@@ -67,7 +68,7 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
         raise ValueError(
             f"{type(model).__name__} cannot be cut: stages keep whole modules, of which it has {len(modules)}"
         )
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with python_states_kept(), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         one = _run(twin, batch, modules)
         try:

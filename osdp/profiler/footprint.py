@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from osdp.comm.fake_tensors import FakeTensors
 from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.recorder import Recorder
 from osdp.profiler.reduced import ReducedModel
@@ -45,7 +45,7 @@ def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device)
         device: Where ``reduced`` is.
     """
     measured = _usage(reduced, _workspace(reduced, device))
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensors():
         host = torch.device("cpu")
         fake = _usage(build(host, reduced.repeats), NoWorkspace())
         whole = _usage(build(host, ()), NoWorkspace()) if reduced.repeats else fake

@@ -35,6 +35,24 @@ def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
     return loss
 
 
+class NotedLoss:
+    """:func:`scalar_loss` of one ``loss_fn``, which notes what it was made of.
+
+    Attributes:
+        is_stand_in: Whether the last outputs had no loss, and were more than one number to sum.
+    """
+
+    def __init__(self, loss_fn: LossFn | None) -> None:
+        self._loss_fn = loss_fn
+        self.is_stand_in = False
+
+    def __call__(self, outputs: Any) -> torch.Tensor:
+        """The loss of one batch."""
+        lacks_loss = self._loss_fn is None and _own_loss(outputs) is None
+        self.is_stand_in = lacks_loss and sum(tensor.numel() for tensor in _floats_in_first(outputs)) > 1
+        return scalar_loss(outputs, self._loss_fn)
+
+
 def _own_loss(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
@@ -43,12 +61,7 @@ def _own_loss(outputs: Any) -> Any:
 
 
 def _sum_of_first(outputs: Any) -> torch.Tensor:
-    first = outputs
-    if isinstance(outputs, Mapping):
-        first = next(iter(outputs.values()), None)
-    elif isinstance(outputs, (tuple, list)) and outputs:
-        first = outputs[0]
-    floats = [tensor for tensor in tensors_in(first) if tensor.is_floating_point()]
+    floats = _floats_in_first(outputs)
     if not floats:
         raise ValueError(
             "the model returns no floating-point tensor first; pass loss_fn=, a function of the outputs"
@@ -57,3 +70,12 @@ def _sum_of_first(outputs: Any) -> torch.Tensor:
     for tensor in floats[1:]:
         total = total + tensor.sum()
     return total
+
+
+def _floats_in_first(outputs: Any) -> list[torch.Tensor]:
+    first = outputs
+    if isinstance(outputs, Mapping):
+        first = next(iter(outputs.values()), None)
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        first = outputs[0]
+    return [tensor for tensor in tensors_in(first) if tensor.is_floating_point()]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from osdp.comm.fake_tensors import grouped_product_flops, is_grouped_product
 from osdp.profiler.tensors import flatten, storage_key, tensors_in
 
 #: The registry of formulas lacks the CPU's kernels; their operands are those of the CUDA ones.
@@ -64,6 +65,8 @@ class Operation:
             return int(sdpa_flop_count(*_with_all_heads(self.inputs[:3])))
         if packet in _ATTENTION_BACKWARD:
             return int(sdpa_backward_flop_count(*_with_all_heads(self.inputs[:4])))
+        if is_grouped_product(self.func):
+            return grouped_product_flops(*self.inputs[:2])
         formula = flop_registry.get(packet)
         return int(formula(*self.args, **self.kwargs, out_val=self.output)) if formula is not None else 0
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from osdp import codec
+from osdp.comm.random_states import python_states_kept
 from osdp.model_desc import ModelDesc
 from osdp.profile import PassProfile, SegmentProfile
 from osdp.profiler.batch import SampleBatch
@@ -94,7 +95,8 @@ def profile_segments(
     bar = progress_bar(_WARMUP + repeats + 1, "profile", shown=progress)
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
-        with torch.random.fork_rng([target] if target.type == "cuda" else []), torch.enable_grad():
+        torchs = torch.random.fork_rng([target] if target.type == "cuda" else [])
+        with torchs, python_states_kept(), torch.enable_grad():
             batch = SampleBatch.of(sample_inputs)
             blocks = find_repeats(model_desc)
 

@@ -1,7 +1,7 @@
 """Copies of a model without its weights."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ MakeParameter = Callable[[nn.Parameter], torch.Tensor]
 def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
     """A copy of ``model`` whose parameters are what ``make`` returns for them; ``model`` stays as it is.
 
-    Ties stay ties. Buffers are copied to the CPU, or become zeros if they are on ``meta``. A root in
-    evaluation mode is put in training mode, since it is a training step that is looked at; otherwise every
-    submodule keeps its mode.
+    Ties stay ties. Buffers and other tensors are copied to the CPU, or become zeros if they are on ``meta``.
+    A root in evaluation mode is put in training mode, since it is a training step that is looked at;
+    otherwise every submodule keeps its mode.
 
     Args:
         model: Any module, on any device.
@@ -31,10 +31,13 @@ def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = _host_copy(buffer)
     for module in model.modules():
-        # Weights that a hook derives from parameters are no leaves, and only leaves can be deep-copied.
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
+        for value in _held(module):
+            # Among fake tensors neither can be copied by itself, nor a tensor that is no leaf anywhere.
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _host_copy(value)
+            elif isinstance(value, torch.Generator):
+                # What it draws counts for nothing there, but it must draw on their device.
+                memo[id(value)] = torch.Generator() if make is on_fake_cpu else value.clone_state()
     twin = copy.deepcopy(model, memo)
     return twin if twin.training else twin.train()
 
@@ -47,6 +50,16 @@ def on_meta(parameter: nn.Parameter) -> torch.Tensor:
 def on_fake_cpu(parameter: nn.Parameter) -> torch.Tensor:
     """A tensor like ``parameter`` on the CPU; without memory inside a ``FakeTensorMode``."""
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def _held(module: nn.Module) -> Iterator[object]:
+    """The attributes of ``module``, and what those that are containers hold."""
+    for value in vars(module).values():
+        yield value
+        if isinstance(value, (list, tuple, set)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,24 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
+from osdp.comm.embeddings import check_embeddings
+from osdp.comm.fake_tensors import FakeTensors
+from osdp.comm.random_states import python_states_kept
 from osdp.model_desc import Affine, Cut, ModelDesc, Operator, Segment, TensorSpec, Work
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.blocks import find_blocks
+from osdp.profiler.failures import forward_failure
 from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.loss import LossFn
 from osdp.profiler.operators import Use, find_operators, find_parameters
 from osdp.profiler.recorder import Recorder, Tally
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.walker import Stretch, walk
-
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +82,10 @@ def describe(
         TypeError: The sample inputs are none of the above.
         ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
     """
+    check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)
     # Models keep constants that are neither parameters nor buffers; those are real tensors.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with python_states_kept(), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         trace = _fake_run(twin, batch, loss_fn)
         double = _other_batch(twin, batch, loss_fn, trace)
@@ -135,25 +132,15 @@ def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, tr
 
 
 def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
-    """Run ``twin`` once inside the current ``FakeTensorMode``."""
+    """Run ``twin`` once inside the current :class:`FakeTensors`."""
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
     try:
         with torch.enable_grad(), recorder.saving(), recorder:
             stretches = walk(twin, fake, recorder, loss_fn=loss_fn)
-    except _DATA_DEPENDENT as error:
-        raise ValueError(
-            f"the model's forward depends on values of tensors ({error}), and a description is made without "
-            f"values; move .item(), boolean indexing and branches on tensors out of the forward"
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise ValueError(f"{error} has no fake implementation; register one (torch.library)") from error
     except Exception as error:
-        shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in batch.specs)
-        raise ValueError(
-            f"the model rejects the sample batch ({shapes}): {type(error).__name__}: {error}"
-        ) from error
+        raise forward_failure(error, batch.specs) from error
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
     return _trace(stretches, recorder)

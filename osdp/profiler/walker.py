@@ -97,6 +97,8 @@ class Walker:
 
     def __enter__(self) -> "Walker":
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks: it runs as a part of the module around it
             self._handles += [
                 module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True),
                 module.register_forward_hook(partial(self._leave, name)),

@@ -33,6 +33,10 @@ class AloneStage:
         """The parameter itself."""
         return parameter
 
+    def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """Nothing: modules compute with the parameters themselves."""
+        return {}
+
     def stored_parameters(self) -> list[nn.Parameter]:
         """What the optimizer sees."""
         return list(self.model.parameters())
@@ -52,7 +56,7 @@ def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> AloneStage:
     check_plan(model, plan, 1)
     device = device_of(mesh)
     exchange_modules(model, plan, MixedPrecisionPolicy())
-    recompute(model, plan)
+    recompute(model, plan, device)
     if is_on_meta(model):
         materialise(model, owned_parameters(model), mesh, device)
     else:

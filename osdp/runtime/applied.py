@@ -2,32 +2,44 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import UnshardHandle
 
 from osdp.plan import Plan
+from osdp.runtime.accumulation import Accumulation
 from osdp.runtime.clip import clip_grad_norm_
+from osdp.runtime.entries import Arguments, Entries
+from osdp.runtime.lockstep import Lockstep
 from osdp.runtime.mesh import device_of
-from osdp.runtime.outputs import tensors_with_grad
+from osdp.runtime.module_api import give_interface
+from osdp.runtime.outputs import free_of_views, tensors_with_grad
+from osdp.runtime.planned_parameters import Parameter, PlannedParameters
 from osdp.runtime.reducer import GradientReducer
+from osdp.runtime.registered import check_registered
 from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.reports import reporter
-from osdp.runtime.sharded import ShardedParameter, ShardedParameters
+from osdp.runtime.sharded import ShardedParameter, ShardedParameters, wrapped_around
 from osdp.runtime.sliced import SlicedParameter, SlicedParameters
-from osdp.runtime.torch_private import (
+from osdp.runtime.torch_private.autograd import queue_backward_callback
+from osdp.runtime.torch_private.fsdp import (
+    after_forward,
     backward_is_unfinished,
-    in_backward,
-    queue_backward_callback,
+    before_forward,
+    complete_units,
+    expect_end_of_backward,
+    initialise_root,
     reset_sharded,
+    sharding_state,
 )
-from osdp.runtime.unused import unused_error, unused_everywhere
+from osdp.runtime.unused import unused_error
 from osdp.runtime.validate import fsdp_units
 
 logger = logging.getLogger(__name__)
@@ -40,6 +52,8 @@ class AppliedPlan:
         model: The model, changed in place.
         plan: The plan.
         mesh: The mesh of all data-parallel ranks.
+        root_state: FSDP2's state of the model's root.
+        parameters: Its parameters, in whichever way they are held.
     """
 
     def __init__(
@@ -53,7 +67,9 @@ class AppliedPlan:
         sharded: Sequence[ShardedParameter],
         in_slices: Sequence[SlicedParameter],
         find_unused_parameters: bool,
+        double_backward: bool,
         norm_group: dist.ProcessGroup,
+        lockstep: Lockstep,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -61,46 +77,67 @@ class AppliedPlan:
         self._replicated = replicated
         self._reducer = reducer
         self._find_unused = find_unused_parameters
+        self._double_backward = double_backward
         self._norm_group = norm_group
-        self._syncs = True
+        self._lockstep = lockstep
+        lockstep.on_backward = self._begin_backward
         self._backward_runs = False
         self._pending = False
+        #: Names of parameters that got a gradient which is not delivered yet.
         self._used: set[str] = set()
-        self._order: list[str] = []
-        self._had_gradient: set[str] = set()
-        self._sharded = ShardedParameters(model, fsdp_units(plan), sharded, self._on_sharded_gradient)
-        self._in_slices = SlicedParameters(in_slices, self._on_sliced_gradient)
+        self._accumulation = Accumulation(self._give_up)
+        initialise_root(model)
+        self.root_state = sharding_state(model)
+        self._sharded = ShardedParameters(model, fsdp_units(plan), sharded, self._on_gradient)
+        self._in_slices = SlicedParameters(in_slices, self._on_gradient)
         self._in_slices.watch()
-        if find_unused_parameters:
-            self._sharded.log_order(self._order)
-        self._trainable = self._trainable_names()
+        self.parameters = PlannedParameters(model, replicated, self._sharded, self._in_slices)
+        self._names = {inner: name for name, inner in model.named_modules()}
+        self._trainable = self.parameters.trainable
         self._watched: set[int] = set()
         self._watch_replicated()
-        self._register_hooks()
+        self._watch_stored()
+        self._entries = Entries(
+            model,
+            self._before_forward,
+            self._after_forward,
+            around=wrapped_around(model, self._sharded.units),
+        )
+        swapped = (*self._replicated, *self._in_slices.parameters)
+        for module in {id(m): m for p in swapped for m, _ in p.owned.places}.values():
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+        give_interface(model, self)
 
     # What a user calls
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the next backwards reduce gradients, or keep them for one that does."""
-        self._syncs = requires_gradient_sync
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(requires_gradient_sync)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         return self.model(*args, **kwargs)
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the next backwards reduce gradients, or keep them for one that does."""
+        if all(parameter.path.syncs is requires_gradient_sync for parameter in self.parameters):
+            return
+        for parameter in self.parameters:
+            parameter.path.syncs = requires_gradient_sync
+        self.follow_settings()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all."""
-        before = self._syncs
+        before = [parameter.path.syncs for parameter in self.parameters]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(before)
+            for parameter, syncs in zip(self.parameters, before, strict=True):
+                parameter.path.syncs = syncs
+            self.follow_settings()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
         return clip_grad_norm_(
             self.stored_parameters(),
@@ -108,14 +145,20 @@ class AppliedPlan:
             norm_type,
             group=self._norm_group,
             device=device_of(self.mesh),
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer sees of ``parameter``, which may be what a forward computes with."""
-        for candidate in self._parameters:
-            if candidate.compute is parameter:
-                return candidate.stored
-        return parameter
+        return self.parameters.stored(parameter)
+
+    def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """By the id of each parameter that a forward computes with its name, and what is stored of it."""
+        return {
+            id(parameter.compute): (parameter.name, parameter.stored)
+            for parameter in self.parameters
+            if parameter.compute is not None and parameter.compute is not parameter.stored
+        }
 
     def train(self, mode: bool) -> None:
         """Set the model's training mode."""
@@ -123,14 +166,24 @@ class AppliedPlan:
 
     def stored_parameters(self) -> list[nn.Parameter]:
         """What the optimizer sees."""
-        return [parameter.stored for parameter in self._parameters]
+        return [parameter.stored for parameter in self.parameters]
 
     @property
     def computes(self) -> bool:
         """Whether modules may hold what forward and backward compute with, rather than what is stored."""
-        return self._replicated.swapped_in or any(
-            parameter.owned.parameter is not parameter.stored for parameter in self._sharded.parameters
-        )
+        return self.parameters.computes
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward ran with gradients, and no backward has come back since."""
+        return self._pending
+
+    def settle(self) -> None:
+        """After a forward whose backward may never come: register what is stored, for changes in place."""
+        if self._pending and not self._backward_runs and self._entries.is_idle:
+            for unit in self._sharded.units:
+                unit.reshard()
+            self._before_state_dict()
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Get ready for the next forward after an exception; called without being asked.
@@ -139,79 +192,138 @@ class AppliedPlan:
             drop_gradients: Whether a backward failed, so that gradients are of no use any more.
         """
         reset_sharded(self.model, drop_gradients=drop_gradients)
+        self._entries.reset()
         if drop_gradients:
             self._reducer.reset()
-            for parameter in self._parameters:
+            self._sharded.reset()
+            for parameter in self.parameters:
+                parameter.path.drop(parameter.stored)
                 parameter.stored.grad = None
                 if parameter.compute is not None:
                     parameter.compute.grad = None
             self._used.clear()
-        self._order.clear()
+            self._accumulation.reset()
         self._backward_runs = False
+        self._pending = False
         self._replicated.swap_out()
+
+    # What modules under a plan are asked (osdp.runtime.module_api)
+
+    def follow_settings(self) -> None:
+        """Let all modes do what is set for gradients from the next backward on."""
+        self._lockstep.syncs = any(parameter.path.syncs for parameter in self.parameters)
+        self._reducer.follow_settings()
+        self._in_slices.follow_settings()
+        for unit in self._sharded.units:
+            unit.follow_settings()
+
+    def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
+        """Gather the parameters of ``module``; of the root those that no module inside wraps."""
+        return self.parameters.unshard(module, async_op=async_op)
+
+    def reshard(self, module: nn.Module) -> None:
+        """Give up whole parameters of ``module``."""
+        self.parameters.reshard(module)
+        if not self._pending:
+            self._replicated.swap_out()
+
+    def before_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None
+    ) -> Arguments:
+        """Before a call of a method of ``module`` that counts as a forward; ``caller`` is what runs it."""
+        args, kwargs = self._entries.begin(module, args, kwargs, caller)
+        return before_forward(module, module, args, kwargs)
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After it; what its caller gets."""
+        output = after_forward(module, module, args, free_of_views(output))
+        return self._entries.end(module, args, output)
 
     # What happens around a forward
 
-    def _register_hooks(self) -> None:
-        model = self.model
-        # First of all pre-hooks: FSDP2 must not start on the remains of a failed step.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
-        # Last of all hooks: FSDP2's own final callback is queued before ours then.
-        model.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
-        for module in {id(m): m for p in self._replicated for m, _ in p.owned.places}.values():
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_state_dict)
-
-    def _before_forward(self, _module: nn.Module, _args: object) -> None:
-        if in_backward():
-            return
+    def _before_forward(self, module: nn.Module) -> None:
         if self._backward_runs or backward_is_unfinished(self.model):
             logger.warning("the last backward did not end; its gradients are dropped")
             self.recover(drop_gradients=True)
-        trainable = self._trainable_names()
-        if trainable != self._trainable:
-            if self._reducer.holds_gradients:
-                raise RuntimeError(
-                    "parameters were frozen or unfrozen between the microbatches of an accumulation; do that "
-                    "between steps"
-                )
-            self._trainable = trainable
-            self._reducer.rebuild()
-            self._sharded.watch()
-            self._in_slices.watch()
+        check_registered(self.parameters, self._sharded.units)
+        for parameter in self.parameters:
+            parameter.path.follow_freezing(parameter.stored, parameter.compute)
+        self._follow_trainable()
+        self._sharded.prepare_for_inference_mode()
+        self._sharded.reshard_stale()
+        self._lockstep.enter(self._names[module])
         self._replicated.swap_in()
+        self._in_slices.reshard()
         self._watch_replicated()
 
-    def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> None:
-        if in_backward():
+    def _follow_trainable(self) -> None:
+        trainable = self.parameters.trainable
+        if trainable == self._trainable:
             return
-        if output is None and sys.exc_info()[0] is not None:  # torch calls it so when the forward raised
+        self._used.difference_update(self._accumulation.begin_backward())
+        if self._used:
+            raise RuntimeError(
+                "parameters were frozen or unfrozen between the microbatches of an accumulation; do that "
+                "between steps"
+            )
+        self._trainable = trainable
+        self._reducer.rebuild()
+        self._sharded.watch()
+        self._in_slices.watch()
+        self.follow_settings()
+
+    def _after_forward(self, output: Any, raised: bool) -> Any:
+        if raised:
+            self._lockstep.fail(sys.exc_info()[1], "a forward")
             self.recover(drop_gradients=False)
-        elif not torch.is_grad_enabled():
-            if not self._pending:
-                self._replicated.swap_out()
-                # What stayed whole would be out of date after an optimizer step.
-                for module in self.model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
-        else:
+            return output
+        self._lockstep.leave()
+        output = complete_units(self.model, output)
+        if torch.is_grad_enabled():
             self._pending = True
+            self._sharded.find()
+            self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
                 tensor.register_hook(self._begin_backward)
+        elif not self._pending:
+            self._replicated.swap_out()
+            # What stayed whole would be out of date after an optimizer step.
+            for unit in self._sharded.units:
+                unit.reshard()
+        return output
 
     def _before_state_dict(self, *_: object) -> None:
         self._replicated.swap_out()
+        self._in_slices.reshard()
 
     # What happens in a backward
 
     def _begin_backward(self, _grad: torch.Tensor | None = None) -> None:
+        # First of all: the first collective of the backward may have begun it, where gradients are off.
+        if torch.is_grad_enabled() and not self._double_backward:
+            raise RuntimeError(
+                "create_graph=True differentiates a backward, which is not planned for: pass "
+                "OSDP(..., double_backward=True), which replicates everything and recomputes nothing"
+            )
         if self._backward_runs:
             return
         self._backward_runs = True
+        self._follow_trainable()
+        self._lockstep.begin_backward()
         self._replicated.swap_in()
-        if self._find_unused:
-            self._had_gradient = {p.name for p in self._parameters if p.stored.grad is not None}
+        self._used.difference_update(self._accumulation.begin_backward())
+        for parameter in self.parameters:
+            parameter.path.begin(parameter.stored)
+        expect_end_of_backward(self.model)
         queue_backward_callback(self._end_backward)
+
+    def _give_up(self, parameter: Parameter) -> None:
+        """Forget what an accumulation has kept of a parameter."""
+        parameter.path.give_up()
+        if isinstance(parameter, ReplicatedParameter):
+            self._reducer.give_up(parameter)
+        elif isinstance(parameter, ShardedParameter):
+            self._sharded.give_up(parameter)
 
     def _watch_replicated(self) -> None:
         for parameter in self._replicated:
@@ -221,79 +333,77 @@ class AppliedPlan:
                 )
                 self._watched.add(id(parameter))
 
+    def _watch_stored(self) -> None:
+        """Notice gradients that do not come through a forward, such as those of a penalty on weights."""
+        for parameter in self.parameters:
+            if not parameter.stored.requires_grad:
+                continue
+            handle = parameter.stored.register_hook(reporter(self, parameter, AppliedPlan._on_gradient))
+            parameter.path.own_hooks.add(handle.id)
+
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
-        self._begin_backward()
-        self._used.add(parameter.name)
-        self._reducer.receive(parameter, reduces=self._syncs)
+        self._on_gradient(parameter)
+        self._reducer.receive(parameter)
 
-    def _on_sharded_gradient(self, parameter: ShardedParameter) -> None:
-        self._begin_backward()
-        self._used.add(parameter.name)
-        if self._find_unused:
-            entry = f"backward of unit {parameter.unit}"
-            if entry not in self._order:
-                self._order.append(entry)
-
-    def _on_sliced_gradient(self, parameter: SlicedParameter) -> None:
+    def _on_gradient(self, parameter: Parameter) -> None:
+        grad = None if parameter.compute is None else parameter.compute.grad
+        if grad is not None and grad.is_sparse:
+            raise RuntimeError(
+                f"the gradient of {parameter.name!r} is sparse, which is not reduced over the ranks: look "
+                "rows up with sparse=False, and train them by a dense optimizer"
+            )
         self._begin_backward()
         self._used.add(parameter.name)
 
     def _end_backward(self) -> None:
-        if not self._syncs:
-            self._reducer.end_backward()
-            self._idle()
-            return
-        if not self._used and not self._find_unused:
-            self._idle()  # torch.autograd.grad: nothing was accumulated
-            return
-        self._reducer.start_rest()
-        # FSDP2 may have queued its callback after ours; what comes next needs its gradients.
-        queue_backward_callback(self._hand_out_gradients)
+        # FSDP2 may have queued its callback after this one, and what other ranks have run is joined after it.
+        queue_backward_callback(self._reduce_rest)
 
-    def _hand_out_gradients(self) -> None:
-        missing = [name for name in self._trainable if name not in self._used]
-        without = self._agree(missing) if self._find_unused else set()
-        self._reducer.finish(without)
-        for parameter in self._sharded.parameters:
-            if parameter.name in without and parameter.name not in self._had_gradient:
-                parameter.stored.grad = None
-        self._used.clear()
-        self._order.clear()
-        self._idle()
+    def _reduce_rest(self) -> None:
+        due = [p.name for p in self.parameters if p.path.syncs and p.stored.requires_grad]
+        if not due:
+            self._deliver(())
+            return
+        missing = [name for name in due if name not in self._used]
+        absent = set(self._agree(due)) if self._find_unused else set()
+        if not self._find_unused and len(missing) == len(due):
+            absent = set(due)  # torch.autograd.grad: nothing was accumulated
+            missing = []
+        self._reducer.start_rest(absent)
+        self._used.difference_update(due)
+        self._deliver(absent)
         if missing and not self._find_unused:
             raise unused_error(missing)
 
-    def _agree(self, missing: Sequence[str]) -> set[str]:
-        lacks = set(missing)
-        used = [name not in lacks for name in self._trainable]
-        nowhere = unused_everywhere(used, self._order, self.mesh.get_group(), device_of(self.mesh))
-        return {name for name, unused in zip(self._trainable, nowhere, strict=True) if unused}
-
-    def _idle(self) -> None:
+    def _deliver(self, absent: Collection[str]) -> None:
+        """Hand out gradients, and call the hooks of users, in one order on all ranks; then be idle."""
+        self._sharded.end_backward()
         self._backward_runs = False
         self._pending = False
         self._replicated.swap_out()
+        self._entries.open_in_backward = True
+        try:
+            self._hand_out(absent)
+        except BaseException:
+            # A hook raised: gradients that are held still go with those of a backward that did not end.
+            self._backward_runs = True
+            raise
+        finally:
+            self._entries.open_in_backward = False
+        if self._used:
+            self._accumulation.end_backward([p for p in self.parameters if p.name in self._used])
 
-    # What is asked of all parameters
+    def _hand_out(self, absent: Collection[str]) -> None:
+        self._reducer.finish(absent)
+        for parameter in self.parameters:
+            path, stored = parameter.path, parameter.stored
+            is_absent = parameter.name in absent
+            if path.is_held:
+                path.deliver(stored, None if is_absent else stored.grad)
+            elif is_absent and not path.had_gradient and not isinstance(parameter, ReplicatedParameter):
+                stored.grad = None  # FSDP2 counted it as zero
 
-    @property
-    def _parameters(self) -> list[ReplicatedParameter | ShardedParameter | SlicedParameter]:
-        return [*self._replicated, *self._sharded.parameters, *self._in_slices.parameters]
-
-    def _trainable_names(self) -> tuple[str, ...]:
-        return tuple(p.name for p in self._parameters if p.stored.requires_grad)
-
-
-def gradient_group(mesh: DeviceMesh, *, beside_shards: bool) -> dist.ProcessGroup:
-    """The group replicated gradients are reduced in.
-
-    Beside sharded units it is one of its own: the two kinds of collectives come in no common order.
-    """
-    group: dist.ProcessGroup = mesh.get_group()
-    if not beside_shards or mesh.size() == 1:
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    own: dist.ProcessGroup = dist.new_group(
-        ranks, backend=dist.get_backend(group), use_local_synchronization=True
-    )
-    return own
+    def _agree(self, due: Sequence[str]) -> Iterator[str]:
+        """Those of ``due`` that no rank used."""
+        used = self._lockstep.used_anywhere([name in self._used for name in due])
+        return (name for name, is_used in zip(due, used, strict=True) if not is_used)

@@ -5,7 +5,7 @@ it. Replicated operators stay outside FSDP2, whose own way to replicate copies t
 ranks start from rank 0's values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.groups import Meshes
 from osdp.plan import Mode, Plan
-from osdp.runtime.applied import AppliedPlan, gradient_group
+from osdp.runtime.agreement import check_alike, check_together
+from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.buckets import Reduction
+from osdp.runtime.control import Control
 from osdp.runtime.initialise import check_initialisers, is_on_meta, materialise
+from osdp.runtime.lockstep import Lockstep
 from osdp.runtime.mesh import data_parallel_mesh, device_of, group_of, mesh_with_tensor_parallel
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.participants import participants_of
+from osdp.runtime.plain_states import accept_plain_states
 from osdp.runtime.recompute import recompute
-from osdp.runtime.reducer import GradientReducer, replicated_units
+from osdp.runtime.reducer import GradientReducer, gradient_group, replicated_units
 from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters, replicate
-from osdp.runtime.sharded import ShardedParameter, count_unused_as_zero, shard_units
+from osdp.runtime.sharded import ShardedParameter, can_count_unused_as_zero, shard_units
 from osdp.runtime.sliced import SlicedParameter, exchange_modules, shard_weight, sharded_weights
-from osdp.runtime.validate import check_plan, fsdp_units
+from osdp.runtime.validate import check_double_backward, check_plan, fsdp_units
 
 
 def apply(
@@ -34,7 +39,8 @@ def apply(
     plan: Plan,
     mesh: DeviceMesh | None = None,
     *,
-    find_unused_parameters: bool = False,
+    find_unused_parameters: bool = True,
+    double_backward: bool = False,
 ) -> AppliedPlan:
     """Run ``model`` under ``plan``, changing it in place.
 
@@ -46,8 +52,9 @@ def apply(
         plan: A plan that was made for it.
         mesh: A mesh with one axis; one over all ranks if ``None``. Beside tensor parallelism it is the other
             axis of the mesh the model was parallelized on.
-        find_unused_parameters: Whether parameters may go without a gradient. Costs a small all-reduce after
-            each backward that reduces; without it such a parameter is an error.
+        find_unused_parameters: Whether parameters may go without a gradient, which costs a small all-reduce
+            after each backward that reduces; otherwise such a parameter is an error.
+        double_backward: Whether a backward may itself be differentiated.
 
     Returns:
         The handle through which it is trained.
@@ -58,19 +65,14 @@ def apply(
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     mesh = data_parallel_mesh(model, mesh)
-    check_plan(model, plan, mesh.size())
-    on_meta = is_on_meta(model)
-    if on_meta:
-        check_initialisers(model)
-    in_slices_or_again = any(decision.slices > 1 for decision in plan.decisions) or plan.recomputed
-    if find_unused_parameters and in_slices_or_again:
-        raise ValueError(
-            "operators in slices and recomputed blocks must run on every rank: plan with "
-            "find_unused_parameters=True"
-        )
+    control = Control.over(mesh)
+    size, on_meta = mesh.size(), is_on_meta(model)
+    options = {"find_unused_parameters": find_unused_parameters, "double_backward": double_backward}
+    check_together(control, lambda: _check_given(model, plan, size, double_backward))
+    check_alike(control, model, plan, **options)
     device = device_of(mesh)
     policy = _policy(plan)
-    in_shards = {n for unit in fsdp_units(plan) for n in _parameters_of(plan, unit.operators)}
+    in_shards = set(_in_shards(model, plan))
     in_slices = sharded_weights(model, plan)
     any_sharded = bool(in_shards or in_slices)
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
@@ -92,18 +94,27 @@ def apply(
     for name, dim in in_slices.items():
         start_unit([name])
         replicated.add(shard_weight(owned[name], dim, mesh))
-    recompute(model, plan)
+    recompute(model, plan, device)
     shard_units(model, plan, Meshes.over(mesh), policy, replicated, start_unit)
     if on_meta:
         offloaded = [
             name for unit in plan.units if unit.offloaded for name in _parameters_of(plan, unit.operators)
         ]
         materialise(model, owned, mesh, device, offloaded=offloaded)
-    if not count_unused_as_zero(model) and find_unused_parameters and any_sharded:
+    if not can_count_unused_as_zero(model) and find_unused_parameters and any_sharded:
         raise RuntimeError(
-            "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later"
+            "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later, or pass "
+            "find_unused_parameters=False"
         )
-    return _assemble(model, plan, mesh, whole_mesh, policy, owned, find_unused_parameters)
+    return _assemble(model, plan, mesh, whole_mesh, policy, owned, control, options)
+
+
+def _check_given(model: nn.Module, plan: Plan, world_size: int, double_backward: bool) -> None:
+    check_plan(model, plan, world_size)
+    if double_backward:
+        check_double_backward(plan)
+    if is_on_meta(model):
+        check_initialisers(model)
 
 
 def _assemble(
@@ -113,23 +124,22 @@ def _assemble(
     whole_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     owned: dict[str, Owned],
-    find_unused_parameters: bool,
+    control: Control | None,
+    options: Mapping[str, bool],
 ) -> AppliedPlan:
-    sharded = [
-        ShardedParameter(owned[name], index)
-        for index, unit in enumerate(fsdp_units(plan))
-        for name in _parameters_of(plan, unit.operators)
-    ]
+    sharded = [ShardedParameter(owned[name], unit) for name, unit in _in_shards(model, plan).items()]
     in_slices = [SlicedParameter(owned[name]) for name in sharded_weights(model, plan)]
     in_shards = {parameter.name for parameter in sharded} | {parameter.name for parameter in in_slices}
     replicated = ReplicatedParameters(
-        ReplicatedParameter(entry, policy.param_dtype, policy.reduce_dtype)
+        ReplicatedParameter(entry, policy.param_dtype)
         for name, entry in owned.items()
         if name not in in_shards
     )
     group = gradient_group(mesh, beside_shards=len(in_shards) > 0 and len(replicated) > 0)
-    reducer = GradientReducer(replicated_units(plan, replicated), policy.reduce_dtype, Reduction(group))
-    return AppliedPlan(
+    lockstep = Lockstep(control, model, participants_of(model, plan))
+    reduction = Reduction(group, lambda work: lockstep.wait(work, "the reduction of replicated gradients"))
+    reducer = GradientReducer(replicated_units(plan, replicated), policy.reduce_dtype, reduction)
+    applied = AppliedPlan(
         model,
         plan,
         mesh,
@@ -137,9 +147,26 @@ def _assemble(
         reducer=reducer,
         sharded=sharded,
         in_slices=in_slices,
-        find_unused_parameters=find_unused_parameters,
         norm_group=group_of(whole_mesh),
+        lockstep=lockstep,
+        **options,
     )
+    accept_plain_states(model)  # after what puts stored parameters in their places first
+    return applied
+
+
+def _in_shards(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """The parameters that FSDP2 is to shard, each with the number of its unit.
+
+    It cannot reduce those without elements, which are replicated at no cost.
+    """
+    empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
+    return {
+        name: index
+        for index, unit in enumerate(fsdp_units(plan))
+        for name in _parameters_of(plan, unit.operators)
+        if name not in empty
+    }
 
 
 def _parameters_of(plan: Plan, operators: Sequence[str]) -> list[str]:

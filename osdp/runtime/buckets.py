@@ -5,10 +5,11 @@ scaled by 1/N into their slice of it and freed; with the last one an asynchronou
 start in one fixed order, the reverse of first use, whatever the order in which they fill: ranks must agree.
 
 The mean is linear, so a gradient that is there already (the same on all ranks) may be reduced once more with
-what is added to it: accumulation over microbatches needs no second buffer.
+what is added to it: accumulation over microbatches needs no second buffer. Where the contribution of a
+backward must be told from earlier gradients, for hooks or settings, its path holds those meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 import torch
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.runtime.gradients import AllReduceHook
 from osdp.runtime.replicated import ReplicatedParameter
-from osdp.runtime.torch_private import wrap_like
+from osdp.runtime.torch_private.dtensor import wrap_like
 
 
 class _Content(Enum):
@@ -32,10 +34,12 @@ class Reduction:
     Attributes:
         group: The ranks.
         scale: What each rank multiplies its gradient by before the collective.
+        wait: Waits for one that was started.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]) -> None:
         self.group = group
+        self.wait = wait
         size = group.size()
         # NCCL averages on the way, which saves a pass over the gradients; gloo can only sum.
         averages = dist.get_backend(group) == "nccl"
@@ -78,14 +82,14 @@ class Bucket:
         self.started = False
 
     @property
+    def syncs(self) -> bool:
+        """Whether this backward reduces it; parameters that do not synchronize keep their share aside."""
+        return any(parameter.path.syncs for parameter in self.parameters)
+
+    @property
     def is_full(self) -> bool:
         """Whether every parameter got its gradient in this backward."""
         return len(self._arrived) == len(self.parameters)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it holds gradients that were not handed out."""
-        return self._flat is not None
 
     def receive(self, index: int) -> None:
         """Take the gradient autograd left on parameter ``index``.
@@ -104,7 +108,7 @@ class Bucket:
             )
         with torch.no_grad():
             if self._flat is None and not self._open_with(index, grad):
-                self._open(index)
+                self._open()
             parameter.compute.grad = None
             self._add(index, grad)
         self._arrived.add(index)
@@ -123,7 +127,7 @@ class Bucket:
         self._work = self._reduction.start(self._flat)
         self.started = True
 
-    def finish(self, without_gradient: set[str]) -> None:
+    def finish(self, without_gradient: Collection[str]) -> None:
         """Wait, and hand the gradients to the stored parameters.
 
         Args:
@@ -132,21 +136,26 @@ class Bucket:
         flat = self._flat
         assert flat is not None
         if self._work is not None:
-            self._work.wait()
+            self._reduction.wait(self._work)
         with torch.no_grad():
+            hook = self._joint_hook
+            if hook is not None:
+                hook(flat)
             if flat.dtype != self._stored_dtype:
                 self._flat = flat.to(self._stored_dtype)
                 self._views.clear()
+            views = [self._view(index) for index in range(len(self.parameters))]
+            content = self._content
+            # Hooks of users may start the next thing with these parameters.
+            self.reset()
             for index, parameter in enumerate(self.parameters):
-                had_gradient = self._content[index] is not _Content.NOTHING
-                if had_gradient or parameter.name not in without_gradient:
-                    _hand_over(parameter, self._view(index))
-        self.reset()
+                missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
+                _hand_over(parameter, None if missing else views[index])
 
     def reset(self) -> None:
         """Forget everything that has arrived."""
         if self._work is not None and not self._work.is_completed():
-            self._work.wait()
+            self._reduction.wait(self._work)
         self._flat = None
         self._views.clear()
         self._work = None
@@ -154,12 +163,19 @@ class Bucket:
         self._content = [_Content.NOTHING] * len(self.parameters)
         self._arrived.clear()
 
+    def give_up(self, index: int) -> None:
+        """Forget what was kept of parameter ``index``."""
+        if self._flat is not None:
+            self._content[index] = _Content.NOTHING
+        if all(content is _Content.NOTHING for content in self._content):
+            self.reset()
+
     def end_backward(self) -> None:
         """Keep what has arrived for the next backward of an accumulation."""
         self._arrived.clear()
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
-        scale = self._reduction.scale
+        scale = self._reduction.scale * self._weight(index)
         assert self._flat is not None
         view = self._view(index)
         content = self._content[index]
@@ -170,26 +186,40 @@ class Bucket:
             _scaled_copy(grad, scale, view)
         else:
             if content is _Content.REDUCED:
-                view.mul_(scale)
+                view.mul_(self._reduction.scale)
             view.add_(grad, alpha=scale)
         self._content[index] = _Content.SCALED
+
+    def _weight(self, index: int) -> float:
+        """What a gradient counts beside the mean over ranks: it may be divided by another factor."""
+        factor = self.parameters[index].path.divide_factor
+        return 1.0 if factor is None else self._reduction.group.size() / factor
+
+    @property
+    def _joint_hook(self) -> AllReduceHook | None:
+        """The all-reduce hook that is set for all parameters; others are called for each by itself."""
+        hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
+        return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
+
+    def follow_settings(self) -> None:
+        """Prepare for what is set for the gradients of its parameters."""
+        joint, syncs = self._joint_hook is not None, self.syncs
+        for parameter in self.parameters:
+            path = parameter.path
+            path.calls_hook = path.all_reduce_hook is not None and not joint
+            path.separate = path.all_reduce_hook is not None or (syncs and not path.syncs)
 
     def _open_with(self, index: int, grad: torch.Tensor) -> bool:
         """Use the gradient of an only parameter as the bucket, if it is one piece of the right dtype."""
         parameter = self.parameters[index]
         fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
-        adds = parameter.compute is not parameter.stored and parameter.stored.grad is not None
-        if len(self.parameters) > 1 or not fits or adds:
+        if len(self.parameters) > 1 or not fits or parameter.stored.grad is not None:
             return False
         self._flat = grad.as_strided((grad.numel(),), (1,))
         return True
 
-    def _open(self, arriving: int | None = None) -> None:
-        """Take the memory of the gradients that an earlier backward left, or new memory.
-
-        Where modules compute with the stored parameters, autograd has added to them: what is ``arriving``
-        holds its earlier gradient, and those that are still to come must lose it to the bucket.
-        """
+    def _open(self) -> None:
+        """Take the memory of the gradients that an earlier backward left, or new memory."""
         grads = [parameter.local_grad for parameter in self.parameters]
         keeps = self._dtype == self._stored_dtype
         self._flat = self._joint_memory(grads) if keeps else None
@@ -198,14 +228,11 @@ class Bucket:
         else:
             self._flat = torch.empty(self._numel, dtype=self._dtype, device=self.parameters[0].compute.device)
         for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-            shared = parameter.compute is parameter.stored
-            if not keeps or grad is None or (shared and index == arriving):
+            if not keeps or grad is None:
                 continue
             if self._content[index] is _Content.NOTHING:
                 self._view(index).copy_(grad)
                 self._content[index] = _Content.REDUCED
-            elif shared:
-                continue
             parameter.stored.grad = None
 
     def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -246,10 +273,19 @@ def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
             out.mul_(scale)
 
 
-def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor) -> None:
+def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None) -> None:
     stored = parameter.stored
+    if parameter.path.is_held:
+        given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
+        if stored.grad is not None:
+            # Autograd has left one there by another way than a forward, the same on all ranks.
+            given = stored.grad if given is None else given.add_(stored.grad)
+        parameter.path.deliver(stored, given)
+        return
+    if grad is None:
+        return
     earlier = parameter.local_grad
-    if earlier is not None and parameter.compute is not stored:
+    if earlier is not None:
         earlier.add_(grad)
         return
     wrapped = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad

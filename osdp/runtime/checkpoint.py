@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from osdp.runtime.blocked import in_blocks_of, in_one_block
+from osdp.runtime.checkpoint_folder import NewCheckpoint, sentence_of, whole_checkpoint
+from osdp.runtime.checkpoint_match import require_same
+from osdp.runtime.replaced import Replaced
+from osdp.runtime.whole_states import MissingAndUnexpected, send_whole
 
 State = dict[str, Any]
 
@@ -48,6 +54,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     Returns:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
+    Replaced().exchange_in(optimizer)  # it may have been made before the model was wrapped
     of_model, of_optimizer = get_state_dict(model, optimizer, options=_FLAT)
     owners = model.owners if isinstance(model, InStages) else {}
     return {
@@ -58,6 +65,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load what :func:`train_state` gave, under any plan."""
+    Replaced().exchange_in(optimizer)
     owners = model.owners if isinstance(model, InStages) else {}
     of_optimizer = _for_copies(state["optimizer"], owners, dict(model.named_parameters()))
     set_state_dict(
@@ -94,8 +102,31 @@ def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -
 
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it."""
-    state_dict_saver.save(train_state(model, optimizer), checkpoint_id=str(path))
+    """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it.
+
+    A checkpoint that the folder has is replaced, by one rename, when the new one is whole on the disk: both
+    have room there, and wherever a rank is killed one of them loads.
+
+    Raises:
+        RuntimeError: A rank could not write, which all of them say; the folder has what it had before.
+        ValueError: ``path`` is no folder of a file system.
+    """
+    new = NewCheckpoint(path)
+    is_fresh = not optimizer.state
+    try:
+        state_dict_saver.save(train_state(model, optimizer), storage_writer=new.writer)
+    except CheckpointException as error:
+        new.drop()
+        raise RuntimeError(
+            f"no checkpoint was saved at {path}, which has what it had before: {sentence_of(error)}"
+        ) from error
+    except Exception:
+        new.drop()
+        raise
+    finally:
+        if is_fresh:
+            optimizer.state.clear()  # torch has counted a step to see which states there will be
+    new.settle()
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -105,16 +136,36 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         path: What :func:`save` wrote, under any plan and world size.
         model: Wrapped under another plan, or plain.
         optimizer: An optimizer of the same class over its parameters.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: It is no whole checkpoint, or one of another model or optimizer; says what differs.
+            Nothing was changed.
+        RuntimeError: A rank could not read a file; what was loaded of it is of no use.
     """
+    metadata = whole_checkpoint(path)
+    is_fresh = not optimizer.state
     state = train_state(model, optimizer)
-    state_dict_loader.load(state, checkpoint_id=str(path))
+    try:
+        require_same(metadata, state, str(path))
+    except ValueError:
+        if is_fresh:
+            optimizer.state.clear()
+        raise
+    try:
+        state_dict_loader.load(state, storage_reader=FileSystemReader(path))
+    except CheckpointException as error:
+        raise RuntimeError(
+            f"{path} was not loaded, and some of the model may be overwritten: {sentence_of(error)}"
+        ) from error
     set_train_state(model, optimizer, state)
 
 
 def whole_state_dict(model: nn.Module) -> State:
     """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others.
 
-    Every rank calls it. It loads into the plain model by ``load_state_dict``.
+    Every rank calls it. It loads into the plain model by ``load_state_dict``, and into a wrapped one by
+    :func:`load_whole_state_dict`.
     """
     if not isinstance(model, InStages):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -127,3 +178,25 @@ def whole_state_dict(model: nn.Module) -> State:
     if dist.get_rank() != 0 or gathered is None:
         return {}
     return {name: value for part in gathered for name, value in part.items()}
+
+
+def load_whole_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
+) -> MissingAndUnexpected:
+    """Load a plain state dict that rank 0 has; the others pass ``{}`` or ``None``.
+
+    Every rank calls it. Tensors are sent one by one, so none but rank 0 holds more than one whole.
+
+    Args:
+        model: Under any plan, in stages, or plain.
+        state_dict: As :func:`whole_state_dict` or the plain model's ``state_dict`` gives it.
+        strict: Whether names that are missing, or that the model has not, are an error.
+
+    Returns:
+        These names.
+
+    Raises:
+        RuntimeError: Names or shapes differ, as for ``nn.Module.load_state_dict``, the same on all ranks;
+            nothing was loaded.
+    """
+    return send_whole(model, state_dict or {}, model.owners if isinstance(model, InStages) else {}, strict)

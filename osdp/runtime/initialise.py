@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.parts import part_of
 from osdp.runtime.owners import Owned
-from osdp.runtime.torch_private import blocks_of_shard, sharded_dim
+from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
 
 Initialiser = Callable[[nn.Module], object]
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.layout import Degrees
 from osdp.runtime.tensor_modules import sharded_parameters
-from osdp.runtime.torch_private import joint_mesh
+from osdp.runtime.torch_private.dtensor import joint_mesh
 
 #: Name of the one mesh axis.
 AXIS = "dp"

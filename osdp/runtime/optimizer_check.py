@@ -1,15 +1,17 @@
-"""Before the first step: does the optimizer keep what the plan was made for?
+"""Before each optimizer step: does the optimizer do what the model and its plan need?
 
-An optimizer is made after the model is wrapped, and nobody hands it to the wrapper. So a pre-hook of
-``torch.optim`` looks at the optimizers of the first step.
+Nobody hands the optimizer to the wrapper, so a pre-hook of ``torch.optim`` looks at each one when it is new:
+whether it was made before the model was wrapped, whether its step is right on shards, whether it keeps more
+than was planned; and until gradients have arrived once, whether there are any.
 """
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,34 +19,70 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from osdp.errors import PlanMismatchError
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
-from osdp.training import Training
+from osdp.runtime.replaced import Replaced, Successor
+from osdp.training import Training, unsupported_step
 
 logger = logging.getLogger(__name__)
 
+#: What ends a refusal of another memory.
+_PLAN_AGAIN = "plan with training=Training.from_optimizer(...) of such an optimizer"
+
 
 class OptimizerCheck:
-    """Compares the optimizers of the first step with the training of a plan.
+    """Looks at the optimizers that step on a model.
 
     Args:
         parameters: The parameters an optimizer sees of the model.
         plan: What it was planned for.
+        replaced: The parameters that the model had before it was wrapped.
+        awaits_backward: Whether the model ran with gradients and no backward has come back to it since.
+        computing: What forwards compute with in place of the parameters, for ``Replaced.exchange_in``.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], plan: Plan | PipelinePlan) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        plan: Plan | PipelinePlan,
+        replaced: Replaced,
+        awaits_backward: Callable[[], bool],
+        computing: Callable[[], Mapping[int, Successor]],
+    ) -> None:
+        self._computing = computing
         self._plan = plan
-        # Weak, and compared by identity: the check may outlive its model, whose ids others get then.
-        self._parameters = {id(p): weakref.ref(p) for p in parameters if p.requires_grad}
-        self._accepted = False
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._replaced = replaced
+        self._awaits_backward = awaits_backward
+        # No weak references: torch swaps no tensor that has one, as ``module.to(...)`` does with DTensors.
+        self._parameters = {id(p): p for p in parameters}
+        #: How many parameters each optimizer had when it was looked at.
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._had_gradients = False
+        self._told_surplus = False
+        _hook_up(self)
 
-    def end_if_accepted(self) -> None:
-        """Take the hook away after the first step; not during it, while torch goes through its hooks."""
-        if self._accepted:
-            self._hook.remove()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at ``optimizer``, which is about to step.
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        Raises:
+            RuntimeError: It cannot step on this model, or there is nothing to step by.
+            PlanMismatchError: It needs more memory than was planned.
+        """
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._known.get(optimizer) != count:
+            self._look_at(optimizer)
+            self._known[optimizer] = sum(len(group["params"]) for group in optimizer.param_groups)
+        if not self._had_gradients:
+            self._look_for_gradients(optimizer)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        self._replaced.exchange_in(optimizer, self._computing())
         if not any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
             return
+        reason = unsupported_step(optimizer)
+        if reason is not None:
+            raise RuntimeError(
+                f"a wrapped model cannot be trained by {reason}. That does not depend on the plan; use "
+                "another optimizer, such as torch.optim.AdamW"
+            )
         training = self._plan.training
         try:
             Training.from_optimizer(optimizer)
@@ -52,15 +90,43 @@ class OptimizerCheck:
             logger.warning(
                 "whether the optimizer fits the plan made for %s is unknown: %s", training.optimizer, error
             )
-        else:
-            spare = self._plan.memory_limit - self._plan.predicted.peak_bytes
-            differences = training.mismatch(optimizer, spare=spare)
-            if differences:
-                raise PlanMismatchError(
-                    [*differences, "plan with training=Training.from_optimizer(...) of such an optimizer"]
-                )
-        self._accepted = True
+            return
+        spare = self._plan.memory_limit - self._plan.predicted.peak_bytes
+        differences = training.mismatch(optimizer, spare=spare)
+        if differences:
+            raise PlanMismatchError([*differences, _PLAN_AGAIN])
+        surplus = training.surplus(optimizer)
+        if surplus is not None and dist.get_rank() == 0 and not self._told_surplus:
+            self._told_surplus = True
+            logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
+
+    def _look_for_gradients(self, optimizer: Optimizer) -> None:
+        self._had_gradients = any(p.grad is not None for p in self._parameters.values())
+        if self._had_gradients or not self._awaits_backward():
+            return
+        if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "the model ran with gradients, but none has arrived in any parameter before this optimizer "
+                "step. Call loss.backward() before it, and without inputs=: each forward computes with what "
+                "is gathered from parameters, so that backward(inputs=...) and torch.autograd.grad do not "
+                "reach these"
+            )
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
-        found = self._parameters.get(id(parameter))
-        return found is not None and found() is parameter
+        return id(parameter) in self._parameters
+
+
+def _hook_up(check: OptimizerCheck) -> None:
+    """Call ``check`` before every optimizer step, as long as it lives.
+
+    The hook of one that is gone stays and does nothing: torch may be going through its hooks when a garbage
+    collection ends it.
+    """
+    reference = weakref.ref(check)
+
+    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        living = reference()
+        if living is not None:
+            living.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

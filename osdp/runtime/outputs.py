@@ -1,33 +1,98 @@
 """The tensors in what a forward returned: to find them, and to free them of being views.
 
 FSDP2 hangs its backward on a hook of each output. On a view (a Linear's output for 3-D inputs is one) an
-in-place operation drops that hook silently, and gradients go wrong; FSDP2 only warns.
+in-place operation drops that hook silently, and gradients go wrong; FSDP2 only warns. What is hidden in an
+object that it does not look into, it misses silently.
 """
 
+import copy
 import dataclasses
+import enum
+from collections import deque
 from collections.abc import Iterator, Mapping
+from types import (
+    AsyncGeneratorType,
+    BuiltinFunctionType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import nn
 
-from osdp.runtime.torch_private import apply_function, is_view
+from osdp.runtime.torch_private.autograd import apply_function, is_view
+
+#: What most outputs hold beside tensors; looked up by exact type, which is fast.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+#: What may refer to tensors that its holder did not return.
+_CLOSED = (type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+#: What makes its values when it is asked for them, after the forward has ended.
+_LATE = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip)
 
 
 def tensors_with_grad(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in ``output`` that a backward can start from, through mappings, sequences and dataclasses."""
-    if isinstance(output, torch.Tensor):
+    """Tensors in ``output`` that a backward can start from, each once, however deep they are.
+
+    Through mappings, sequences, sets and the attributes of objects, dataclasses and caches included.
+    """
+    if isinstance(output, torch.Tensor):  # by far the most common
         if output.requires_grad:
             yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_with_grad(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors_with_grad(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from tensors_with_grad(getattr(output, field.name))
+        return
+    seen: set[int] = set()
+    todo = [output]
+    while todo:
+        value = todo.pop()
+        if type(value) in _PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                yield value
+        elif not isinstance(value, _CLOSED):
+            todo += reversed(list(_inside(value)))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What ``value`` holds: its items if it is a container, and its attributes."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, _CONTAINERS):
+        yield from value
+    yield from _attributes(value).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Attributes of ``value`` itself, those in slots included; properties are not asked."""
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def check_finished(output: Any, fqn: str) -> None:
+    """Raise if ``output`` makes its values after the forward that returned it, without gathered weights.
+
+    Args:
+        output: What a module returned.
+        fqn: Its name; empty for the root.
+
+    Raises:
+        TypeError: It is a generator, a coroutine or the like.
+    """
+    if isinstance(output, _LATE):
+        raise TypeError(
+            f"the forward of {fqn or 'the model'} returns a {type(output).__name__}, which would compute "
+            "after the forward has ended and sharded weights are given up; return what it makes: a list, say"
+        )
 
 
 class _NoView(torch.autograd.Function):
@@ -42,8 +107,8 @@ class _NoView(torch.autograd.Function):
         return grad
 
 
-def free_of_views(_module: nn.Module, _args: object, output: Any) -> Any:
-    """Forward hook: ``output`` with the tensors that are views replaced, in tuples, lists and dicts too."""
+def free_of_views(output: Any) -> Any:
+    """``output`` with the tensors that are views replaced, in tuples, lists, dicts and dataclasses too."""
     if not torch.is_grad_enabled() or not any(is_view(tensor) for tensor in tensors_with_grad(output)):
         return output
     return _replaced(output)
@@ -61,4 +126,9 @@ def _replaced(output: Any) -> Any:
         # In place: a subclass such as a model output of transformers keeps its own fields in step.
         for key, value in list(output.items()):
             output[key] = _replaced(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        # A copy, since it may be frozen, and not by its constructor, which may do more than store.
+        output = copy.copy(output)
+        for field in dataclasses.fields(output):
+            object.__setattr__(output, field.name, _replaced(getattr(output, field.name)))
     return output

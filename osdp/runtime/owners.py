@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from osdp.runtime.torch_private import set_parameter
+from osdp.runtime.torch_private.modules import set_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,12 @@ class Owned:
     Attributes:
         names: Its FQNs, in ``named_parameters`` order.
         places: The distinct modules that register it, each with the name it has there.
+        aliases: For each place the first FQN that leads there; a shared module is one place with several.
     """
 
     names: tuple[str, ...]
     places: tuple[tuple[nn.Module, str], ...]
+    aliases: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -45,14 +47,14 @@ def owned_parameters(model: nn.Module) -> dict[str, Owned]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    owned = [Owned(tuple(found), _places(model, found)) for found in names.values()]
+    owned = [_owned(model, found) for found in names.values()]
     return {entry.name: entry for entry in owned}
 
 
-def _places(model: nn.Module, names: Iterable[str]) -> tuple[tuple[nn.Module, str], ...]:
-    places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+def _owned(model: nn.Module, names: Iterable[str]) -> Owned:
+    names = tuple(names)
+    places: dict[tuple[nn.Module, str], str] = {}
     for fqn in names:
         path, _, name = fqn.rpartition(".")
-        module = model.get_submodule(path)
-        places.setdefault((id(module), name), (module, name))
-    return tuple(places.values())
+        places.setdefault((model.get_submodule(path), name), fqn)
+    return Owned(names, tuple(places), tuple(places.values()))

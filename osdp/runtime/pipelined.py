@@ -24,6 +24,7 @@ from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
 from osdp.runtime.owners import Owned, owned_parameters
 from osdp.runtime.pipeline import Pipeline, Reductions, RunningStage
+from osdp.runtime.plain_states import accept_plain_states, load_into_stages
 from osdp.runtime.shapes import twins_of
 from osdp.runtime.stage import Stage, WholeModel, build_stage, merge
 from osdp.runtime.steps import Steps
@@ -133,12 +134,22 @@ class AppliedPipeline:
                 return found
         return parameter
 
+    def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """By the id of each parameter that a forward computes with its name, and what is stored of it."""
+        return {
+            key: found
+            for running in self.stages.values()
+            for key, found in running.applied.computing().items()
+        }
+
     def stored_parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank as the optimizer sees them, each once."""
         found = [p for running in self.stages.values() for p in running.applied.stored_parameters()]
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale the gradients of all stages so that their joint norm is at most ``max_norm``."""
         copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
         return clip_grad_norm_(
@@ -149,7 +160,13 @@ class AppliedPipeline:
             device=device_of(self.mesh),
             across=self.stage_group,
             copies=copies,
+            error_if_nonfinite=error_if_nonfinite,
         )
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Never: a step is a forward and a backward."""
+        return False
 
     @property
     def owners(self) -> dict[str, str]:
@@ -164,13 +181,9 @@ class AppliedPipeline:
         """
         raise RuntimeError("stages accumulate inside a step: pass train_step(..., num_microbatches=)")
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Not for stages.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        self.no_sync()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load a state dict of the whole model; all ranks of a pipeline call it."""
+        return load_into_stages(self.model, state_dict, strict, self.plan.ties, self.stage_group)
 
     def train(self, mode: bool) -> None:
         """Set the training mode of all stages."""
@@ -236,6 +249,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
             for entry in others:
                 entry.register(first.parameter)
     merge(model, homes, plan.modules)
+    accept_plain_states(model)
     _forbid_cache(model)
     return AppliedPipeline(model, plan, mesh, stages)
 

@@ -1,27 +1,111 @@
 """Modules whose activations are not kept but computed again in backward.
 
-torch's composable ``checkpoint`` does it with hooks: non-reentrant, with the random numbers of the first
-time, and without a change of names. It comes before ``fully_shard``, whose hooks then see the recomputation
-as the forward it is.
+torch's non-reentrant ``checkpoint`` does it, between the first of the module's pre-hooks and the first of its
+hooks, so that neither its names nor its type change. It comes before ``fully_shard``, whose hooks then see
+the second run as the forward it is. Hooks that users give the module or those in it run in both, as the
+forward does; :mod:`osdp.runtime.replay` lets the second find what the first found, and count for nothing.
 """
 
 import logging
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from osdp.plan import Plan
+from osdp.runtime.replay import KnownTensors, Snapshot
+from osdp.runtime.torch_private.checkpointing import checkpointed
 
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: nn.Module, plan: Plan) -> None:
-    """Recompute the modules that ``plan`` names."""
-    from torch.distributed._composable.checkpoint_activation import checkpoint
-
+def recompute(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Recompute the modules that ``plan`` names, which run on ``device``."""
     for fqn in plan.recomputed:
-        checkpoint(model.get_submodule(fqn))
-    config = getattr(model, "config", None)
-    if plan.recomputed and config is not None and getattr(config, "use_cache", False):
+        module = model.get_submodule(fqn)
+        recomputed = _Recomputed(module, device)
+        before, after = torch.compiler.disable(recomputed.before), torch.compiler.disable(recomputed.after)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, prepend=True, always_call=True)
+        # Compiled code saves other tensors in a first run inside a larger graph than in a second one alone.
+        setattr(module, "forward", torch.compiler.disable(module.forward))  # noqa: B010
+    # Parts may have configurations of their own, as T5's encoder and decoder do.
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    if plan.recomputed and caching:
         # A cache of keys and values would be filled again by the recomputation.
         logger.warning("use_cache=True does not go with recomputation; it is set to False")
-        config.use_cache = False
+        for config in caching:
+            config.use_cache = False
+
+
+class _Recomputed:
+    """What happens around a forward of a recomputed module."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._modules = tuple(module.modules())
+        self._device = device
+        self._known = KnownTensors()
+        self._running: list[Generator[None, None, None]] = []
+        self._runs_again = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """From here on nothing is saved, if a backward can follow."""
+        if self._runs_again or not torch.is_grad_enabled():
+            return
+        snapshot = Snapshot(self._modules, (*args, *kwargs.values()), self._device, self._known)
+        contexts = _First(snapshot), _Again(self, snapshot)
+        running = checkpointed(module, args, kwargs, contexts)
+        next(running)
+        self._running.append(running)
+
+    def after(self, _module: nn.Module, _args: object, output: Any) -> None:
+        """The forward has ended, or has failed."""
+        if self._runs_again or not self._running:
+            return
+        running = self._running.pop()
+        if output is None and sys.exc_info()[0] is not None:  # torch calls it so when the forward raised
+            running.close()
+        else:
+            next(running, None)
+
+    @contextmanager
+    def again(self, snapshot: Snapshot) -> Iterator[None]:
+        """Within it the module runs for the second time."""
+        self._runs_again = True
+        try:
+            with snapshot.replayed():
+                yield
+        finally:
+            self._runs_again = False
+
+
+class _First(AbstractContextManager[None]):
+    """Around the first run of a forward."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._snapshot.settle()
+
+
+class _Again(AbstractContextManager[None]):
+    """Around each further run, of which there are as many as backwards through the same graph."""
+
+    def __init__(self, recomputed: _Recomputed, snapshot: Snapshot) -> None:
+        self._recomputed = recomputed
+        self._snapshot = snapshot
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._recomputed.again(self._snapshot)
+        self._entered.append(context)
+        context.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)

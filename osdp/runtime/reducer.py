@@ -1,8 +1,10 @@
 """The buckets of a model: which unit is in which, and in which order their all-reduces start."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.plan import Plan
 from osdp.runtime.buckets import Bucket, Reduction
@@ -32,11 +34,6 @@ class GradientReducer:
         self._places: dict[str, tuple[Bucket, int]] = {}
         self.rebuild()
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether an accumulation is under way."""
-        return any(bucket.is_open for bucket in self.buckets)
-
     def rebuild(self) -> None:
         """Form the buckets anew, from the parameters that are trainable now."""
         buckets = []
@@ -54,29 +51,43 @@ class GradientReducer:
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
         }
+        self.follow_settings()
 
-    def receive(self, parameter: ReplicatedParameter, *, reduces: bool) -> None:
-        """Take the gradient autograd left on ``parameter``; start what is full if this backward reduces."""
+    def receive(self, parameter: ReplicatedParameter) -> None:
+        """Take the gradient autograd left on ``parameter``; start what is full, in order."""
         bucket, index = self._places[parameter.name]
         bucket.receive(index)
-        if reduces and bucket.is_full:
+        if bucket.is_full:
             self._start_full()
 
-    def start_rest(self) -> None:
-        """At the end of a backward that reduces: start every bucket that waits for a gradient."""
-        while self._next < len(self.buckets):
-            self._start_next()
+    def give_up(self, parameter: ReplicatedParameter) -> None:
+        """Forget what an accumulation has kept of ``parameter``."""
+        bucket, index = self._places[parameter.name]
+        bucket.give_up(index)
 
-    def finish(self, without_gradient: set[str]) -> None:
+    def start_rest(self, without_gradient: Collection[str]) -> None:
+        """At the end of a backward: start the buckets that wait for a gradient.
+
+        Those stay away of which all parameters are in ``without_gradient``, on all ranks.
+        """
+        for bucket in self.buckets[self._next :]:
+            if bucket.syncs and any(p.name not in without_gradient for p in bucket.parameters):
+                bucket.start()
+        self._next = len(self.buckets)
+
+    def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for all buckets and hand out the gradients, except to ``without_gradient``."""
-        for bucket in self.buckets:
-            bucket.finish(without_gradient)
         self._next = 0
-
-    def end_backward(self) -> None:
-        """At the end of a backward that does not reduce."""
         for bucket in self.buckets:
-            bucket.end_backward()
+            if bucket.started:
+                bucket.finish(without_gradient)
+            else:
+                bucket.end_backward()
+
+    def follow_settings(self) -> None:
+        """Prepare for what is set for the gradients of the parameters."""
+        for bucket in self.buckets:
+            bucket.follow_settings()
 
     def reset(self) -> None:
         """Forget all gradients that were not handed out."""
@@ -85,12 +96,13 @@ class GradientReducer:
         self._next = 0
 
     def _start_full(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].is_full:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        self.buckets[self._next].start()
-        self._next += 1
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.syncs:
+                if not bucket.is_full:
+                    return
+                bucket.start()
+            self._next += 1
 
 
 def replicated_units(
@@ -114,3 +126,18 @@ def replicated_units(
         for unit in units
     )
     return tuple(members for members in found if members)
+
+
+def gradient_group(mesh: DeviceMesh, *, beside_shards: bool) -> dist.ProcessGroup:
+    """The group replicated gradients are reduced in.
+
+    Beside sharded units it is one of its own: the two kinds of collectives come in no common order.
+    """
+    group: dist.ProcessGroup = mesh.get_group()
+    if not beside_shards or mesh.size() == 1:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    own: dist.ProcessGroup = dist.new_group(
+        ranks, backend=dist.get_backend(group), use_local_synchronization=True
+    )
+    return own

@@ -15,7 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from osdp.runtime.gradients import GradientPath
 from osdp.runtime.owners import Owned
+from osdp.runtime.torch_private.autograd import version_of
+from osdp.runtime.torch_private.dtensor import data_pointer
 
 
 class ReplicatedParameter:
@@ -24,14 +27,15 @@ class ReplicatedParameter:
     Attributes:
         owned: Where it is registered.
         stored: What the optimizer sees.
-        compute: What forward and backward use; the same object if a plain tensor is stored as is.
+        compute: What forward and backward use; never what is stored, whose hooks and gradient autograd would
+            reach before the reduction.
+        path: How its gradient gets to the optimizer.
     """
 
-    def __init__(
-        self, owned: Owned, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, owned: Owned, compute_dtype: torch.dtype | None) -> None:
         self.owned = owned
         self.stored = owned.parameter
+        self.path = GradientPath()
         local = self.local
         self._copied = -1
         self._casts = compute_dtype is not None and local.is_floating_point() and local.dtype != compute_dtype
@@ -39,10 +43,8 @@ class ReplicatedParameter:
             copy = torch.empty_like(local, dtype=compute_dtype)
             self.compute = nn.Parameter(copy, requires_grad=self.stored.requires_grad)
             _free(self.compute)
-        elif isinstance(self.stored, DTensor) or reduce_dtype not in (None, local.dtype):
-            self.compute = nn.Parameter(local, requires_grad=self.stored.requires_grad)
         else:
-            self.compute = self.stored
+            self.compute = nn.Parameter(local, requires_grad=self.stored.requires_grad)
 
     @property
     def name(self) -> str:
@@ -66,32 +68,27 @@ class ReplicatedParameter:
 
     def swap_in(self) -> None:
         """Register what is computed with."""
-        if self.compute is self.stored:
-            return
         if self.compute.requires_grad != self.stored.requires_grad:
             self.compute.requires_grad_(self.stored.requires_grad)
         if self._casts:
             _allocate(self.compute)
             self._copy()
-        elif self.compute.data_ptr() != self.local.data_ptr():
+        elif self.compute.data_ptr() != data_pointer(self.stored):
             self.compute.data = self.local  # somebody gave it other storage
         self.owned.register(self.compute)
 
     def refresh(self) -> None:
         """Copy the stored values again if an optimizer changed them since."""
-        if self._casts and self.local._version != self._copied:
+        if self._casts and version_of(self.stored) != self._copied:
             self._copy()
 
     def _copy(self) -> None:
         # Through ``data``: saved tensors of a pending backward must not see a new version.
-        local = self.local
-        self.compute.data.copy_(local)
-        self._copied = local._version
+        self.compute.data.copy_(self.local)
+        self._copied = version_of(self.stored)
 
     def swap_out(self) -> None:
         """Register what is stored."""
-        if self.compute is self.stored:
-            return
         if self._casts:
             _free(self.compute)
         self.owned.register(self.stored)
@@ -153,8 +150,7 @@ def replicate(
             local = local.to(device)
             torch.distributed.broadcast(local, group=mesh.get_group(), group_src=0)
         value = local if stored_on is None else _stored(local, old, stored_on)
-    if stored_on is None and value.data_ptr() == old.data_ptr():
-        return old
+    # A new one even where the values stay where they are: see osdp.runtime.replaced.
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     owned.register(new)
     return new

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from osdp.comm.fake_tensors import FakeTensors
 from osdp.runtime.absent import absent
 
 
@@ -39,7 +39,7 @@ class _Handed:
 class Twin:
     """Stands in for modules that are alike; made by :func:`twins_of`."""
 
-    def __init__(self, module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, mode: FakeTensors, dtype: torch.dtype | None) -> None:
         self._mode = mode
         self._templates: dict[object, _Template] = {}
         with mode:
@@ -115,7 +115,7 @@ def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | No
         modules: FQNs.
         dtype: What parameters are computed in; their own if ``None``.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensors()
     made: dict[object, Twin] = {}
     found = {}
     for name in modules:

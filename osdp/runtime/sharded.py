@@ -1,34 +1,42 @@
 """Sharded units: ``fully_shard`` in the right order, and which of their parameters got a gradient.
 
 FSDP2 does the sharding. What is added is the knowledge it lacks: a parameter without a gradient on one rank
-makes that rank's reduce-scatter a different one, and units that run in different orders on different ranks
-exchange each other's weights, both silently. So every unsharded parameter reports its gradients, and units
-log the order they run in.
+makes that rank's reduce-scatter a different one, silently, and a unit that stayed whole after a forward does
+not notice that an optimizer has changed its shards. So every unsharded parameter reports its gradients, and
+units know the version of what they gathered. That units run in one order on all ranks is the business of
+:mod:`osdp.runtime.lockstep`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.collectives import set_route
 from osdp.comm.groups import Meshes
+from osdp.layout import is_inside
 from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.arguments import keep_identity
-from osdp.runtime.outputs import free_of_views
+from osdp.runtime.gradients import GradientPath, num_ranks
 from osdp.runtime.owners import Owned
 from osdp.runtime.reports import reporter
-from osdp.runtime.torch_private import blocks_of_shard, in_backward, sharded_dim
+from osdp.runtime.torch_private.autograd import version_of
+from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
+from osdp.runtime.torch_private.fsdp import (
+    drop_kept_gradient,
+    parameter_groups,
+    sharding_state,
+    unsharded_parameters,
+)
+from osdp.runtime.unit_outputs import UnitOutputs
 from osdp.runtime.validate import fsdp_units, wrap_order
 
 
@@ -54,23 +62,23 @@ def shard_units(
     units = fsdp_units(plan)
     for unit in wrap_order(units):
         before_unit([name for operator in unit.operators for name in names[operator]])
-        _shard([model.get_submodule(fqn) for fqn in unit.modules], unit, meshes, policy, replicated)
+        _shard({fqn: model.get_submodule(fqn) for fqn in unit.modules}, unit, meshes, policy, replicated)
     root = next((unit for unit in units if unit.root), None)
     if root is not None:
         before_unit([name for operator in root.operators for name in names[operator]])
-    _shard([model], root, meshes, policy, replicated)
+    _shard({"": model}, root, meshes, policy, replicated)
 
 
 def _shard(
-    modules: list[nn.Module],
+    named: Mapping[str, nn.Module],
     unit: Unit | None,
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
 ) -> None:
     """``fully_shard`` one unit; ``None`` is a root with nothing left in it."""
-    for module in modules:
-        module.register_forward_hook(torch.compiler.disable(free_of_views))
+    UnitOutputs(named).register()
+    modules = list(dict.fromkeys(named.values()))
     target: Any = modules[0] if len(modules) == 1 else modules
     has_parts = any(isinstance(p, DTensor) for module in modules for p in module.parameters())
     is_hybrid = unit is not None and unit.mode is Mode.HYBRID_SHARD
@@ -117,6 +125,7 @@ class ShardedParameter:
     def __init__(self, owned: Owned, unit: int) -> None:
         self.owned = owned
         self.stored = owned.parameter
+        self.path = GradientPath()
         self.unit = unit
         self.compute: nn.Parameter | None = None
         self.reports = False
@@ -127,6 +136,87 @@ class ShardedParameter:
         return self.owned.name
 
 
+class ShardedUnit:
+    """A unit that FSDP2 shards.
+
+    Attributes:
+        modules: FQNs of the modules that were wrapped together; of the root's unit the empty one.
+        parameters: Its parameters.
+        state: FSDP2's state of these modules.
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, model: nn.Module, unit: Unit, parameters: Sequence[ShardedParameter]) -> None:
+        self.modules = ("",) if unit.root else unit.modules
+        self.parameters = tuple(parameters)
+        wrapped = model.get_submodule(self.modules[0])
+        self.state = sharding_state(wrapped)
+        (self.group,) = parameter_groups(wrapped)
+        self._gathered: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are gathered."""
+        return bool(self.group.is_unsharded)
+
+    def gather(self, *, async_op: bool = False) -> None:
+        """Start to gather its parameters, or do it."""
+        self.group.unshard(async_op=async_op)
+        if not async_op:
+            self.group.wait_for_unshard()
+            self.note_version()
+
+    def reshard(self) -> None:
+        """Give up the whole parameters."""
+        self.group.reshard()
+
+    def reshard_after_forward(self, reshards: bool) -> None:
+        """Whether it is resharded between forward and backward, whatever was planned."""
+        self.state._auto_reshard_after_forward = False
+        self.group.post_forward_mesh_info = self.group.mesh_info if reshards else None
+
+    def note_version(self) -> None:
+        """Remember what was gathered, while that stays whole."""
+        self._gathered = self._version
+
+    def reshard_if_stale(self) -> None:
+        """Give up the whole parameters if an optimizer, or anything else in place, has changed the shards."""
+        if self.is_whole and self._gathered is not None and self._gathered != self._version:
+            self.reshard()
+
+    def follow_settings(self) -> None:
+        """Let FSDP2, or what comes after it, do what is set for the gradients of the parameters."""
+        paths = [parameter.path for parameter in self.parameters if parameter.stored.requires_grad]
+        if not paths:
+            return
+        group, syncs = self.group, any(path.syncs for path in paths)
+        factors = {path.divide_factor for path in paths}
+        hooks = {id(path.all_reduce_hook) for path in paths}
+        group.reduce_grads = group.all_reduce_grads = syncs
+        group.gradient_divide_factor = paths[0].divide_factor if len(factors) == 1 else None
+        group._all_reduce_hook = paths[0].all_reduce_hook if len(hooks) == 1 else None
+        if group.gradient_divide_factor is not None and self.parameters[0].stored.device.type == "cpu":
+            # For a factor FSDP2 asks for PREMUL_SUM in float32 and bfloat16, which gloo does not have.
+            group.force_sum_reduction_for_comms = True
+        for parameter in self.parameters:
+            path, ranks = parameter.path, num_ranks(parameter.stored)
+            apart = len(factors) > 1 and path.divide_factor is not None
+            path.scale = ranks / path.divide_factor if apart and path.divide_factor else 1.0
+            path.calls_hook = len(hooks) > 1 and path.all_reduce_hook is not None
+            path.separate = path.scale != 1.0 or path.calls_hook or (syncs and not path.syncs)
+
+    def count_unused_as_zero(self, unused: bool) -> None:
+        """Whether parameters without a gradient take part in the reduction as zeros.
+
+        Of a unit of which no parameter has one there is nothing to reduce.
+        """
+        self.group.reduce_scatter_unused_params = unused
+
+    @property
+    def _version(self) -> int:
+        return sum(version_of(parameter.stored) for parameter in self.parameters)
+
+
 class ShardedParameters:
     """The sharded parameters of a model.
 
@@ -135,6 +225,10 @@ class ShardedParameters:
         units: The sharded units of its plan.
         parameters: Their parameters.
         on_gradient: Called with each parameter when autograd has left a gradient on it.
+
+    Attributes:
+        parameters: All of them.
+        units: The units.
     """
 
     def __init__(
@@ -145,73 +239,107 @@ class ShardedParameters:
         on_gradient: Callable[[ShardedParameter], None],
     ) -> None:
         self.parameters = tuple(parameters)
-        self._model = model
-        self._modules = [unit.modules if not unit.root else ("",) for unit in units]
+        self.units = tuple(
+            ShardedUnit(model, unit, [p for p in parameters if p.unit == index])
+            for index, unit in enumerate(units)
+        )
         self._on_gradient = on_gradient
-        self._in_root: list[ShardedParameter] = []
-        if ("",) in self._modules:
-            # It stays: the root's hooks are settled when its own first hook asks to watch again.
-            model.register_forward_pre_hook(torch.compiler.disable(self._find_in_root))
+        self._silent: tuple[ShardedParameter, ...] = ()
+        self._touched: set[int] = set()
+        self._made = False
         self.watch()
 
     def watch(self) -> None:
-        """Find the unsharded parameters the next time each unit runs, and make them report.
+        """Let all that are trainable now report their gradients, once they are found."""
+        self._silent = tuple(p for p in self.parameters if p.stored.requires_grad and not p.reports)
 
-        The hooks remove themselves: a step pays only for the reports.
-        """
-        for unit, fqns in enumerate(self._modules):
-            mine = [parameter for parameter in self.parameters if parameter.unit == unit]
-            if fqns == ("",):
-                self._in_root = mine
-                continue
-            handles: list[RemovableHandle] = []
-            for fqn in fqns:
-                find = torch.compiler.disable(self._finder(mine, handles))
-                handles.append(self._model.get_submodule(fqn).register_forward_pre_hook(find))
-
-    def log_order(self, log: list[str]) -> None:
-        """Append to ``log`` whenever a unit's module starts a forward that a backward will follow."""
-
-        def hook_for(fqn: str) -> Callable[..., None]:
-            def note(*_: object) -> None:
-                if torch.is_grad_enabled() and not in_backward():
-                    log.append(fqn)
-
-            return note
-
-        for fqns in self._modules:
-            for fqn in fqns:
-                self._model.get_submodule(fqn).register_forward_pre_hook(
-                    torch.compiler.disable(hook_for(fqn))
-                )
-
-    def _find_in_root(self, *_: object) -> None:
-        self._find(self._in_root)
-        self._in_root = []
-
-    def _finder(
-        self, parameters: Sequence[ShardedParameter], handles: list[RemovableHandle]
-    ) -> Callable[..., None]:
-        def find(*_: object) -> None:
-            for handle in handles:
-                handle.remove()
-            self._find(parameters)
-
-        return find
-
-    def _find(self, parameters: Sequence[ShardedParameter]) -> None:
-        for parameter in parameters:
-            parameter.compute = parameter.owned.parameter
-            if parameter.compute.requires_grad and not parameter.reports:
+    def find(self) -> None:
+        """After a forward: make the whole parameters report that FSDP2 has made since the last one."""
+        if not self._silent:
+            return
+        whole = {
+            id(stored): computed
+            for unit in {parameter.unit for parameter in self._silent}
+            for stored, computed in unsharded_parameters(self.units[unit].group)
+        }
+        for parameter in self._silent:
+            parameter.compute = whole[id(parameter.stored)]
+            if parameter.compute is not None and parameter.compute.requires_grad:
                 parameter.compute.register_post_accumulate_grad_hook(
-                    reporter(self, parameter, lambda mine, its: mine._on_gradient(its))
+                    reporter(self, parameter, ShardedParameters._receive)
                 )
                 parameter.reports = True
+        self.watch()
+
+    def note_versions(self) -> None:
+        """Remember what the units that stay whole were gathered from."""
+        for unit in self.units:
+            if unit.is_whole:
+                unit.note_version()
+
+    def reshard_stale(self) -> None:
+        """Let units whose shards have changed since be gathered again."""
+        for unit in self.units:
+            unit.reshard_if_stale()
+
+    def prepare_for_inference_mode(self) -> None:
+        """Before a first forward in inference mode: make whole parameters that training can use later.
+
+        FSDP2 makes them at the first gather; made in inference mode autograd could not save them.
+        """
+        if not torch.is_inference_mode_enabled() or self._made:
+            return
+        with torch.inference_mode(False):
+            for unit in self.units:
+                unit.gather()
+                unit.reshard()
+        self._made = True
+
+    def end_backward(self) -> None:
+        """What was reduced waits for its next gradient; what was kept is still to be reduced, as a whole."""
+        for index in [index for index in self._touched if self.units[index].group.reduce_grads]:
+            self.units[index].count_unused_as_zero(False)
+            self._touched.remove(index)
+
+    def reset(self) -> None:
+        """After a failed backward nothing is to be reduced."""
+        for index in self._touched:
+            self.units[index].count_unused_as_zero(False)
+        self._touched.clear()
+
+    def give_up(self, parameter: ShardedParameter) -> None:
+        """Forget what an accumulation has kept of ``parameter``."""
+        drop_kept_gradient(self.units[parameter.unit].group, parameter.stored)
+
+    def _receive(self, parameter: ShardedParameter) -> None:
+        if parameter.unit not in self._touched:
+            self._touched.add(parameter.unit)
+            self.units[parameter.unit].count_unused_as_zero(True)
+        self._on_gradient(parameter)
 
 
-def count_unused_as_zero(root: nn.Module) -> bool:
-    """Let FSDP2 reduce zeros for parameters without a gradient; whether this torch can."""
-    if not isinstance(root, FSDPModule) or not hasattr(root, "set_reduce_scatter_unused_params"):
-        return False
-    root.set_reduce_scatter_unused_params(True)
-    return True
+def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """For each module the wrapped modules around it whose units hold parameters of it, the outermost first.
+
+    FSDP2 gathers these in the forward of the wrapped module; a module inside that is called by itself would
+    compute with shards.
+    """
+    found: dict[nn.Module, dict[str, nn.Module]] = {}
+    for unit in units:
+        names = {name for parameter in unit.parameters for name in parameter.owned.names}
+        for wrapped in unit.modules:
+            for name in names:
+                if not is_inside(name, wrapped):
+                    continue
+                # The module that registers the parameter, and those between it and the wrapped one.
+                inner = name.rpartition(".")[0]
+                while inner != wrapped:
+                    outer = model.get_submodule(wrapped)
+                    found.setdefault(model.get_submodule(inner), {})[wrapped] = outer
+                    inner = inner.rpartition(".")[0]
+    return {module: tuple(outer[name] for name in sorted(outer, key=len)) for module, outer in found.items()}
+
+
+def can_count_unused_as_zero(root: nn.Module) -> bool:
+    """Whether FSDP2 can reduce zeros for parameters without a gradient, which this torch may lack."""
+    return hasattr(root, "set_reduce_scatter_unused_params")

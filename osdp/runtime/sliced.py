@@ -16,9 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from osdp.layout import is_inside, shard_numel
 from osdp.plan import Decision, Plan
+from osdp.runtime.gradients import GradientPath, num_ranks
 from osdp.runtime.owners import Owned
 from osdp.runtime.reports import reporter
+from osdp.runtime.slices import compute_with
 from osdp.runtime.split_modules import Slicing, check_slicing, kind_of, slice_along, sliced, sliced_dim
+from osdp.runtime.torch_private.dtensor import wrap_like
 
 #: The one parameter that is cut.
 _WEIGHT = "weight"
@@ -110,10 +113,23 @@ def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class SlicedParameter:
-    """A weight that is sharded for slices; modules compute with what is stored."""
+    """A weight that is sharded for slices: a DTensor, of which operators compute with this rank's part.
+
+    Attributes:
+        owned: Where it is registered.
+        stored: What the optimizer sees.
+        compute: This rank's part as a plain parameter, in the same memory.
+        path: How its gradient gets to the optimizer.
+    """
 
     def __init__(self, owned: Owned) -> None:
         self.owned = owned
+        self.stored = owned.parameter
+        self.compute = nn.Parameter(self._local, requires_grad=self.stored.requires_grad)
+        compute_with(self.stored, self.compute)
+        self.path = GradientPath()
+        #: What was gathered for reading.
+        self.whole: nn.Parameter | None = None
 
     @property
     def name(self) -> str:
@@ -121,14 +137,40 @@ class SlicedParameter:
         return self.owned.name
 
     @property
-    def stored(self) -> nn.Parameter:
-        """What the optimizer sees."""
-        return self.owned.parameter
+    def _local(self) -> torch.Tensor:
+        stored: torch.Tensor = self.stored
+        assert isinstance(stored, DTensor)
+        with torch.no_grad():
+            return stored.to_local()
 
-    @property
-    def compute(self) -> nn.Parameter:
-        """What forward and backward use."""
-        return self.owned.parameter
+    def take_gradient(self) -> None:
+        """Add what autograd has left on this rank's part to the gradient of the whole."""
+        grad, self.compute.grad = self.compute.grad, None
+        assert isinstance(self.stored, DTensor)
+        if grad is None:
+            return
+        with torch.no_grad():
+            if self.stored.grad is None:
+                self.stored.grad = wrap_like(grad, self.stored)
+            else:
+                self.stored.grad.add_(wrap_like(grad, self.stored))
+
+    def gather(self) -> None:
+        """Register the whole weight, for whoever wants to read it; it is never computed with."""
+        if self.owned.parameter is self.stored:
+            shard = self.stored.detach()
+            assert isinstance(shard, DTensor)
+            whole = shard.full_tensor()
+            self.whole = nn.Parameter(whole, requires_grad=self.stored.requires_grad)
+            self.owned.register(self.whole)
+
+    def reshard(self) -> None:
+        """Register what is stored, and compute with it."""
+        if self.owned.parameter is not self.stored:
+            self.owned.register(self.stored)
+            self.whole = None
+        if self.compute.data_ptr() != self._local.data_ptr():
+            self.compute.data = self._local  # somebody gave it other storage
 
 
 class SlicedParameters:
@@ -149,11 +191,28 @@ class SlicedParameters:
     def watch(self) -> None:
         """Report the gradients of all that are trainable now."""
         for parameter in self.parameters:
-            if parameter.stored.requires_grad and id(parameter) not in self._watched:
-                parameter.stored.register_post_accumulate_grad_hook(
-                    reporter(self, parameter, lambda mine, its: mine._on_gradient(its))
+            if parameter.compute.requires_grad and id(parameter) not in self._watched:
+                parameter.compute.register_post_accumulate_grad_hook(
+                    reporter(self, parameter, SlicedParameters._receive)
                 )
                 self._watched.add(id(parameter))
+
+    def _receive(self, parameter: SlicedParameter) -> None:
+        self._on_gradient(parameter)
+        parameter.take_gradient()
+
+    def reshard(self) -> None:
+        """Register what is stored of all of them."""
+        for parameter in self.parameters:
+            parameter.reshard()
+
+    def follow_settings(self) -> None:
+        """Prepare for what is set for their gradients; each backward reduces them, slice by slice."""
+        for parameter in self.parameters:
+            path, ranks = parameter.path, num_ranks(parameter.stored)
+            path.scale = 1.0 if path.divide_factor is None else ranks / path.divide_factor
+            path.calls_hook = path.all_reduce_hook is not None
+            path.separate = path.scale != 1.0 or path.calls_hook or not path.syncs
 
 
 def _sliced_decisions(plan: Plan) -> Iterator[Decision]:

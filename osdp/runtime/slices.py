@@ -12,17 +12,40 @@ part of a weight would take two parameters in place of one, with other names and
 moves as many bytes as a replicated one, a gather and a reduce-scatter being an all-reduce, and stores less.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp.comm.collectives import exchange
+from osdp.comm.collectives import exchange, scatter_sum
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.layout import padded_numel, shard_numel, slice_bounds
+
+#: The attribute of a weight that holds what is computed with in its place.
+_LOCAL = "_osdp_local"
+
+
+class Turns(Protocol):
+    """What an operator in slices asks before its collectives, and to wait for them."""
+
+    def before_forward(self, sliced: "SlicedWeight") -> None:
+        """Return when it is the turn of a forward on all ranks."""
+
+    def before_backward(
+        self, sliced: "SlicedWeight", *, needs_x: bool, needs_weight: bool, kept: bool
+    ) -> None:
+        """Return when it is the turn of a backward on all ranks."""
+
+    def wait(self, start: Callable[[], dist.Work | None]) -> None:
+        """Run a collective to its end."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether collectives are waited for on the host."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class SlicedWeight:
         prefetch: Whether the next slice is gathered while one computes: two are whole then.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
         num_kept: How many slices, the last ones, stay gathered from forward to backward.
+        turns: Who knows when all ranks run the operator; ``None`` if all run it anyway.
     """
 
     sliced_dim: int
@@ -50,6 +74,7 @@ class SlicedWeight:
     prefetch: bool = False
     by_exchange: bool = False
     num_kept: int = 0
+    turns: Turns | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_kept <= len(self.bounds):
@@ -67,6 +92,7 @@ class SlicedWeight:
         prefetch: bool = False,
         by_exchange: bool = False,
         num_kept: int = 0,
+        turns: Turns | None = None,
     ) -> "SlicedWeight":
         """The slices of ``weight``, a plain matrix or a DTensor that is sharded along the other dimension.
 
@@ -89,13 +115,47 @@ class SlicedWeight:
         bounds = slice_bounds(weight.shape[sliced_dim], num_slices)
         size = weight.shape[1 - sliced_dim]
         return cls(
-            sliced_dim, bounds, size, group, dtype, reduce_dtype or dtype, prefetch, by_exchange, num_kept
+            sliced_dim,
+            bounds,
+            size,
+            group,
+            dtype,
+            reduce_dtype or dtype,
+            prefetch,
+            by_exchange,
+            num_kept,
+            turns if group is not None else None,
         )
 
     @property
     def num_shards(self) -> int:
         """Ranks that hold a part of each slice."""
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def before_forward(self) -> None:
+        """Wait for the turn of a forward."""
+        if self.turns is not None:
+            self.turns.before_forward(self)
+
+    def before_backward(self, *, needs_x: bool, needs_weight: bool, kept: bool) -> None:
+        """Wait for the turn of a backward.
+
+        Args:
+            needs_x: Whether slices are gathered again.
+            needs_weight: Whether gradients are scattered.
+            kept: Whether some slices are still there.
+        """
+        if self.turns is not None:
+            self.turns.before_backward(self, needs_x=needs_x, needs_weight=needs_weight, kept=kept)
+
+    def wait(self, start: Callable[[], dist.Work | None]) -> None:
+        """Run a collective to its end."""
+        if self.turns is not None:
+            self.turns.wait(start)
+            return
+        work = start()
+        if work is not None:
+            work.wait()
 
     def whole_slices(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor] | None = None
@@ -176,9 +236,16 @@ class SlicedWeight:
         if self.by_exchange:
             exchange(mine, whole, dist.ReduceOp.SUM, self.group)
         else:
-            reduce_scatter(mine, whole, group=self.group)
+            self._reduce(mine, whole)
         held = target if self.sliced_dim == 1 else target.t()
         held.copy_(mine[: held.shape[0]])
+
+    def _reduce(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        assert self.group is not None
+        if self.turns is not None and self.turns.waits:
+            scatter_sum(mine, whole, dist.ReduceOp.SUM, self.group, self.turns.wait)
+        else:
+            reduce_scatter(mine, whole, group=self.group)
 
     def _part(self, local: torch.Tensor, index: int) -> torch.Tensor:
         start, stop = self.bounds[index]
@@ -199,7 +266,21 @@ class _Gathering:
     def wait(self) -> torch.Tensor:
         """The slice, in the weight's own orientation."""
         if self._work is not None:
-            self._work.wait()
+            self._sliced.wait(lambda: self._work)
             self._source = None
         whole = self._whole[: self._sliced.sharded_size]
         return whole if self._sliced.sliced_dim == 1 else whole.t()
+
+
+def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
+    """Let operators in slices compute with ``local``, this rank's part of ``weight``; it gets the gradients.
+
+    Under a plan: anomaly detection, for one, has no rule for DTensors.
+    """
+    setattr(weight, _LOCAL, local)
+
+
+def local_of(weight: DTensor) -> torch.Tensor:
+    """This rank's part of ``weight``, whose gradient gets to it."""
+    local: torch.Tensor | None = getattr(weight, _LOCAL, None)
+    return weight.to_local() if local is None else local

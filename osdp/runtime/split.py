@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from osdp.runtime.slices import SlicedWeight
+from osdp.runtime.slices import SlicedWeight, Turns, local_of
 
 
 def split_linear(
@@ -36,6 +36,7 @@ def split_linear(
     prefetch: bool = False,
     by_exchange: bool = False,
     num_kept: int = 0,
+    turns: Turns | None = None,
 ) -> torch.Tensor:
     """``F.linear(x, weight, bias)`` in slices.
 
@@ -53,19 +54,21 @@ def split_linear(
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
         num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
             recomputed, whose backward comes right after.
+        turns: Who knows when all ranks run the operator.
 
     Returns:
         Output of shape ``(..., out_features)``.
 
     Raises:
-        ValueError: ``by`` is unknown, the weight cannot be cut so, the shapes do not fit, or more slices are
-            to be kept than there are.
+        ValueError: ``by`` is unknown, the weight cannot be cut so, or more slices are to be kept than there
+            are.
+        RuntimeError: The shapes do not fit.
     """
     if by not in ("output", "input"):
         raise ValueError(f"a linear operator is cut by 'output' or 'input' features, not {by!r}")
     out_dim = 1 if transposed else 0
     if x.shape[-1] != weight.shape[1 - out_dim]:
-        raise ValueError(
+        raise RuntimeError(  # as torch's own operators do
             f"the input has {x.shape[-1]} features, the weight takes {weight.shape[1 - out_dim]}"
         )
     x, bias, dtype = _autocast(x, bias, weight)
@@ -79,6 +82,7 @@ def split_linear(
         prefetch=prefetch,
         by_exchange=by_exchange,
         num_kept=num_kept if _goes_back(x) else 0,
+        turns=turns,
     )
     flat = x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
@@ -95,6 +99,7 @@ def split_embedding(
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = False,
     by_exchange: bool = False,
+    turns: Turns | None = None,
 ) -> torch.Tensor:
     """``F.embedding(ids, weight, padding_idx)`` in slices of the vocabulary.
 
@@ -107,6 +112,7 @@ def split_embedding(
         reduce_dtype: Dtype gradients are reduced in.
         prefetch: Whether the next slice is gathered while one computes.
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
+        turns: Who knows when all ranks run the operator.
 
     Returns:
         Rows of shape ``(*ids.shape, features)``; elsewhere than on the CPU, zeros for ids outside.
@@ -122,6 +128,7 @@ def split_embedding(
         reduce_dtype=reduce_dtype,
         prefetch=prefetch,
         by_exchange=by_exchange,
+        turns=turns,
     )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     if _can_look(ids):
@@ -145,6 +152,7 @@ def split_cross_entropy(
     prefetch: bool = False,
     by_exchange: bool = False,
     num_kept: int = 0,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
 
@@ -159,6 +167,7 @@ def split_cross_entropy(
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
         num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
             recomputed, whose backward comes right after.
+        turns: Who knows when all ranks run the operator.
 
     Returns:
         The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
@@ -178,6 +187,7 @@ def split_cross_entropy(
         prefetch=prefetch,
         by_exchange=by_exchange,
         num_kept=num_kept if _goes_back(hidden, weight) else 0,
+        turns=turns,
     )
     flat = labels.reshape(-1)
     counts = flat != ignore_index
@@ -209,7 +219,7 @@ def _goes_back(*inputs: torch.Tensor) -> bool:
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part; gradients of it become those of the DTensor."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return local_of(weight) if isinstance(weight, DTensor) else weight
 
 
 class _LinearSlices(torch.autograd.Function):
@@ -229,6 +239,7 @@ class _LinearSlices(torch.autograd.Function):
         by_output = sliced.sliced_dim == out_dim
         width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
         y = x.new_zeros(x.shape[0], width, dtype=x.dtype if by_output else _sum_dtype(x))
+        sliced.before_forward()
         with _no_autocast(x):
             for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
                 rows = part if out_dim == 0 else part.t()
@@ -248,6 +259,7 @@ class _LinearSlices(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
+        sliced.before_backward(needs_x=needs_x, needs_weight=needs_weight, kept=bool(ctx.kept))
         slices = sliced.whole_again(weight, ctx.kept) if needs_x else _bounds(sliced)
         for index, start, stop, part in slices:
             mine = slice(start, stop)
@@ -273,6 +285,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         ctx.save_for_backward(ids, weight)
         ctx.sliced, ctx.padding = sliced, padding
         rows = weight.new_zeros(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
+        sliced.before_forward()
         for _, start, stop, part in sliced.whole_slices(weight):
             place, inside = _places(ids, start, stop)
             torch.where(inside[:, None], part[place], rows, out=rows)
@@ -284,6 +297,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         (ids, weight), sliced = ctx.saved_tensors, ctx.sliced
         grad = grads[0]
         grad_weight = torch.empty_like(weight)
+        sliced.before_backward(needs_x=False, needs_weight=True, kept=False)
         for index, (start, stop) in enumerate(sliced.bounds):
             place, inside = _places(ids, start, stop)
             counts = inside & (ids != ctx.padding)
@@ -309,6 +323,7 @@ class _HeadAndLoss(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         highest = hidden.new_full(labels.shape, -torch.inf, dtype=exact)
         total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
+        sliced.before_forward()
         with _no_autocast(hidden):
             for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
                 logits = (hidden @ part.t()).to(exact)
@@ -332,6 +347,7 @@ class _HeadAndLoss(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
+        sliced.before_backward(needs_x=True, needs_weight=needs_weight, kept=bool(ctx.kept))
         for index, start, stop, part in sliced.whole_again(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
             place, inside = _places(labels, start, stop)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from osdp.layout import slice_bounds
+from osdp.runtime.slices import Turns
 from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
 
 #: What a kind of module can be cut by.
@@ -35,6 +36,7 @@ class Slicing:
         by_exchange: Whether gradients are reduced by an exchange with local sums.
         num_kept: How many slices stay gathered from forward to backward; none of an embedding, which needs
             them in forward alone.
+        turns: Who knows when all ranks run the module.
     """
 
     num_slices: int
@@ -44,6 +46,7 @@ class Slicing:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     by_exchange: bool = False
+    turns: Turns | None = None
 
 
 class SplitLinear(nn.Linear):
@@ -178,6 +181,7 @@ class LMHeadLoss(nn.Module):
             prefetch=slicing.prefetch,
             by_exchange=slicing.by_exchange,
             num_kept=slicing.num_kept,
+            turns=slicing.turns,
         )
 
 
@@ -284,6 +288,7 @@ def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         prefetch=slicing.prefetch,
         by_exchange=slicing.by_exchange,
         num_kept=slicing.num_kept,
+        turns=slicing.turns,
     )
 
 
@@ -298,6 +303,7 @@ def _embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
         reduce_dtype=slicing.reduce_dtype,
         prefetch=slicing.prefetch,
         by_exchange=slicing.by_exchange,
+        turns=slicing.turns,
     )
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from osdp.flow import Place, Transfer
 from osdp.runtime.absent import Absent, absent
 from osdp.runtime.shapes import Twin
-from osdp.runtime.torch_private import in_backward
+from osdp.runtime.torch_private.autograd import in_backward
 
 #: Makes what stands for a parameter of another stage.
 StandIn = Callable[[torch.Tensor], torch.Tensor]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.runtime.sequence_collectives import leave_region
 from osdp.runtime.tensor_collectives import Ranks, blocks_of, enter, gather_last, leave
+from osdp.runtime.tensor_random import GroupRandom
 from osdp.tensor_plan import ShardedModule, Style
 
 
@@ -56,6 +57,7 @@ class Part:
         entrance: Of its region.
         transposed: Whether the weight has shape (inputs, outputs).
         in_sequence: Whether what is outside its region is a part of the sequence.
+        random: What dropout in its region draws from; ``None`` if the other ranks are imagined.
     """
 
     entry: ShardedModule
@@ -63,6 +65,17 @@ class Part:
     entrance: Entrance
     transposed: bool
     in_sequence: bool = False
+    random: GroupRandom | None = None
+
+    def begin_region(self) -> None:
+        """The module's output is sharded, if it is one of a region's."""
+        if self.random is not None and not self.in_sequence:
+            self.random.begin_region()
+
+    def end_region(self) -> None:
+        """The module's output is whole."""
+        if self.random is not None and not self.in_sequence:
+            self.random.end_region()
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -117,12 +130,14 @@ def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
         bias = blocks_of(bias, part.ranks, part.entry.blocks) if fused else local(bias)
     # A part of the sequence was gathered where the region begins.
     x = x if part.in_sequence else part.entrance(x)
+    part.begin_region()
     return _product(part, x, local(module.weight), bias)
 
 
 def _row(module: Any, x: torch.Tensor) -> torch.Tensor:
     part: Part = module.part
     part.entrance.close()
+    part.end_region()
     if part.in_sequence:
         own = leave_region(_product(part, x, local(module.weight), None), part.ranks)
         return own if module.bias is None else own + enter(module.bias, part.ranks)
@@ -143,6 +158,7 @@ def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 def _embedding_columns(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    module.part.begin_region()
     return F.embedding(ids, local(module.weight), module.padding_idx)
 
 

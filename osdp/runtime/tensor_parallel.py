@@ -15,12 +15,14 @@ from osdp.comm.parts import part_of
 from osdp.errors import PlanMismatchError
 from osdp.runtime.mesh import device_of
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.plain import check_plain
 from osdp.runtime.sequence import share_sequence
 from osdp.runtime.split_modules import kind_of
 from osdp.runtime.tensor_collectives import Ranks
 from osdp.runtime.tensor_modules import Entrance, Part, run_in_part, sum_gradients
-from osdp.runtime.torch_private import blocked_shard, same_random_numbers
-from osdp.runtime.validate import check_unwrapped
+from osdp.runtime.tensor_random import GroupRandom
+from osdp.runtime.torch_private.distributed import same_random_numbers
+from osdp.runtime.torch_private.dtensor import blocked_shard
 from osdp.tensor_desc import Exchange
 from osdp.tensor_plan import Style, TensorParallelPlan
 
@@ -36,8 +38,10 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     """Shard ``model`` over the ranks of ``mesh``, changing it in place; every rank of it calls this.
 
     All ranks start from the first one's parameters, buffers and random numbers, and must be given the same
-    batches. Sharded weights become DTensors on ``mesh`` that keep the names and whole shapes; everything else
-    is the same on all ranks, and so are its gradients. Data parallelism comes after it
+    batches. From then on torch draws from states of the group inside the model, whatever the program draws or
+    seeds outside: masks are the same on all ranks where activations are, and differ where those are sharded.
+    Sharded weights become DTensors on ``mesh`` that keep the names and whole shapes; everything else is the
+    same on all ranks, and so are its gradients. Data parallelism comes after it
     (:func:`osdp.runtime.apply.apply` on the other axis of the mesh), under a plan made from the plain model.
     A model on ``meta`` gets its values there.
 
@@ -59,7 +63,7 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
             f"the mesh has {mesh.ndim} axes, tensor parallelism needs 1; pass one axis of it, such as "
             'mesh["tp"]'
         )
-    check_unwrapped(model)
+    check_plain(model)
     plan = _without_emptied(model, plan)
     differences = list(_differences(model, plan, mesh))
     if differences:
@@ -67,7 +71,8 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     owned = owned_parameters(model)
     _start_alike(model, mesh)
     _shard_parameters(owned, plan, partial(_shard, mesh=mesh))
-    _become_part(model, plan, Ranks.of(mesh))
+    ranks = Ranks.of(mesh)
+    _become_part(model, plan, ranks, GroupRandom(ranks, device_of(mesh)))
     return model
 
 
@@ -89,16 +94,31 @@ def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     _shard_parameters(owned_parameters(model), plan, first_part)
-    _become_part(model, plan, ranks)
+    _become_part(model, plan, ranks, None)
     return model, ranks.log
 
 
-def _become_part(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) -> None:
-    _exchange_modules(model, plan, ranks)
+def _become_part(
+    model: nn.Module, plan: TensorParallelPlan, ranks: Ranks, random: GroupRandom | None
+) -> None:
+    _exchange_modules(model, plan, ranks, random)
     for divided in plan.divided:
         setattr(model.get_submodule(divided.module), divided.name, divided.value // plan.degree)
     if plan.sequence is not None:
         share_sequence(model, plan.sequence, ranks)
+    if random is not None:
+        _draw_together(model, plan, random)
+
+
+def _draw_together(model: nn.Module, plan: TensorParallelPlan, random: GroupRandom) -> None:
+    """Draw from ``random`` in the model, and in every module around a sharded one: it may be called alone."""
+    blocks = {block for run in plan.sequence.runs for block in run} if plan.sequence is not None else set()
+    around = {""}
+    for entry in plan.modules:
+        parts = entry.module.split(".")
+        around |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    for name in sorted(around | blocks):
+        random.surround(model.get_submodule(name), sharded=name in blocks)
 
 
 def _without_emptied(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
@@ -189,7 +209,9 @@ def _shard(parameter: nn.Parameter, dim: int, blocks: int, mesh: DeviceMesh) -> 
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _exchange_modules(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) -> None:
+def _exchange_modules(
+    model: nn.Module, plan: TensorParallelPlan, ranks: Ranks, random: GroupRandom | None
+) -> None:
     entrances: dict[str, Entrance] = {}
     made: dict[nn.Module, nn.Module] = {}
     for entry in plan.modules:
@@ -197,7 +219,7 @@ def _exchange_modules(model: nn.Module, plan: TensorParallelPlan, ranks: Ranks) 
         entrance = entrances.setdefault(entry.region or entry.module, Entrance(ranks))
         transposed = kind_of(module) == "conv1d"
         in_sequence = plan.sequence is not None and plan.sequence.holds(entry.module)
-        made[module] = run_in_part(module, Part(entry, ranks, entrance, transposed, in_sequence))
+        made[module] = run_in_part(module, Part(entry, ranks, entrance, transposed, in_sequence, random))
     sequence_summed = plan.sequence.summed if plan.sequence is not None else ()
     for name in (*plan.summed, *sequence_summed):
         module = model.get_submodule(name)

@@ -4,26 +4,25 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
+from osdp.comm.embeddings import check_embeddings
 from osdp.errors import PlanMismatchError
 from osdp.layout import is_inside
 from osdp.plan import Plan, Unit
 from osdp.runtime.owners import Owned, owned_parameters
+from osdp.runtime.plain import check_plain
 from osdp.runtime.sliced import slice_faults
-from osdp.runtime.tensor_modules import sharded_parameters
 
 
 def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
     """Raise unless ``plan`` fits ``model`` and ``world_size``.
 
     Raises:
-        ValueError: The model is wrapped already.
+        ValueError: The model is wrapped already, cannot be, or has an embedding that no plan can train.
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
-    check_unwrapped(model)
+    check_plain(model)
+    check_embeddings(model)
     differences = []
     if plan.world_size != world_size:
         differences.append(f"it is for {plan.world_size} ranks, there are {world_size}")
@@ -38,22 +37,23 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
         raise PlanMismatchError(differences)
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Raise if ``model`` or a part of it is wrapped for data parallelism already.
+def check_double_backward(plan: Plan) -> None:
+    """Raise unless a backward under ``plan`` can itself be differentiated.
+
+    Gathering, slicing and recomputation happen in a backward, outside of the graph that a second one follows.
 
     Raises:
-        ValueError: It is; names what was found.
+        ValueError: It cannot.
     """
-    for fqn, module in model.named_modules():
-        if isinstance(module, (FSDPModule, DistributedDataParallel)):
-            raise ValueError(
-                f"the model is wrapped already: {fqn or 'the root'} is a {type(module).__name__}; "
-                "wrap the plain model once"
-            )
-    tensor_parallel = {id(parameter) for parameter in sharded_parameters(model)}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and id(parameter) not in tensor_parallel:
-            raise ValueError(f"the model is wrapped already: {name} is a DTensor; wrap the plain model once")
+    faults = [f"{name} is {mode}" for name, mode in plan.modes.items() if mode.sharded]
+    faults += [f"{d.operator} runs in {d.slices} slices" for d in plan.decisions if d.slices > 1]
+    faults += [f"{fqn} is recomputed" for fqn in plan.recomputed]
+    if faults:
+        shown = ", ".join(faults[:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise ValueError(
+            "double_backward=True needs a plan that replicates everything and recomputes nothing, but "
+            f"{shown}; plan with double_backward=True"
+        )
 
 
 def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
@@ -78,10 +78,18 @@ def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
 
 
 def fsdp_units(plan: Plan) -> tuple[Unit, ...]:
-    """The units of ``plan`` that FSDP2 shards; operators in slices shard themselves."""
+    """The units of ``plan`` that FSDP2 shards.
+
+    Operators in slices shard themselves; of operators without elements there is nothing to shard.
+    """
     in_slices = {decision.operator for decision in plan.decisions if decision.slices > 1}
+    nbytes = {decision.operator: decision.nbytes for decision in plan.decisions}
     return tuple(
-        unit for unit in plan.units if unit.mode.sharded and not in_slices.intersection(unit.operators)
+        unit
+        for unit in plan.units
+        if unit.mode.sharded
+        and not in_slices.intersection(unit.operators)
+        and any(nbytes[operator] for operator in unit.operators)
     )
 
 
@@ -146,13 +154,13 @@ def _unit_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
     by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in plan.decisions:
         unit = by_operator[decision.operator]
-        if not unit.mode.sharded or decision.slices > 1:
+        if not unit.mode.sharded or decision.slices > 1 or not decision.nbytes:
             continue
         for name in decision.parameters:
             entry = owned[name]
             if not entry.parameter.shape:
                 yield f"parameter {name!r} has no dimension to shard, but its unit is {unit.mode}"
-            for alias in entry.names:
+            for alias in entry.aliases:
                 holder = next((other for other in order if _covers(other, alias)), None)
                 if holder is not (None if unit.root else unit):
                     where = "the root" if holder is None else f"the unit of {holder.operators[0]!r}"

@@ -70,7 +70,6 @@ class PricedSpace:
             root_unit=root_unit,
             root_way=situation.root_way,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
-            whole_blocks=rules.whole_blocks,
             slices=rules.slices,
             keep=rules.keep,
             recompute=situation.timeline.recompute.possible if rules.recompute else (),

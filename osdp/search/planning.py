@@ -170,7 +170,7 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
         found.append("leaving strategy= out, so that every mode, slices and recomputation may be used")
     if training.param_dtype is None:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
-    if rules.allowed == tuple(Mode) and not rules.whole_blocks:
+    if rules.allowed == tuple(Mode):
         found += _wider(situation, rules)
     in_groups = rules.allowed == (Mode.HYBRID_SHARD,)
     prices = situation.prices.by_wire[situation.root_wire if in_groups else 0]

@@ -16,7 +16,6 @@ class Rules:
 
     Attributes:
         allowed: Modes.
-        whole_blocks: Whether units must be whole items.
         slices: Numbers of slices an operator may run in.
         keep: Whether half of them may stay gathered from forward to backward.
         recompute: Whether blocks may be recomputed.
@@ -25,7 +24,6 @@ class Rules:
     """
 
     allowed: tuple[Mode, ...] = tuple(Mode)
-    whole_blocks: bool = False
     slices: tuple[int, ...] = ()
     keep: bool = True
     recompute: bool = False

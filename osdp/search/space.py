@@ -102,7 +102,6 @@ def build_space(
     root_unit: bool,
     root_way: int = ROOT,
     root_dtype: str | None = "float32",
-    whole_blocks: bool = False,
     slices: Sequence[int] = (),
     keep: bool = True,
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
@@ -118,7 +117,6 @@ def build_space(
         root_unit: Whether operators outside blocks may join the root's unit.
         root_way: The way of those that do.
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
-        whole_blocks: Whether units must be whole items (conditionally executed operators).
         slices: Numbers of slices an operator may run in.
         keep: Whether some of them may stay gathered from forward to backward.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
@@ -138,7 +136,7 @@ def build_space(
         if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
-    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed and not whole_blocks else ())
+    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed else ())
     facts = [
         _Facts.of(
             operator,
@@ -153,7 +151,7 @@ def build_space(
     for first, end in pairwise(bounds):
         key = tuple(facts[first:end]), bool(len(recompute) and recompute[first])
         if key not in known:
-            known[key] = _item_candidates(key[0], ways, root_way, whole=whole_blocks, recompute=key[1])
+            known[key] = _item_candidates(key[0], ways, root_way, recompute=key[1])
             known[key] += _offloaded(known[key]) if offload else []
         shift = np.array([first, first, 0])
         columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
@@ -164,17 +162,16 @@ def build_space(
 
 
 def _item_candidates(
-    facts: "Sequence[_Facts]", ways: list[int], root_way: int, *, whole: bool, recompute: bool
+    facts: "Sequence[_Facts]", ways: list[int], root_way: int, *, recompute: bool
 ) -> Candidates:
     """First operator, one past the last and way of each unit inside one item, counted from its beginning."""
     size, found = len(facts), []
-    for a in range(1 if whole else size):
+    for a in range(size):
         joint = facts[a]
         for b in range(a + 1, size + 1):
             joint = joint.joined(facts[b - 1])
-            if not whole or b == size:
-                found += [(a, b, way) for way in _ways(joint, ways, only=b == a + 1 or whole)]
-        if facts[a].joins_root and (not whole or size == 1):
+            found += [(a, b, way) for way in _ways(joint, ways, only=b == a + 1)]
+        if facts[a].joins_root:
             found.append((a, a + 1, root_way))
     found += [(k, k + 1, way) for k in range(size) for way in facts[k].cuts]
     if recompute:

@@ -1,0 +1,88 @@
+"""What random numbers are drawn from, whoever made it: states that can be read, set and compared."""
+
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that random numbers are drawn from.
+
+    Attributes:
+        get: Returns its state.
+        set: Sets it.
+        same: Whether two of its states are equal.
+    """
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+def torch_sources(device: torch.device) -> list[Source]:
+    """What torch draws from unless told otherwise: on the host, and on ``device``."""
+    found = [Source(torch.get_rng_state, torch.set_rng_state, torch.equal)]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        found.append(
+            Source(
+                lambda: module.get_rng_state(device), lambda s: module.set_rng_state(s, device), torch.equal
+            )
+        )
+    return found
+
+
+def python_sources() -> list[Source]:
+    """What Python and, if it is in use, NumPy draw from unless told otherwise."""
+    found = [Source(random.getstate, random.setstate, operator.eq)]
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append(Source(numpy.get_state, numpy.set_state, _same_in_numpy))
+    return found
+
+
+@contextmanager
+def python_states_kept() -> Iterator[None]:
+    """What is drawn within it from :func:`python_sources` can be drawn again after it."""
+    states = [(source, source.get()) for source in python_sources()]
+    try:
+        yield
+    finally:
+        for source, state in states:
+            source.set(state)
+
+
+def source_of(value: object) -> Source | None:
+    """``value`` as a source, if it is a generator of torch, Python or NumPy."""
+    if isinstance(value, torch.Generator):
+        return Source(value.get_state, value.set_state, torch.equal)
+    if isinstance(value, random.Random):
+        return Source(value.getstate, value.setstate, operator.eq)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.RandomState):
+        return Source(value.get_state, value.set_state, _same_in_numpy)
+    bits: Any = value.bit_generator if isinstance(value, numpy.Generator) else value
+    if isinstance(bits, numpy.BitGenerator):
+        return Source(lambda: bits.state, partial(setattr, bits, "state"), _same_in_numpy)
+    return None
+
+
+def _same_in_numpy(one: Any, other: Any) -> bool:
+    """Whether two states are equal that have arrays in them, which compare by element."""
+    if isinstance(one, dict):
+        return all(_same_in_numpy(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple):
+        return all(map(_same_in_numpy, one, other))
+    if hasattr(one, "tobytes"):
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)

@@ -1,0 +1,50 @@
+"""The first batch a model trains on, beside the one it was planned for: said once, and then forgotten."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from osdp.plan import Plan
+from osdp.profiler.batch import SampleBatch
+from osdp.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def watch_first_batch(model: nn.Module, plan: Plan) -> None:
+    """Say on the first rank if the first forward that trains has more samples than ``plan`` was made for.
+
+    The hook removes itself then: a step pays nothing.
+    """
+    if dist.get_rank() != 0:
+        return
+    handles: list[RemovableHandle] = []
+
+    def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        while handles:
+            handles.pop().remove()
+        _compare(plan, args, kwargs)
+
+    hook: Any = torch.compiler.disable(look)
+    handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _compare(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        found = SampleBatch(args, kwargs).local_batch
+    except ValueError:  # no tensor in it
+        return
+    if found > plan.local_batch:
+        logger.warning(
+            "the first batch has %d samples, the plan was made for a local batch of %d: the peak of %s it "
+            "predicts, under a limit of %s, is another one. Plan with training=Training(local_batch=%d), or "
+            "split the batch into microbatches",
+            found, plan.local_batch, format_bytes(plan.predicted.peak_bytes), format_bytes(plan.memory_limit),
+            found,
+        )  # fmt: skip

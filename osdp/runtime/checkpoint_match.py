@@ -1,0 +1,70 @@
+"""Whether a checkpoint is one of the model and optimizer that it is to be loaded into."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from osdp.runtime.together import gathered, raise_together
+
+#: Names of each kind that a message lists.
+_LISTED = 5
+
+
+def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], path: str) -> None:
+    """Refuse a checkpoint with other names or shapes; every rank calls it.
+
+    Entries of the optimizer for parameters that this one does not have may stay unread: some parameters can
+    be frozen from here on.
+
+    Args:
+        metadata: Of the checkpoint.
+        state: As :func:`osdp.runtime.checkpoint.train_state` gives it; each rank has its stages' names.
+        path: The checkpoint, for messages.
+
+    Raises:
+        ValueError: They differ; says how.
+    """
+    own = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+    saved = metadata.state_dict_metadata
+    known = {prefix for name in saved for prefix in _prefixes(name)}
+    stray = [name for name in saved if _concerns(name, own) and not own.keys() & _prefixes(name)]
+    # What one stage does not know another one does.
+    nowhere = set.intersection(*map(set, gathered(stray)))
+    missing = [name for name in own if name not in known]
+    shapes = [
+        f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+        for name, value in own.items()
+        for entry in [saved.get(name)]
+        if isinstance(value, torch.Tensor)
+        and isinstance(entry, TensorStorageMetadata)
+        and entry.size != value.shape
+    ]
+    faults = [f"it lacks {_few(missing)}"] if missing else []
+    faults += [f"only it has {_few(sorted(nowhere))}"] if nowhere else []
+    faults += [_few(shapes)] if shapes else []
+    fault = ValueError("; ".join(faults)) if faults else None
+    raise_together(fault, f"{path} is a checkpoint of another model or optimizer; nothing was loaded")
+
+
+def _concerns(name: str, own: Mapping[str, Any]) -> bool:
+    """Whether an entry is of the model, or a state of a parameter that the optimizer has."""
+    part, _, rest = name.partition(".")
+    if part == "model":
+        return True
+    kind, _, of_parameter = rest.partition(".")
+    if part != "optimizer" or kind != "state":
+        return False
+    return any(f"optimizer.param_groups.{prefix}.lr" in own for prefix in _prefixes(of_parameter))
+
+
+def _prefixes(name: str) -> set[str]:
+    """The name, and what ends before one of its dots."""
+    return {name, *(name[:at] for at, letter in enumerate(name) if letter == ".")}
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    return ", ".join(listed[:_LISTED]) + more

@@ -1,0 +1,340 @@
+"""What the ranks of a model tell each other beside their tensors: small exchanges, and words in the store.
+
+A rank that is blocked in a collective looks into the store every second, where the others leave words: what
+they wait for, which error they met, that they have ended. So a rank that would wait forever (all ranks wait,
+but not for the same thing, or one has failed) ends within seconds, with a message that says who is where. A
+rank that is merely slow has left no word, and is waited for.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.comm.groups import level_groups
+from osdp.comm.torch_private import all_gather
+from osdp.runtime.mesh import device_of
+from osdp.runtime.torch_private.distributed import store_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A blocked rank says so, and looks for words, after so long and then as often.
+_SLICE = timedelta(seconds=1.0)
+#: How long a rank whose connection broke waits for the word of the one that broke it, in seconds.
+_PATIENCE = 4.0
+
+
+#: After so many slices a blocked rank logs what it waits for.
+_TELL_AFTER = 10
+
+
+class LockstepError(RuntimeError):
+    """Ranks cannot go on together: one of them failed, or they wait for different things."""
+
+
+class Control:
+    """The ranks of one mesh beside their training: a gloo group of their own, and a store.
+
+    Args:
+        group: A group of gloo, used for nothing but small exchanges.
+        blocks: Whether collectives of the model block the host, so that they are waited for in slices.
+
+    Attributes:
+        rank: This rank in the group.
+        size: Number of ranks.
+        group: The group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, blocks: bool) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self._blocks = blocks
+        self._store = store_of(group)
+        self._serial = 0
+        self._faults = 0
+        self._seen = 0
+        self._ended = False
+        self._broken_by: str | None = None
+        atexit.register(_farewell, weakref.ref(self))
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh) -> "Control | None":
+        """That of the ranks of ``mesh``, made once; ``None`` for one rank and where nothing communicates."""
+        group: dist.ProcessGroup = mesh.get_group()
+        backend = dist.get_backend(group)
+        if mesh.size() == 1 or backend == "fake":
+            return None
+        made = _MADE.get(group)
+        if made is None:
+            level_groups(mesh, device_of(mesh))  # some ranks may have made groups of their own
+            ranks = dist.get_process_group_ranks(group)
+            own: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            made = _MADE[group] = cls(own, blocks=backend == "gloo")
+        return made
+
+    # Exchanges
+
+    def exchange(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """The numbers of all ranks, equally many of each.
+
+        Args:
+            numbers: This rank's.
+            what: What it is doing, for the others.
+        """
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        everybody = mine.new_empty(self.size * len(numbers))
+        self.run(lambda: all_gather(everybody, mine, group=self.group, async_op=True), what)
+        found: list[list[int]] = everybody.view(self.size, -1).tolist()
+        return found
+
+    def maximum(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of each of these numbers on any rank."""
+        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self.run(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True), what)
+        found: list[int] = votes.tolist()
+        return found
+
+    def gather(self, mine: T, what: str) -> list[T]:
+        """The objects of all ranks, in their order; each is pickled."""
+        data = pickle.dumps(mine)
+        longest = max(size for (size,) in self.exchange([len(data)], what))
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everybody = padded.new_empty(self.size * longest)
+        self.run(lambda: all_gather(everybody, padded, group=self.group, async_op=True), what)
+        return [pickle.loads(bytes(one.tolist())) for one in everybody.view(self.size, -1)]
+
+    def agree(self, mine: object, what: str) -> bool:
+        """Whether ``mine`` has the same ``repr`` on all ranks."""
+        digest = hashlib.sha256(repr(mine).encode()).digest()
+        numbers = [int.from_bytes(digest[at : at + 7], "big") for at in range(0, 28, 7)]
+        return all(theirs == numbers for theirs in self.exchange(numbers, what))
+
+    # Waiting
+
+    def run(self, start: Callable[[], dist.Work | None], what: str, *, of_model: bool = False) -> None:
+        """Start a collective and wait for it.
+
+        Args:
+            start: Starts it.
+            what: What it is, for the others.
+            of_model: Whether it is one of the model, for which on an accelerator only the stream waits.
+
+        Raises:
+            LockstepError: Another rank failed, or the ranks wait for each other.
+        """
+        try:
+            work = start()
+        except RuntimeError as error:
+            if not _is_of_connection(error):
+                raise  # what the backend cannot do, for instance; it cannot on any rank
+            raise self._broken(error, what) from error
+        if work is not None and of_model:
+            self.wait(work, what)
+        elif work is not None:
+            self._wait(work, what)
+
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait for a collective of the model; on an accelerator its stream does.
+
+        Raises:
+            LockstepError: Another rank failed, or the ranks wait for each other.
+        """
+        if self._blocks:
+            self._wait(work, what)
+        else:
+            work.wait()
+
+    @property
+    def blocks(self) -> bool:
+        """Whether collectives of the model block the host."""
+        return self._blocks
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        self.check()
+        if self._finished(work, what):
+            return
+        self._serial += 1
+        self._say("waits", {"serial": self._serial, "for": what})
+        self._store.add("waiting", 1)
+        try:
+            before: list[Any] | None = None
+            patience = _TELL_AFTER
+            while not self._finished(work, what):
+                before = self._look(before)
+                patience -= 1
+                if not patience:
+                    self._tell_waiting(what)
+        finally:
+            # The others see a fault first: whoever counts the waiting ranks looks for faults before.
+            with contextlib.suppress(RuntimeError):
+                self._store.add("waiting", -1)
+
+    def _tell_waiting(self, what: str) -> None:
+        waiting = self._store.add("waiting", 0)
+        logger.warning(
+            "rank %d waits for %s; %d of %d ranks have not come there. If they are in a collective of your "
+            "own, such as a barrier after an evaluation of fewer batches, nobody will go on: give all ranks "
+            "as many batches",
+            self.rank,
+            what,
+            self.size - waiting,
+            self.size,
+        )
+
+    def _finished(self, work: dist.Work, what: str) -> bool:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if work.is_completed():
+                raise self._broken(error, what) from error
+            return False
+        return True
+
+    def _look(self, before: list[Any] | None) -> list[Any] | None:
+        """Look for words.
+
+        Args:
+            before: What all ranks said when this one looked last, if all were waiting then.
+
+        Returns:
+            The same of now.
+        """
+        self._look_for_faults()
+        if self._store.add("waiting", 0) < self.size:
+            return None
+        words = [self._read("waits", rank) for rank in range(self.size)]
+        if words == before and len({word["for"] for word in words if word}) > 1:
+            lines = "\n".join(f"  rank {r} waits for {w['for']}" for r, w in enumerate(words) if w)
+            raise self._give_up(
+                "the ranks wait for different things, and would do so forever; all of them must run the same "
+                f"passes, each with the same units or fewer, in one order:\n{lines}"
+            )
+        return words
+
+    def _look_for_faults(self) -> None:
+        told = self._store.add("faults", 0)
+        if told == self._seen:
+            return
+        for rank in range(self.size):
+            word = self._read("fault", rank)
+            if rank != self.rank and word is not None and (word["count"] > self._faults or word["broken"]):
+                raise self._give_up(word["text"])
+        self._seen = told
+
+    def _broken(self, error: BaseException, what: str) -> LockstepError:
+        """What to raise when the backend gave up."""
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            while time.monotonic() < deadline:
+                self._look_for_faults()
+                time.sleep(0.1)
+        except LockstepError as found:
+            return found
+        except RuntimeError:
+            pass  # the store is gone with its rank
+        return self._give_up(
+            f"rank {self.rank} waited for {what} when the connection to another rank broke, and none has "
+            f"said why: a process has ended without a word; see the output of the other ranks ({error})"
+        )
+
+    # Words
+
+    def refuse(self, text: str) -> LockstepError:
+        """Tell the others that this rank gives up, for this reason; what to raise."""
+        self._tell_fault(text)
+        return LockstepError(text)
+
+    def _give_up(self, text: str) -> LockstepError:
+        """As :meth:`refuse`, with a collective that will never end, so that nothing can come after it."""
+        self._broken_by = text
+        return self.refuse(text)
+
+    def check(self) -> None:
+        """Raise if a collective was given up.
+
+        Raises:
+            LockstepError: It was; only a new start of the processes helps.
+        """
+        if self._broken_by is not None:
+            raise LockstepError(
+                "an earlier error left collectives that only some ranks began; start the processes again "
+                f"from the last checkpoint. It was: {self._broken_by}"
+            )
+
+    def fault(self, error: BaseException | None, where: str) -> None:
+        """Tell the others that this rank met ``error``."""
+        if isinstance(error, LockstepError):
+            return  # they know
+        said = "an error" if error is None else f"{type(error).__name__}: {error}"
+        self._tell_fault(f"rank {self.rank} failed in {where}: {said}")
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank met an error since :meth:`start_over`."""
+        return self._faults > 0
+
+    def start_over(self) -> None:
+        """All ranks go on together: their errors are behind them."""
+        if self._faults:
+            self._faults = 0
+            self._say("fault", {"count": 0, "text": "", "broken": False})
+
+    def _tell_fault(self, text: str) -> None:
+        self._faults += 1
+        with contextlib.suppress(RuntimeError):
+            broken = self._broken_by is not None
+            self._say("fault", {"count": self._faults, "text": text, "broken": broken})
+            self._store.add("faults", 1)
+
+    def say_farewell(self) -> None:
+        """Tell the others that this process ends, and of what."""
+        last = getattr(sys, "last_value", None)
+        if self._ended or isinstance(last, LockstepError):
+            return
+        self._ended = True
+        if last is not None and not self._faults:
+            self.fault(last, "its script")
+        elif not self._faults:
+            self._tell_fault(f"the process of rank {self.rank} has ended")
+
+    def _say(self, kind: str, word: dict[str, Any]) -> None:
+        self._store.set(f"{kind}/{self.rank}", json.dumps(word))
+
+    def _read(self, kind: str, rank: int) -> dict[str, Any] | None:
+        key = f"{kind}/{rank}"
+        if not self._store.check([key]):
+            return None
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
+
+def _farewell(control: "weakref.ref[Control]") -> None:
+    alive = control()
+    if alive is not None:
+        alive.say_farewell()
+
+
+#: Groups are costly and do not go away: that of one group of ranks is made once, while it lives.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, Control] = WeakKeyDictionary()
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether gloo says that it has lost another rank, rather than that it cannot do something."""
+    text = str(error)
+    return "gloo/" in text or "onnection" in text or "imed out" in text

@@ -1,0 +1,157 @@
+"""From a reduced gradient to the optimizer: the hooks and settings of one parameter, alike in every mode.
+
+Autograd knows the tensors that are computed with, users and optimizers the *stored* ones. Which of the two a
+hook on a stored parameter meets, and when, would depend on the mode: FSDP2 calls post-accumulate hooks at its
+reduce-scatter and tensor hooks never, autograd calls both before the all-reduce of a replicated parameter. So
+hooks of stored parameters are held back during a backward and called at its end, in one order on all ranks:
+
+    contribution of this backward, reduced over ranks
+      -> all-reduce hook (``set_all_reduce_hook``)
+      -> tensor hooks (``register_hook``), of which a returned tensor replaces it
+      -> kept aside while the parameter does not synchronize (``set_requires_gradient_sync``)
+      -> added to ``grad``
+      -> post-accumulate hooks (``register_post_accumulate_grad_hook``), for instance an optimizer in backward
+
+Unlike under DDP tensor hooks see the mean over ranks instead of this rank's own gradient.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp.runtime.torch_private.autograd import HeldHooks, has_hooks
+
+#: What ``set_all_reduce_hook`` takes: called with reduced gradients, which it may change in place.
+AllReduceHook = Callable[[torch.Tensor], object]
+
+
+class GradientPath:
+    """What is set for the gradient of one parameter, and what is held of it during a backward.
+
+    Attributes:
+        syncs: Whether the next backwards reduce it.
+        divide_factor: What the sum over ranks is divided by; ``None`` for their number.
+        all_reduce_hook: Called with what was reduced.
+        own_hooks: Ids of the hooks on the stored parameter that are the runtime's.
+        separate: Whether a backward's contribution has to be told from earlier gradients.
+        scale: What a contribution is multiplied by here, because its unit cannot do it while reducing.
+        calls_hook: Whether ``all_reduce_hook`` is called here, because its unit cannot do it.
+        had_gradient: Whether there was a gradient before this backward.
+        trained: Whether it required a gradient when a forward began last; ``None`` before the first.
+    """
+
+    __slots__ = (
+        "_earlier",
+        "_held",
+        "_kept_aside",
+        "all_reduce_hook",
+        "calls_hook",
+        "divide_factor",
+        "had_gradient",
+        "own_hooks",
+        "scale",
+        "separate",
+        "syncs",
+        "trained",
+    )
+
+    def __init__(self) -> None:
+        self.syncs = True
+        self.divide_factor: float | None = None
+        self.all_reduce_hook: AllReduceHook | None = None
+        self.own_hooks: set[int] = set()
+        self.separate = False
+        self.scale = 1.0
+        self.calls_hook = False
+        self.had_gradient = False
+        self.trained: bool | None = None
+        self._held: HeldHooks | None = None
+        self._earlier: torch.Tensor | None = None
+        self._kept_aside: torch.Tensor | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the contribution of this backward is to be delivered."""
+        return self._held is not None
+
+    def follow_freezing(self, stored: nn.Parameter, computed: nn.Parameter | None) -> None:
+        """At the start of a forward: let both require a gradient, or neither, as was set last.
+
+        Between a forward and its backward modules register what is computed with, and may be frozen then.
+        """
+        if computed is not None and computed is not stored:
+            if self.trained is not None and computed.requires_grad is not self.trained:
+                stored.requires_grad_(computed.requires_grad)
+            elif computed.requires_grad is not stored.requires_grad:
+                computed.requires_grad_(stored.requires_grad)
+        self.trained = stored.requires_grad
+
+    def begin(self, stored: nn.Parameter) -> None:
+        """At the start of a backward: hold back what must not see or mix with an unfinished gradient."""
+        self.had_gradient = stored.grad is not None
+        if self.separate or self._kept_aside is not None or has_hooks(stored, self.own_hooks):
+            self._held = HeldHooks(stored, self.own_hooks)
+            self._earlier, stored.grad = stored.grad, None
+
+    def deliver(self, stored: nn.Parameter, contribution: torch.Tensor | None) -> None:
+        """At the end of a backward: add ``contribution`` to what was there, and call the hooks.
+
+        Args:
+            stored: The parameter.
+            contribution: The gradient of this backward, reduced; ``None`` if no rank has one.
+        """
+        held, earlier = self._held, self._earlier
+        assert held is not None
+        self._held = self._earlier = None
+        held.give_back(stored)
+        stored.grad = earlier
+        with torch.no_grad():
+            if contribution is not None:
+                contribution = self._passed_on(contribution, held)
+            if not self.syncs:
+                self._keep_aside(contribution)
+                return
+            if self._kept_aside is not None:
+                aside, self._kept_aside = self._kept_aside, None
+                contribution = aside if contribution is None else aside.add_(contribution)
+            if contribution is None:
+                return
+            stored.grad = contribution if earlier is None else earlier.add_(contribution)
+            for hook in held.after_gradient():
+                hook(stored)
+
+    def drop(self, stored: nn.Parameter) -> None:
+        """After a failed backward: give the hooks back and forget what was held."""
+        if self._held is not None:
+            self._held.give_back(stored)
+        self._held = self._earlier = self._kept_aside = None
+
+    def give_up(self) -> None:
+        """Forget what was kept aside."""
+        self._kept_aside = None
+
+    def _passed_on(self, contribution: torch.Tensor, held: HeldHooks) -> torch.Tensor:
+        if self.scale != 1.0:
+            contribution.mul_(self.scale)
+        if self.calls_hook and self.all_reduce_hook is not None:
+            self.all_reduce_hook(
+                contribution.to_local() if isinstance(contribution, DTensor) else contribution
+            )
+        for hook in held.on_gradient():
+            replaced = hook(contribution)
+            if replaced is not None:
+                contribution = replaced
+        return contribution
+
+    def _keep_aside(self, contribution: torch.Tensor | None) -> None:
+        if contribution is None:
+            return
+        self._kept_aside = contribution if self._kept_aside is None else self._kept_aside.add_(contribution)
+
+
+def num_ranks(parameter: torch.Tensor) -> int:
+    """Ranks over which gradients of a sharded parameter are averaged."""
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.size()

@@ -1,0 +1,49 @@
+"""What modules have registered when a forward begins: the parameters of the plan, and nothing else.
+
+Parameters that were put in their place after wrapping (``module.weight = nn.Parameter(...)``, weights tied
+late, ``torch.func.functional_call`` with other values) would be overwritten at the next gather in one mode,
+and computed with, untrained, in another. So they are refused in all.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from osdp.runtime.replicated import ReplicatedParameter
+from osdp.runtime.sharded import ShardedParameter, ShardedUnit
+from osdp.runtime.sliced import SlicedParameter
+from osdp.runtime.torch_private.fsdp import unsharded_parameters
+from osdp.runtime.torch_private.modules import registered_parameter
+
+Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
+
+
+def check_registered(parameters: Iterable[Parameter], units: Sequence[ShardedUnit]) -> None:
+    """Refuse parameters that are not the plan's.
+
+    Args:
+        parameters: Those of the plan.
+        units: Its sharded units, to which the sharded ones refer.
+
+    Raises:
+        RuntimeError: A module has another parameter, or none, under one of their names.
+    """
+    for parameter in parameters:
+        for module, name in parameter.owned.places:
+            found = registered_parameter(module, name)
+            if found is parameter.stored or (found is not None and found is parameter.compute):
+                continue
+            if found is not None and any(found is whole for whole in _wholes(parameter, units)):
+                continue
+            raise RuntimeError(
+                f"{parameter.name!r} is no longer the parameter that was wrapped: something else was put in "
+                "its place, by an assignment, a late tie or torch.func.functional_call, that no plan trains. "
+                "Do that before wrapping, or change values in place: with torch.no_grad(): "
+                "parameter.copy_(...)"
+            )
+
+
+def _wholes(parameter: Parameter, units: Sequence[ShardedUnit]) -> list[object]:
+    """What stands for ``parameter`` while it is whole, besides what reports gradients."""
+    if isinstance(parameter, ShardedParameter):
+        pairs = unsharded_parameters(units[parameter.unit].group)
+        return [whole for stored, whole in pairs if stored is parameter.stored]
+    return [parameter.whole] if isinstance(parameter, SlicedParameter) else []

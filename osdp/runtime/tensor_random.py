@@ -1,0 +1,91 @@
+"""Random numbers of ranks that compute layers together, kept apart from those each rank draws otherwise.
+
+What every rank holds whole must meet the same masks on all of them: replicas of weights would drift apart as
+soon as one rank shuffled its data. So inside the model torch draws from states of the group: a *shared* one,
+which is the same on all ranks, and where activations are sharded, between a column and a row module or along
+the sequence, each rank's *own*. Outside the model it draws from where the user's program had left off; seeds
+that are set there do not reach inside.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.comm.random_states import torch_sources
+from osdp.runtime.replay import Changing
+from osdp.runtime.tensor_collectives import Ranks
+
+
+class _Place(Enum):
+    OUTSIDE = auto()
+    SHARED = auto()
+    OWN = auto()
+
+
+class GroupRandom(Changing):
+    """The states of one group, as one rank has them.
+
+    Args:
+        ranks: The group; torch's states are the same on all its ranks now.
+        device: This rank's device.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._sources = torch_sources(device)
+        self._place = _Place.OUTSIDE
+        self._open: list[tuple[nn.Module, _Place]] = []
+        self._states = {_Place.SHARED: [source.get() for source in self._sources]}
+        # Seeds are drawn, so that another stage of this rank starts elsewhere.
+        devices = dict.fromkeys((torch.device("cpu"), device))
+        seeds = [int(torch.randint(2**62, (), device=where)) + ranks.rank for where in devices]
+        self._states[_Place.OWN] = [
+            torch.Generator(where).manual_seed(seed).get_state()
+            for where, seed in zip(devices, seeds, strict=True)
+        ]
+        self._go: Callable[[_Place], None] = torch.compiler.disable(self._exchange)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupRandom":
+        """Copies of a module draw with the same group."""
+        return self
+
+    def surround(self, module: nn.Module, *, sharded: bool = False) -> None:
+        """Draw inside ``module`` from the group's states: each rank's own if what it computes is sharded."""
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        place = _Place.OWN if sharded else _Place.SHARED
+        vars(module)["group_random"] = self  # where a recomputation of the module finds it
+        module.register_forward_pre_hook(lambda module, _: enter(module, place), prepend=True)
+        module.register_forward_hook(lambda module, *_: leave(module), always_call=True)
+
+    def begin_region(self) -> None:
+        """What follows is sharded."""
+        if self._place is _Place.SHARED:
+            self._go(_Place.OWN)
+
+    def end_region(self) -> None:
+        """What follows is whole."""
+        if self._place is _Place.OWN:
+            self._go(_Place.SHARED)
+
+    def _enter(self, module: nn.Module, place: _Place) -> None:
+        self._open.append((module, self._place))
+        if self._place is _Place.OUTSIDE or place is _Place.OWN:
+            self._go(place)
+
+    def _leave(self, module: nn.Module) -> None:
+        while any(entered is module for entered, _ in self._open):
+            # Where a forward raised, those inside it may not have been left.
+            entered, before = self._open.pop()
+            if entered is module:
+                self._go(before)
+                return
+
+    def _exchange(self, place: _Place) -> None:
+        if place is self._place:
+            return
+        self._states[self._place] = [source.get() for source in self._sources]
+        for source, state in zip(self._sources, self._states[place], strict=True):
+            source.set(state)
+        self._place = place

@@ -1,0 +1,65 @@
+"""Faults that some ranks met are raised on all of them, with the ranks' numbers."""
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+#: What callers may tell apart; everything else is a RuntimeError on the way.
+_KINDS = (FileNotFoundError, ValueError, TypeError)
+
+
+def raise_together(fault: Exception | None, what: str = "") -> None:
+    """Raise on every rank what some rank met; each calls it, with ``None`` where all went well.
+
+    Args:
+        fault: What this rank met.
+        what: What was tried, and what became of it, in front of the faults.
+
+    Raises:
+        FileNotFoundError: All faults are; likewise ``ValueError`` and ``TypeError``.
+        RuntimeError: There are others.
+    """
+    everyone = gathered(None if fault is None else (_kind_of(fault), _sentence(fault)))
+    faults = {rank: met for rank, met in enumerate(everyone) if met is not None}
+    if not faults:
+        return
+    kinds = {kind for kind, _ in faults.values()}
+    kind = kinds.pop() if len(kinds) == 1 else RuntimeError
+    sentences = by_ranks({rank: sentence for rank, (_, sentence) in faults.items()}, len(everyone))
+    raise kind(f"{what}: {sentences}" if what else sentences) from fault
+
+
+def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of ``group``, of all if ``None``, gave; this one's alone where there are no others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    everyone: list[T] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def by_ranks(sentences: dict[int, str], world_size: int) -> str:
+    """What ranks say, each sentence once, with the ranks that say it unless these are all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, sentence in sentences.items():
+        ranks.setdefault(sentence, []).append(rank)
+    return "; ".join(
+        sentence if len(who) == world_size else f"{_named(who)}: {sentence}"
+        for sentence, who in ranks.items()
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"
+
+
+def _kind_of(fault: Exception) -> type[Exception]:
+    return next((kind for kind in _KINDS if isinstance(fault, kind)), RuntimeError)
+
+
+def _sentence(fault: Exception) -> str:
+    return str(fault) if isinstance(fault, (*_KINDS, RuntimeError)) else f"{type(fault).__name__}: {fault}"

@@ -1,0 +1,141 @@
+"""FSDP2: the states of wrapped modules, and where they are in a step."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+
+def backward_is_unfinished(root: nn.Module) -> bool:
+    """Whether FSDP2 began a backward on ``root`` that never ended."""
+    context = getattr(sharding_state(root), "_state_ctx", None)
+    return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+
+def gather_for_backward(module: nn.Module) -> None:
+    """Gather the unit of ``module``, as FSDP2 does when the gradient of its output arrives.
+
+    It costs next to nothing where that was done already, or where the forward of the unit never ended, so
+    that it is gathered still.
+    """
+    state = sharding_state(module)
+    groups = parameter_groups(module)
+    settled = (type(state._training_state).PRE_BACKWARD, type(state._training_state).FORWARD)
+    if any(holder._training_state not in settled for holder in groups or [state]):
+        prepare: Any = state._pre_backward
+        prepare(None)  # it hands its argument on, and nothing else
+
+
+def expect_end_of_backward(root: nn.Module) -> None:
+    """Let FSDP2 finish the backward that runs, even if no output of ``root`` takes part in it."""
+    sharding_state(root)._register_root_post_backward_final_callback()
+
+
+def reset_sharded(root: nn.Module, *, drop_gradients: bool) -> None:
+    """Bring FSDP2 back to where it is between steps, after an exception.
+
+    Args:
+        root: The module that was sharded last.
+        drop_gradients: Whether to drop the gradients that were not reduced yet; after a failed backward the
+            next one would add to them.
+    """
+    state = sharding_state(root)
+    if state is None:
+        return
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+    else:
+        _reset_without_feature(state)
+    if not drop_gradients:
+        return
+    for module in root.modules():
+        for group in parameter_groups(module):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+
+
+def _reset_without_feature(state: Any) -> None:
+    for inner in state._state_ctx.all_states:
+        inner._training_state = type(inner._training_state).IDLE
+    for module in state._modules[0].modules():
+        for group in parameter_groups(module):
+            group._training_state = type(group._training_state).IDLE
+            group._all_gather_result = None
+            group._post_forward_indices.clear()
+            group.reshard()
+    state._comm_ctx.post_forward_order.clear()
+    state._comm_ctx.all_gather_state = None
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def sharding_state(module: nn.Module) -> Any:
+    """FSDP2's state of a module that ``fully_shard`` was applied to; ``None`` of others."""
+    return _get_module_fsdp_state(module)
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of a module that ``fully_shard`` was applied to; none of others."""
+    state = sharding_state(module)
+    if state is None:
+        return []
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only = getattr(state, "_fsdp_param_group", None)
+        groups = [] if only is None else [only]
+    return list(groups)
+
+
+def initialise_root(root: nn.Module) -> None:
+    """Let FSDP2 know its root before any forward, so that whichever module runs first is none."""
+    sharding_state(root)._lazy_init()
+
+
+def before_forward(
+    wrapped: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let FSDP2 gather the unit of ``wrapped`` for a call of ``module``; the arguments that it is to get."""
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
+    return arguments
+
+
+def after_forward(wrapped: nn.Module, module: nn.Module, args: object, output: Any) -> Any:
+    """What FSDP2 does with the unit of ``wrapped`` after a call of ``module``; what the caller is to get."""
+    return sharding_state(wrapped)._post_forward(module, args, output)
+
+
+def complete_units(root: nn.Module, output: Any) -> Any:
+    """After a call into a part of a model: finish the units of which not all modules ran.
+
+    Returns:
+        ``output``, with the hooks that such units need in backward.
+    """
+    state = sharding_state(root)
+    output = state._force_complete_incomplete_states(output)
+    state._state_ctx.iter_forward_root = None
+    return output
+
+
+def drop_kept_gradient(group: Any, stored: nn.Parameter) -> None:
+    """Forget the gradient that one of FSDP2's groups has kept of a parameter for a later reduction."""
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param is stored:
+            parameter.unsharded_accumulated_grad = None
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
+
+
+def unsharded_parameters(group: Any) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
+    """For each parameter of one of FSDP2's groups what is stored, and what computes while it is whole.
+
+    The latter is made at the first gather and stays the same object.
+    """
+    return [
+        (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+        for parameter in group.fsdp_params
+    ]

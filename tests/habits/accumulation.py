@@ -1,0 +1,114 @@
+"""Gradients of several microbatches, one step."""
+
+from contextlib import nullcontext
+
+import torch
+
+from tests.habits.running.context import Context
+from tests.habits.running.habit import habit
+from tests.habits.running.nets import Net, mse
+
+
+@habit()
+def under_no_sync(ctx: Context) -> None:
+    """Accumulates microbatches under no_sync(), the last one outside."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        for micro in range(2):
+            x, y = ctx.batch(10 * step + micro)
+            with ctx.no_sync(model):
+                (ctx.loss(mse(model(x), y)) / 3).backward()
+        x, y = ctx.batch(10 * step + 2)
+        (ctx.loss(mse(model(x), y)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
+def reducing_each(ctx: Context) -> None:
+    """Accumulates microbatches without no_sync(): each backward reduces."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        for micro in range(3):
+            x, y = ctx.batch(10 * step + micro)
+            (ctx.loss(mse(model(x), y)) / 3).backward()
+        ctx.gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
+def forwards_before_backwards(ctx: Context) -> None:
+    """Adds up the losses of several forwards and runs one backward."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        losses = [mse(model(x), y) for x, y in (ctx.batch(10 * step + micro) for micro in range(3))]
+        ctx.loss(sum(losses) / 3).backward()  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
+def zero_grad_in_place(ctx: Context) -> None:
+    """Keeps gradients as zeros between steps: zero_grad(set_to_none=False)."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = ctx.batch(step)
+        ctx.loss(mse(model(x), y)).backward()
+        optimizer.step()
+    ctx.weights(model)
+
+
+@habit()
+def model_zero_grad(ctx: Context) -> None:
+    """Clears gradients through the model: model.zero_grad()."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        model.zero_grad()
+        x, y = ctx.batch(step)
+        ctx.loss(mse(model(x), y)).backward()
+        optimizer.step()
+    ctx.weights(model)
+
+
+@habit()
+def evaluating_between(ctx: Context) -> None:
+    """Evaluates between the microbatches of one accumulation."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for micro in range(3):
+        x, y = ctx.batch(micro)
+        with ctx.no_sync(model):
+            ctx.loss(mse(model(x), y)).backward()
+        model.eval()
+        with torch.no_grad():
+            ctx.rows("evaluated", model(ctx.batch(7)[0]))
+        model.train()
+    x, y = ctx.batch(3)
+    ctx.loss(mse(model(x), y)).backward()
+    optimizer.step()
+    ctx.weights(model)
+
+
+@habit()
+def of_uneven_microbatches(ctx: Context) -> None:
+    """Accumulates microbatches of different sizes, each weighted by its samples."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    sizes = (1, 3, 2)
+    for index, rows in enumerate(sizes):
+        x, y = ctx.batch(index, rows)
+        with ctx.no_sync(model) if index < 2 else nullcontext():
+            (ctx.loss(mse(model(x), y)) * rows / sum(sizes)).backward()
+    ctx.clip(model, 0.5)
+    optimizer.step()
+    ctx.weights(model)

@@ -1,0 +1,86 @@
+"""Gradients asked for otherwise than by loss.backward()."""
+
+import torch
+
+from tests.habits.running.context import Context, named, whole
+from tests.habits.running.habit import habit
+from tests.habits.running.nets import Net, mse
+
+
+@habit(skips={name: "gives what is not reduced, or nothing" for name in ("ddp", "fsdp2")}, refused="backward")
+def backward_with_inputs(ctx: Context) -> None:
+    """Asks for the gradients of the head alone: loss.backward(inputs=[...])."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    x, y = ctx.batch()
+    head = list(ctx.inner(model).head.parameters())
+    ctx.loss(mse(model(x), y)).backward(inputs=head)
+    optimizer.step()
+    ctx.weights(model)
+
+
+@habit()
+def gradient_of_the_output(ctx: Context) -> None:
+    """Starts backward at the output with a gradient of its own: output.backward(gradient)."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        x, y = ctx.batch(step)
+        output = model(x)
+        with torch.no_grad():
+            gradient = (output.to(y.dtype) - y) / output.numel()
+        output.backward(gradient.to(output.dtype))
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
+def several_roots(ctx: Context) -> None:
+    """Runs torch.autograd.backward of two losses at once."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        x, y = ctx.batch(step)
+        output = model(x)
+        torch.autograd.backward([mse(output, y), output.square().mean()])
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(low_tolerance=None)
+def evolution_strategy(ctx: Context) -> None:
+    """Perturbs weights in place without gradients and moves towards what is better."""
+    model = ctx.wrap(Net())
+    x, y = ctx.batch()
+    with torch.no_grad():
+        for _ in range(2):
+            before = ctx.mean(mse(model(x), y))
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+            after = ctx.mean(mse(model(x), y))
+            ctx.value("change", after - before)
+            for parameter in model.parameters():
+                parameter.div_(1.01)
+    ctx.weights(model)
+
+
+@habit(low_tolerance=None)
+def first_gradients_kept(ctx: Context) -> None:
+    """Keeps the gradients of a first task and projects those of a second on them."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    x, y = ctx.batch()
+    mse(model(x), y).backward()
+    kept = {name: p.grad.detach().clone() for name, p in named(model)}
+    optimizer.zero_grad()
+    x, y = ctx.batch(1)
+    mse(model(x), y).backward()
+    for name, parameter in named(model):
+        agreement = whole((parameter.grad * kept[name]).sum())
+        if agreement < 0:
+            size = whole(kept[name].square().sum())
+            parameter.grad.sub_(kept[name] * (agreement / size))
+    optimizer.step()
+    ctx.weights(model)

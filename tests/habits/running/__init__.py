@@ -1,0 +1,1 @@
+"""What runs habits: contexts, plans, comparison, and processes."""
