@@ -1,12 +1,15 @@
 """The process helper itself."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankError, run
+from tests.distributed import BackendCrash, RankCrashedError, RankError, run
 
 
 def _sum_of_ranks(offset: float) -> tuple[torch.Tensor, int, int]:
@@ -19,6 +22,16 @@ def _fail_on_one() -> None:
     if dist.get_rank() == 1:
         raise KeyError("on purpose")
     dist.barrier()
+
+
+def _crash(marker: str, times: int) -> int:
+    before = len(list(Path(marker).iterdir()))
+    dist.barrier()
+    if dist.get_rank() == 1 and before < times:
+        Path(marker, str(before)).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return before
 
 
 def _sleep_on_one() -> None:
@@ -43,3 +56,10 @@ def test_a_hanging_rank_ends_in_time() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[.*1\] of 2"):
         run(2, _sleep_on_one, timeout=3.0)
     assert time.monotonic() - started < 10
+
+
+def test_what_dies_by_a_signal_is_run_once_more(tmp_path: Path) -> None:
+    with pytest.warns(BackendCrash, match="_crash on 2 ranks"):
+        assert run(2, _crash, str(tmp_path), 1) == [1, 1]
+    with pytest.warns(BackendCrash), pytest.raises(RankCrashedError):
+        run(2, _crash, str(tmp_path), 3)

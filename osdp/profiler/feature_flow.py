@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp.comm.fake_tensors import FakeTensors
-from osdp.comm.random_states import python_states_kept
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.failures import forward_failure
+from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.tensors import map_leaves, storage_key, tensors_in
 
@@ -117,7 +117,7 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
     Raises:
         ValueError: The model rejects the batch, or its forward depends on values of tensors.
     """
-    with python_states_kept(), FakeTensors():
+    with SingleDraws(largest=True), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         watcher = _Watcher(twin, fake, kind_of)

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from osdp.comm.fake_tensors import FakeTensors
-from osdp.comm.random_states import python_states_kept
 from osdp.flow import Arrival, Bar, Flow, Step, Value
 from osdp.model_desc import Affine
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.tensors import dtype_name, storage_key, tensors_in
 
@@ -68,7 +68,7 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
         raise ValueError(
             f"{type(model).__name__} cannot be cut: stages keep whole modules, of which it has {len(modules)}"
         )
-    with python_states_kept(), FakeTensors():
+    with SingleDraws(largest=True), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         one = _run(twin, batch, modules)
         try:

@@ -1,7 +1,8 @@
 """The reduced model: a copy that runs on a device with only those blocks that are needed to measure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from osdp.profiler.batch import SampleBatch
 from osdp.profiler.loss import LossFn, scalar_loss
 from osdp.profiler.operators import find_parameters
 from osdp.profiler.repeats import Repeat
+from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_meta, skeleton
 from osdp.profiler.stubs import install_stubs
 from osdp.profiler.tensors import map_tensors
@@ -31,6 +33,8 @@ class ReducedModel:
         loss_fn: As for the description.
         repeats: The blocks that are stubs.
         places: Index of each segment in the description, by module, call and part.
+        largest_draws: Whether single random numbers are large, for all layers to run; ``None`` if the model
+            draws none.
     """
 
     model: nn.Module
@@ -38,15 +42,21 @@ class ReducedModel:
     loss_fn: LossFn | None
     repeats: tuple[Repeat, ...]
     places: Mapping[Key, int]
+    largest_draws: bool | None = None
 
     def loss(self) -> torch.Tensor:
         """One plain forward."""
-        return scalar_loss(self.batch.run(self.model), self.loss_fn)
+        with self._draws():
+            return scalar_loss(self.batch.run(self.model), self.loss_fn)
 
     def walk(self, observer: Observer) -> list[Stretch]:
         """One forward and backward under ``observer``."""
         inside = {repeat.block: repeat.inside for repeat in self.repeats}
-        return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
+        with self._draws():
+            return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
+
+    def _draws(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.largest_draws is None else SingleDraws(largest=self.largest_draws)
 
     def drop_gradients(self) -> None:
         """Free the gradients, as ``zero_grad`` does before a step."""
@@ -95,12 +105,40 @@ def reduced_model(
     places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
     handles = install_stubs(twin, repeats)
-    if handles:
-        # One forward shows the stubs what to return.
-        reduced.loss()
+    # One forward shows the stubs what to return, and whether the model drops layers at random.
+    draws = _draws_of_all(reduced, model_desc)
     for handle in handles:
         handle.remove()
-    return reduced
+    return replace(reduced, largest_draws=draws)
+
+
+def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
+    """Run ``reduced`` forward; the ``largest_draws`` with which everything in the description runs.
+
+    Raises:
+        ValueError: There is none.
+    """
+    stubs = tuple(f"{repeat.block}." for repeat in reduced.repeats)
+    wanted = {s.module for s in model_desc.segments if not f"{s.module}.".startswith(stubs)}
+    for largest in (True, False):
+        ran: set[str] = set()
+        handles = [
+            module.register_forward_pre_hook(lambda _module, _args, name=name, ran=ran: ran.add(name))
+            for name, module in reduced.model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        with SingleDraws(largest=largest) as draws:
+            reduced.loss()
+        for handle in handles:
+            handle.remove()
+        if not draws.happened:
+            return None
+        if wanted <= ran:
+            return largest
+    raise ValueError(
+        f"the model ran without modules of its description ({sorted(wanted - ran)[0]!r}, ...), because of "
+        "random numbers that it draws; profile it with model.eval(), or with the layers' drop rate at 0"
+    )
 
 
 def _materialise(

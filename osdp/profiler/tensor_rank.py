@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from osdp.comm.fake_tensors import FakeTensors
-from osdp.comm.random_states import python_states_kept
 from osdp.model_desc import ModelDesc
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.loss import LossFn
+from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.trace import describe
 from osdp.profiler.walker import Key, Stretch, walk
@@ -44,7 +44,7 @@ def describe_rank(
     batch = SampleBatch.of(sample_inputs)
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
     watcher = _Watcher(log)
-    with python_states_kept(), FakeTensors(), torch.enable_grad():
+    with SingleDraws(largest=True), FakeTensors(), torch.enable_grad():
         twin = skeleton(part, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         log.clear()

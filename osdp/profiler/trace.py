@@ -14,7 +14,6 @@ from torch import nn
 
 from osdp.comm.embeddings import check_embeddings
 from osdp.comm.fake_tensors import FakeTensors
-from osdp.comm.random_states import python_states_kept
 from osdp.model_desc import Affine, Cut, ModelDesc, Operator, Segment, TensorSpec, Work
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.blocks import find_blocks
@@ -23,6 +22,7 @@ from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.loss import LossFn
 from osdp.profiler.operators import Use, find_operators, find_parameters
 from osdp.profiler.recorder import Recorder, Tally
+from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.walker import Stretch, walk
 
@@ -47,10 +47,11 @@ class _SegmentTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """One fake run: its segments, and the modules that ran."""
+    """One fake run: its segments, the modules that ran, and what numbers were drawn by."""
 
     segments: list[_SegmentTrace]
     modules: tuple[str, ...]
+    largest_draws: bool
 
 
 def describe(
@@ -85,9 +86,9 @@ def describe(
     check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)
     # Models keep constants that are neither parameters nor buffers; those are real tensors.
-    with python_states_kept(), FakeTensors():
+    with FakeTensors():
         twin = skeleton(model, on_fake_cpu)
-        trace = _fake_run(twin, batch, loss_fn)
+        trace = _largest_run(twin, batch, loss_fn)
         double = _other_batch(twin, batch, loss_fn, trace)
     uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
@@ -124,29 +125,43 @@ def _cut(
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
     """The trace at twice the batch, or ``None`` if the model does not take it or runs otherwise."""
     try:
-        double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn)
+        draws = SingleDraws(largest=trace.largest_draws)
+        double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
     except ValueError:
         return None
     same = [s.stretch.key for s in double.segments] == [s.stretch.key for s in trace.segments]
     return double if same else None
 
 
-def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
+def _largest_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
+    """The run in which most modules run, should ``twin`` drop some at random."""
+    draws = SingleDraws(largest=True)
+    trace = _fake_run(twin, batch, loss_fn, draws)
+    if not draws.happened:
+        return trace
+    try:
+        other = _fake_run(twin, batch, loss_fn, SingleDraws(largest=False))
+    except ValueError:
+        return trace
+    return max(trace, other, key=lambda run: len(run.modules))
+
+
+def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws: SingleDraws) -> _Trace:
     """Run ``twin`` once inside the current :class:`FakeTensors`."""
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
     try:
-        with torch.enable_grad(), recorder.saving(), recorder:
+        with draws, torch.enable_grad(), recorder.saving(), recorder:
             stretches = walk(twin, fake, recorder, loss_fn=loss_fn)
     except Exception as error:
         raise forward_failure(error, batch.specs) from error
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
-    return _trace(stretches, recorder)
+    return _trace(stretches, recorder, draws)
 
 
-def _trace(stretches: Sequence[Stretch], recorder: Recorder) -> _Trace:
+def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws) -> _Trace:
     """Fold stretches in which nothing ran into the segment before them."""
     filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
     if not filled:
@@ -170,7 +185,7 @@ def _trace(stretches: Sequence[Stretch], recorder: Recorder) -> _Trace:
         for place, index in enumerate(filled)
     ]
     modules = dict.fromkeys(stretch.module for stretch in stretches)
-    return _Trace(segments, tuple(modules))
+    return _Trace(segments, tuple(modules), draws.largest)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Parameters that get no gradient: nowhere, in some steps, or on some ranks."""
 
+import random
+
 import torch
 from torch import nn
 
@@ -30,6 +32,23 @@ class Branched(Net):
         for index, block in enumerate(self.blocks):
             if index not in skipped:
                 x = block(x)
+        return self.head(x)
+
+
+class Dropping(Net):
+    """Drops blocks by numbers that its forward draws."""
+
+    def __init__(self, draws: str) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            drawn = torch.rand([]) if self.draws == "torch" else random.random()
+            if self.training and drawn < 0.4:
+                continue
+            x = block(x)
         return self.head(x)
 
 
@@ -118,6 +137,33 @@ def layer_drop(ctx: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
+
+
+def _train_dropping(ctx: Context, draws: str) -> None:
+    model = ctx.wrap(Dropping(draws))
+    optimizer = ctx.sgd(model)
+    for step in range(4):
+        losses = []
+        for rank, (x, y) in zip(ctx.ranks, ctx.parts(step), strict=True):
+            torch.manual_seed(17 * step + rank)
+            random.seed(17 * step + rank)
+            losses.append(mse(model(x), y))
+        ctx.loss(sum(losses) / len(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(unused=True, skips=_SOME_RANKS)
+def layer_drop_by_torch(ctx: Context) -> None:
+    """Trains with LayerDrop as models of transformers have it: by torch's numbers, drawn in the forward."""
+    _train_dropping(ctx, "torch")
+
+
+@habit(unused=True, skips=_SOME_RANKS)
+def layer_drop_by_python(ctx: Context) -> None:
+    """Trains with layers dropped by Python's random numbers, drawn in the forward."""
+    _train_dropping(ctx, "python")
 
 
 @habit(unused=True, skips=_SOME_RANKS)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from osdp import ModelDesc
-from tests.distributed import RankError, run
+from tests.distributed import BackendCrash, RankCrashedError, RankError, run_once
 from tests.habits.running.context import ALONE, Context, Record
 from tests.habits.running.habit import Habit, habits_named
 from tests.habits.running.outcome import CRASHED, EQUAL, HUNG, SKIPPED, Outcome, joined, judged
@@ -61,26 +61,38 @@ def measure(
     cases: Sequence[Case], world_size: int, done: Callable[[Case, Outcome], None] = lambda case, outcome: None
 ) -> dict[Case, Outcome]:
     """The outcome of each case; ``done`` is told each as soon as it is known."""
-    habits = habits_named({case.habit for case in cases})
     outcomes: dict[Case, Outcome] = {}
     pending = list(cases)
+    crashed: set[Case] = set()
     while pending:
-        fault = "the processes ended without a word"
-        with tempfile.TemporaryDirectory() as folder:
-            limit = sum(habits[case.habit].seconds for case in pending) + 60
-            try:
-                run(world_size, _work, tuple(pending), folder, timeout=limit)
-            except (RankError, TimeoutError) as error:
-                fault = str(error)
-            found = [_read(Path(folder), index, world_size) for index in range(len(pending))]
-        ended = [outcome for outcome in found if outcome is not None]
-        if not ended or (len(ended) < len(pending) and ended[-1].kind == EQUAL):
+        ended, fault, died = _attempt(pending, world_size)
+        if died and ended and ended[-1].kind not in (EQUAL, SKIPPED):
+            ended.pop()
+        stopped = pending[len(ended)] if len(ended) < len(pending) else None
+        if died and stopped is not None and stopped not in crashed:
+            # The backend may be to blame (tests.distributed.run): a second try.
+            crashed.add(stopped)
+            warnings.warn(BackendCrash(f"{stopped}: {fault}"), stacklevel=2)
+        elif stopped is not None and (not ended or ended[-1].kind == EQUAL):
             ended.append(Outcome(CRASHED, " ".join(fault.split())[-300:]))
         for case, outcome in zip(pending, ended, strict=False):
             outcomes[case] = outcome
             done(case, outcome)
         pending = pending[len(ended) :]
     return outcomes
+
+
+def _attempt(cases: Sequence[Case], world_size: int) -> tuple[list[Outcome], str, bool]:
+    """The outcomes up to the first that ended the ranks; how they ended, and whether by a signal."""
+    limit = sum(habits_named([case.habit])[case.habit].seconds for case in cases) + 60
+    fault, died = "the processes ended without a word", False
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_once(world_size, _work, (tuple(cases), folder), timeout=limit)
+        except (RankError, TimeoutError) as error:
+            fault, died = str(error), isinstance(error, RankCrashedError)
+        found = [_read(Path(folder), index, world_size) for index in range(len(cases))]
+    return [outcome for outcome in found if outcome is not None], fault, died
 
 
 def _read(folder: Path, index: int, world_size: int) -> Outcome | None:
