@@ -2,7 +2,7 @@
 
 Such a model (LayerDrop, stochastic depth) draws one number for each layer and compares it with a probability.
 A plan has to hold for the step in which all layers run, and descriptions and profiles have to be of the same
-step. So while they run the model, all numbers drawn one at a time are as large as possible, which keeps layers
+step. So while they run the model, numbers drawn one at a time are as large as possible, which keeps layers
 that are dropped by ``draw < drop_probability``; where that drops layers instead, by
 ``draw > survival_probability``, they are as small as possible.
 """
