@@ -1,4 +1,4 @@
-"""For mkdocstrings: the cross-references and literal blocks of docstrings, written for Sphinx, as Markdown."""
+"""For mkdocstrings: cross-references and literal blocks of docstrings, from Sphinx's notation to Markdown."""
 
 import re
 from typing import Any
