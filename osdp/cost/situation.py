@@ -206,8 +206,7 @@ def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]
 def _gradient_arrivals(
     situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
 ) -> list[tuple[int, float]]:
-    """Gradient bytes of operators outside the chain, each with the segment whose backward makes the first of
-    them.
+    """Gradient bytes of each operator outside the chain, and the first segment whose backward makes them.
 
     An operator used twice keeps its partial gradient in autograd until its second use, in addition to a
     bucket that another operator may have opened.

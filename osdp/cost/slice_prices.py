@@ -30,8 +30,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SlicePrices:
-    """Costs of running ``K`` operators in slices, arrays of shape ``(K,)``; bytes, 0 for uncuttable
-    operators.
+    """Costs of running ``K`` operators in slices, shape ``(K,)``; bytes, 0 for operators that cannot be cut.
 
     Attributes:
         state: Parameters and optimizer states of one rank.
