@@ -105,7 +105,7 @@ class _Master:
         self._start_basis(first, totals, caps)
 
     def _start_basis(self, first: Floats, totals: Floats, caps: Floats) -> None:
-        """Initial basis: one path per kind, T on the longest time, overflow on the fullest cap, else slacks."""
+        """Initial basis: a path per kind, T on the longest time, overflow on the fullest cap, else slacks."""
         size = self._num_rows + self._kinds
         longest = np.zeros(size)
         longest[: self._times] = -1.0
