@@ -63,7 +63,7 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
     Args:
         situation: Activations, compute, operator costs and settings.
         units: Units that partition the chain, in trace order.
-        root: The operators outside the chain.
+        root: Costs of the operators outside the chain.
 
     Returns:
         Time, peak and the moments that decide them.

@@ -95,7 +95,7 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
     Args:
         situation: The step to plan.
         units: Candidate units; a plan takes some of them that partition the chain.
-        root: The operators outside the chain.
+        root: Costs of the operators outside the chain.
         moment: A moment returned by :func:`osdp.cost.peaks.step_peaks`.
 
     Returns:

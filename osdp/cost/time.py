@@ -150,7 +150,7 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
     Args:
         situation: The step to plan.
         units: Candidate units; a plan takes some of them.
-        root: The operators outside the chain.
+        root: Costs of the operators outside the chain.
         cut: A critical moment returned by :func:`step_time`.
 
     Returns:

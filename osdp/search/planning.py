@@ -88,13 +88,13 @@ def _beside_host(training: Training) -> Training:
 
 def _host_bytes(situation: Situation, found: Assignment) -> float:
     """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
-    return sum(
-        float(prefix[stop] - prefix[start])
-        for start, stop, way in found.units
-        if is_offloaded(way)
-        for prices in [situation.prices.by_wire[wire_of(way)]]
-        for prefix in (prices.state_sharded, prices.gradient_sharded)
-    )
+    total = 0.0
+    for start, stop, way in found.units:
+        if is_offloaded(way):
+            prices = situation.prices.by_wire[wire_of(way)]
+            total += float(prices.state_sharded[stop] - prices.state_sharded[start])
+            total += float(prices.gradient_sharded[stop] - prices.gradient_sharded[start])
+    return total
 
 
 def _fastest(
@@ -131,13 +131,13 @@ def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
 def _situations(
     model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: Rules
 ) -> list[Situation]:
+    """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
     training = candidate.training
-    ways = (True, False) if training.microbatches > 1 else (True,)
-    return [
-        replace(situation, root_wire=root_wire(situation, rules))
-        for each in ways
-        for situation in [build_situation(model_desc, candidate.profile, device, training, reduce_each=each)]
-    ]
+    found = []
+    for each in (True, False) if training.microbatches > 1 else (True,):
+        situation = build_situation(model_desc, candidate.profile, device, training, reduce_each=each)
+        found.append(replace(situation, root_wire=root_wire(situation, rules)))
+    return found
 
 
 def _infeasible(
@@ -323,9 +323,10 @@ def batches(
     Where a list is empty, the training's own value is used.
     """
     sizes = set(local_batches) or {training.local_batch or 1}
-    return [
-        Candidate(replace(training, local_batch=batch, microbatches=count), measured)
-        for batch in sorted(sizes, reverse=True)
-        for measured in [profile(replace(training, local_batch=batch))]
-        for count in sorted(set(microbatches) or {training.microbatches}, reverse=True)
-    ]
+    counts = set(microbatches) or {training.microbatches}
+    found = []
+    for batch in sorted(sizes, reverse=True):
+        measured = profile(replace(training, local_batch=batch))
+        for count in sorted(counts, reverse=True):
+            found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
+    return found

@@ -37,7 +37,7 @@ def polish(
     Args:
         situation: The step to plan.
         space: Candidate units; neighbours use no others.
-        root: The operators outside the chain.
+        root: Costs of the operators outside the chain.
         limit: Bytes per device.
         chosen: Units of a feasible plan.
         outcome: The simulated step of ``chosen``.
