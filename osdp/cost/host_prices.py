@@ -33,6 +33,7 @@ def in_host_memory(units: "Units", prices: "OperatorPrices", device: DeviceInfo)
     def span(prefix: Floats) -> Floats:
         return prefix[units.stop] - prefix[units.start]
 
+    # Shards and gradients are on the host between collectives; copies there and back delay every collective.
     off = units.offloaded
     step = optimizer.per_dtensor * span(prices.num_trainable) + optimizer.per_byte * span(
         prices.local_sharded

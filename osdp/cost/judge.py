@@ -69,6 +69,7 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
         Time, peak and the moments that decide them.
     """
     timeline = situation.timeline
+    # Recomputation is charged to the first operator of a block, which its first unit starts with.
     again = timeline.recompute.seconds[units.start[units.recomputed]]
     seconds, cut = step_time(situation, units, root)
     moments = step_peaks(situation, units, root)

@@ -175,6 +175,7 @@ class _Prices:
         return cls(tuple(found))
 
     def __getitem__(self, action: Action) -> StageCost:
+        # With slices, actions count slices of all microbatches, one microbatch after the other.
         costs = self.by_slice[action.stage]
         return costs[action.microbatch % len(costs)]
 
@@ -217,6 +218,7 @@ class _Clock:
         target = stage + 1 if forward else stage - 1
         if not 0 <= target < len(self._placement) or self._placement[target] == self._placement[stage]:
             return end
+        # Messages on one link queue behind each other.
         link = (self._placement[stage], self._placement[target])
         cost = self._prices[action]
         begin = max(end, self._links.get(link, 0.0))
@@ -237,6 +239,7 @@ def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
             cost = prices[action]
             match action.kind:
                 case Kind.FORWARD:
+                    # Without backwards nothing frees activations later: each forward drops what came before.
                     held = cost.activation_bytes + (held if trains else 0)
                 case Kind.BACKWARD:
                     held -= cost.activation_bytes

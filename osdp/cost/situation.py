@@ -134,6 +134,7 @@ def build_situation(
     """
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
     operators = (*timeline.chain, *timeline.root)
+    # Plain tensors save the optimizer's overhead per DTensor.
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
     optimizer = profile.optimizer
     return Situation(
@@ -167,6 +168,7 @@ def price_root(
         replicated: Operators that are replicated.
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
     """
+    # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
     unit, unit_temporary = _price_group(situation, sharded, situation.root_way)
     wire = situation.prices.by_wire[situation.root_wire].wire
     whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
@@ -174,6 +176,7 @@ def price_root(
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
 
+    # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
     arrivals = _gradient_arrivals(situation, sharded, buckets)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
@@ -228,6 +231,7 @@ def _gradient_arrivals(
 
 def _price_group(situation: Situation, operators: Sequence[Operator], way: int) -> tuple[Units, float]:
     prices = _prices(operators, situation.device, situation.training, situation.profile)
+    # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
     units = price_units(prices, [0] * count, [len(operators)] * count, [way] * count, situation.device)
     prices = prices.by_wire[wire_of(way)]

@@ -74,6 +74,7 @@ class SlicePrices:
         whole, reduced = width * self.column[k], width * self.reduce_column[k]
         share = 1 / self.num_shards
         trains = self.trains[k]
+        # Where the profile was taken in slices, a slice's gradient is already among the activations.
         made = np.where(self.in_profile[k], 0.0, whole)
         scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
         # 2. Bytes of slices alive at a time. The longer slices come first (osdp.layout.slice_bounds), the

@@ -61,6 +61,7 @@ def evaluate(
 
 def prediction(situation: Situation, outcome: Outcome) -> Prediction:
     """The simulated step as the ``Prediction`` of a plan."""
+    # Communication that compute does not hide.
     communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
     return Prediction(
         step_seconds=outcome.seconds,
@@ -211,6 +212,7 @@ def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[in
         if name not in blocks
     ]
     for start, stop, way in units:
+        # FSDP2 would gather a part of a recomputed block twice.
         whole = bool(again.possible[start]) and again.until[start] == 2 * stop
         if is_recomputed(way) and plain(way) in (SHARD_GRAD_OP, FULL_SHARD) and not whole:
             faults.append(

@@ -101,6 +101,7 @@ def _summed_apart(rank: RankDesc) -> dict[str, int]:
     sharded = {f"{entry.module}.weight" for entry in rank.plan.modules}
     found: dict[str, int] = {}
     for operator in rank.desc.operators:
+        # A weight used by several modules gets several gradients, and their sum is a tensor of its own.
         tied = [p for p in operator.parameters if p.trainable and sharded.intersection(p.aliases)]
         if tied and operator.executed:
             signature = rank.desc.segments[operator.first].signature
@@ -109,6 +110,7 @@ def _summed_apart(rank: RankDesc) -> dict[str, int]:
 
 
 def _part_segment(whole: Segment, part: Segment, profile: SegmentProfile, batch: int) -> SegmentProfile:
+    # Corrects the measurement by the traces' difference, so that what no trace contains stays in.
     saved = profile.saved_bytes + part.saved_bytes(batch) - whole.saved_bytes(batch)
     return SegmentProfile(
         signature=part.signature,

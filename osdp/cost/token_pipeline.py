@@ -79,6 +79,7 @@ class SliceTables:
                 f"the slices {list(slices.lengths)} do not end on the grid of {list(self.points[:3])} and so "
                 "on; make the tables with granularity=1"
             )
+        # Each slice begins where the one before it ends.
         begins = [0, *at[:-1].tolist()]
         return tuple(
             StageCost(
@@ -185,6 +186,7 @@ def step_bound(tables: SliceTables, *, num_stages: int, num_microbatches: int, s
         schedule: ``"gpipe"``, or another schedule in which slices go forward in order and backward in reverse
             order.
     """
+    # The cases of the module's docstring: free sends, then blocking ones (GPipe; three stages or more; two).
     forward, backward, send = tables.forward, tables.backward, tables.send
     work, whole = forward + backward, forward + backward + 2 * send
     if not tables.blocking or num_stages == 1:

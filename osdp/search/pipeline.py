@@ -61,6 +61,7 @@ def best_pipeline(
             search = CutSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
             plan = search.plan()
             if plan is None:
+                # Only for the error message, should no candidate fit.
                 least = min(least, search.least_peak())
             else:
                 plans.append(plan)

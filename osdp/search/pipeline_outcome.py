@@ -22,6 +22,7 @@ def pipeline_prediction(
     by_rank = [
         [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
     ]
+    # Each quantity's worst rank may be another one; the peak's moment is that of the rank with the peak.
     worst = peaks.index(max(peaks))
     return Prediction(
         step_seconds=outcome.seconds,

@@ -123,6 +123,7 @@ def share_buckets(
             place += 1
         if place + 1 >= len(units):
             break
+        # A joined unit stays at the same place, so that it may take in the next one, too.
         joint = (units[place][0], units[place + 1][1], NO_SHARD)
         trial = (*units[:place], joint, *units[place + 2 :])
         seen = judge_choice(situation, trial, root)

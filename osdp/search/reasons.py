@@ -42,6 +42,7 @@ class Reasons:
         """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
         a, b, way = self._found.units[index]
         chain = self._situation.timeline.chain
+        # The neighbours' strategies matter: they decide what is prefetched and what is still held.
         neighbours = tuple(w for _, _, w in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
         key = (shapes, way, neighbours)
@@ -62,6 +63,8 @@ class Reasons:
         way = self._found.units[index][2]
         again = RECOMPUTED * is_recomputed(way)
         for name, other in self._ways:
+            # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
+            # compared.
             if other != way - again and (not again or self._is_whole_block(index)):
                 whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
                 yield f"{name}{whole}", self._exchanged({index: other + again})
@@ -70,12 +73,14 @@ class Reasons:
             yield f"{count // 2} slices", self._exchanged({index: sliced_way(count // 2, kept // 2) + again})
         if kept:
             yield "keeping none of the slices", self._exchanged({index: sliced_way(count)})
+        # Another number than the search's none or half, to show what a little more memory would give.
         more = min(kept + max(1, count // 4), count - 1)
         if more > kept and not again and self._keep:
             yield f"keeping {more} of the slices", self._exchanged({index: sliced_way(count, more)})
         if is_offloaded(way):
             yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
         if again:
+            # Recomputation is a decision about a block, hence about all its units.
             members = self._of_block(index)
             keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
             yield "keeping its activations", self._exchanged(keeping)
@@ -134,6 +139,7 @@ def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: i
     fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]
     if fitting:
         slower, mode, outcome = min(fitting, key=lambda item: item[0])
+        # The best other choice that fits: what it would cost, and what it would save.
         spared = chosen.peak - outcome.peak
         parts.append(
             f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"

@@ -114,6 +114,7 @@ def in_way(space: Space, way: int) -> list[Units]:
     known: dict[bytes, Units] = {}
     found = []
     for (first, end), inner in zip(pairwise(space.bounds), space.inner, strict=True):
+        # Items with equal candidates get equal units, computed once.
         columns = np.stack([space.start[inner] - first, space.stop[inner] - first, space.way[inner]], axis=1)
         key = columns.tobytes()
         if key not in known:
@@ -133,6 +134,7 @@ def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> Uni
         way: The wanted strategy.
     """
     if plain(way) > SLICED:
+        # Single operators, if they cover the item; first those with the wanted recomputation.
         single = [unit for unit in candidates if unit[1] == unit[0] + 1]
         alike = [unit for unit in single if is_recomputed(unit[2]) == is_recomputed(way)]
         complete = (some for some in (alike, single) if len({unit[0] for unit in some}) == size)

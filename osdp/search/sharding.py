@@ -114,6 +114,7 @@ def solve_bounded(
     """
     best: Assignment | None = None
     bound, undecided = np.inf, False
+    # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
     for search, (root_sharded, root_replicated, _) in _searches(situation, limit, rules, solver):
         found = search.fastest(upper)
         bound = min(bound, search.bound)
@@ -128,6 +129,7 @@ def solve_bounded(
         best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
     if best is None:
         return None, bound
+    # Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
     if rules.keep and rules.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
         best = _without_kept_slices(situation, limit, rules, solver, best)
     bound = min(bound, best.outcome.seconds)

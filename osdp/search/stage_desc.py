@@ -85,6 +85,7 @@ def stage_desc(
         loose: Names of parameters outside these modules that it keeps.
         movable: FQNs of the modules of all stages.
     """
+    # 1. Operators of the stage, named by the first of their modules in it.
     first, last = segments
     gone = set(movable) - set(modules)
     kept = model_desc.segments[first:last]
@@ -95,6 +96,7 @@ def stage_desc(
         if own is not None:
             renamed[operator.name] = own.name
             operators.append((operator, own))
+    # 2. Segments, with the operators' new names.
     kept = tuple(
         replace(segment, operators=tuple(renamed[name] for name in segment.operators if name in renamed))
         for segment in kept
@@ -135,6 +137,7 @@ def _restricted(
     users = tuple(
         module for module in operator.modules if not any(is_inside(module, other) for other in gone)
     )
+    # An operator that another stage uses too cannot run in slices.
     cut = operator.cut if users == operator.modules else None
     return replace(
         operator,
@@ -175,6 +178,7 @@ def ties_of(model_desc: ModelDesc, homes: Sequence[Collection[str]]) -> tuple[Ti
         names = (parameter.name, *parameter.aliases)
         first = {}
         for stage, modules in enumerate(homes):
+            # A parameter goes by its first name inside each stage.
             here = [name for name in names if any(is_inside(name, module) for module in modules)]
             if here:
                 first[stage] = here[0]

@@ -127,6 +127,7 @@ def stage_memory(
 ) -> StageMemory:
     """Memory required by a stage planned as ``found`` in ``situation`` that exchanges ``messages``."""
     # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
+    #    Resident bytes belong to the rank, not to the stage.
     bare = replace(profile, resident_bytes=0)
     if situation.device.world_size == 1:
         found = _one_by_one(found)
@@ -181,6 +182,7 @@ def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
     highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     for nbytes, moment in judge(situation, units, root).moments:
         kind = "forward" if moment.kind in _FORWARD else moment.kind
+        # Every kind but "step" that is not of forward is of backward.
         kind = kind if kind in highest else "backward"
         highest[kind] = max(highest[kind], nbytes)
     return highest | {"always": root_always(situation, root) + float(always(units, situation).sum())}

@@ -160,11 +160,13 @@ def solve_tokens(problem: TokenProblem) -> TokenOutcome:
         tables = problem.tables[problem.batch // parts]
         upper = best.seconds - problem.end_seconds if best else math.inf
         least = problem.bound(parts)
+        # Only slices whose bound beats the best simulated step so far can be better.
         found = slice_grid(least.weights, least.times, least.bottleneck, upper=upper)
         num_paths += found.num_paths
         bounds.append(found.bound)
         candidates = [_Candidate(path.value, parts, tables.slices(path.bounds)) for path in found.paths]
         best = judge.fastest(candidates, best)
+    # Equal slices and whole sequences are compared, too: the bound alone does not order simulated steps.
     uniform = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts)])
     whole = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts, 1)])
     choices = [choice for choice in (best, uniform, whole) if choice is not None]
@@ -230,6 +232,7 @@ class _Judge:
         return best
 
     def _judge(self, candidate: _Candidate) -> TokenChoice:
+        # The same slices may come with several bounds.
         same = replace(candidate, value=0.0)
         if same not in self._known:
             problem = self._problem
