@@ -67,7 +67,7 @@ class _PlanMemory:
     units: Units
     root: RootPrice
     gathered_root: float  # the root unit's all-gather output
-    gradient_prefix: Floats
+    gradient_prefix: Floats  # (K + 1,): gradient bytes of the chain's operators before each
     keeps_gradients: bool
     after: Floats  # (U,): gradients from the unit's own backward on
     base: float  # alive throughout forward and backward
@@ -113,6 +113,7 @@ class _PlanMemory:
         running = np.where((self.high > self.low) & self._at(self.units.sharded, self.low), 1.0, 0.0)
         last = self.last_sharded[self.high]
         values = (
+            # A region between units has high == low; otherwise high == low + 1 and unit `low` runs.
             timeline.forward_peak + self.base + self.kept_before[self.low]
             + running * self._at(self.units.unsharded, self.low) + self._held(last) - self.dropped
         )  # fmt: skip
@@ -125,6 +126,8 @@ class _PlanMemory:
         index = np.flatnonzero(self.units.sharded)
         last = self.last_sharded[index]
         values = (
+            # The all-gather's output and its copy, next to the previous output, which is freed only
+            # afterwards.
             timeline.forward_start[self.units.start[index]] + self.base + self.kept_before[index]
             + 2 * self.units.unsharded[index] + self._held(last)
             - self.dropped[2 * self.units.start[index] + 1]
@@ -148,7 +151,7 @@ class _PlanMemory:
 
     def backward_values(self) -> Floats:
         """Bytes during the backward compute of each region, shape ``(2K + 1,)``."""
-        # 1. Gradients of the running unit that are there by each region: those of its later operators.
+        # 1. Gradients of the running unit that exist in each region: those of its operators from there on.
         regions = np.arange(len(self.low))
         own = self.high > self.low
         start, stop = (
@@ -164,6 +167,8 @@ class _PlanMemory:
             self._at(self.units.unsharded, self.low) + accrued,
             self._at(self.after + self.units.largest_gradient, self.low),
         )
+        # 2. Activations and root, units on either side, the held reduce-scatter input, the running unit, the
+        #    prefetch.
         values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
         values += self.computing_again - self.dropped
@@ -174,6 +179,7 @@ class _PlanMemory:
         index = np.flatnonzero(self.units.mode == FULL_SHARD)
         last = self.units.stop[index] - 1
         values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
+        # The all-gather's output and its copy.
         values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
         best = _argmax(values)
         if best < 0:

@@ -8,7 +8,7 @@
              + KEPT * kept slices    (bits 6 .. 17)
              + WIRE * shard group    (bits 18 and up)
 
-The search treats strategies as opaque labels; only this module decodes them.
+The search mostly treats strategies as opaque labels; the functions below decode them.
 """
 
 from osdp.plan import Mode
