@@ -270,8 +270,8 @@ def _price_units_on(
     if wire.across is not None:
         reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
-    # 4. Temporaries of the optimizer step: a sum over units (foreach), or a maximum found elsewhere
-    #    (for-loop).
+    # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
+    #    elsewhere.
     additive = prices.temporaries_add
     temporaries = (
         [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2

@@ -7,11 +7,11 @@ only the number of items of a kind on each path matters, not which items they ar
 Algorithm, in three parts that prove each other:
 
 1. The linear relaxation (:mod:`osdp.search.linear`): a lower bound, and dual prices under which the *excess*
-of a path over its kind's cheapest is the minimum cost of taking it.
+   of a path over its kind's cheapest is the minimum cost of taking it.
 2. Per kind, its undominated paths whose excess lies within the gap between the bounds.
 3. Kind by kind, the number of items that leave the cheapest path for each other one (the core of a
-multiple-choice knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by
-dominance.
+   multiple-choice knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by
+   dominance.
 
 A bounded number of labels is kept at a time. The lowest bound of those dropped is remembered: the answer is
 proven up to that. The search is repeated with the given widths, which proves most answers completely.

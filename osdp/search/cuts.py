@@ -194,7 +194,7 @@ class CutSearch:
         self._cut_moment(Moment("step"))
         best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
         if best is None:
-            raise RuntimeError("no limit, and yet no plan to start from")
+            raise RuntimeError("no initial plan was found although there is no memory limit")
         patience = _LEAN_ROUNDS
         while True:
             upper = best[0].peak

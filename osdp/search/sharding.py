@@ -155,7 +155,7 @@ def _searches(
 def _without_kept_slices(
     situation: Situation, limit: float, rules: Rules, solver: Solver, best: Assignment
 ) -> Assignment:
-    """``best``, or a faster plan without kept slices: a search of bounded width goes deeper there."""
+    """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
     root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
     space = PricedSpace.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
     search = CutSearch(situation, root, limit, space, solver)
@@ -186,7 +186,7 @@ def lean(
         if best is None or outcome.peak < best.outcome.peak:
             best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
     if best is None:
-        raise RuntimeError("a model without operators outside the chain has one choice of root at least")
+        raise RuntimeError("root_choices() returned nothing; every model has at least one choice of root")
     return best
 
 

@@ -152,7 +152,7 @@ class _Search:
         found = (self._bottleneck * least + total, path)
         limit = math.inf
         if self._bottleneck:
-            # A slower stage than this makes even the least sum of all too much.
+            # With a slower stage than this, even the minimum sum without limit gives a higher value.
             spare = found[0] - self._least_sum(math.inf)[0]
             limit = max(least, (spare + TOLERANCE * abs(found[0])) / self._bottleneck)
         while True:
