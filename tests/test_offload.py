@@ -59,7 +59,9 @@ def test_only_what_does_not_fit_the_device_goes_to_host_memory(seed: int) -> Non
         plan_at(seed, least - 1, Rules())
     just_below = plan_at(seed, least - 1)
     assert offloaded(just_below) and just_below.predicted.peak_bytes < least
-    assert "host memory" in just_below.notes[-1] and "offloaded to host memory" in " ".join(str(just_below).split())
+    assert "host memory" in just_below.notes[-1] and "offloaded to host memory" in " ".join(
+        str(just_below).split()
+    )
     lowest = least_peak(
         build_situation(*random_model(seed, 3, 2), random_device(seed), Training()), rules=HOST_TOO
     )
