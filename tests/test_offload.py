@@ -59,7 +59,9 @@ def test_only_what_does_not_fit_the_device_goes_to_host_memory(seed: int) -> Non
         plan_at(seed, least - 1, Rules())
     just_below = plan_at(seed, least - 1)
     assert offloaded(just_below) and just_below.predicted.peak_bytes < least
-    assert "host memory" in just_below.notes[-1] and "in host memory" in " ".join(str(just_below).split())
+    assert "host memory" in just_below.notes[-1] and "offloaded to host memory" in " ".join(
+        str(just_below).split()
+    )
     lowest = least_peak(
         build_situation(*random_model(seed, 3, 2), random_device(seed), Training()), rules=HOST_TOO
     )
@@ -115,7 +117,7 @@ def test_only_sharded_units_beside_the_root_can_live_in_host_memory() -> None:
 def test_a_plan_with_host_memory_is_not_priced_without_knowing_it() -> None:
     plan = plan_at(1, least_on_device(1) - 1)
     model_desc, profile = random_model(1, 3, 2)
-    with pytest.raises(ValueError, match=r"DeviceInfo\.host and a profile that has a host_optimizer"):
+    with pytest.raises(ValueError, match=r"DeviceInfo\.host and a profile with a host_optimizer"):
         evaluate(plan, profile, random_device(1, host=None), Training(), model_desc)
 
 

@@ -169,7 +169,7 @@ def test_a_timeline_keeps_every_order_and_dependency(
 
 
 def test_wrong_costs_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 stages are priced and schedule '1f1b' has 2"):
+    with pytest.raises(ValueError, match="costs of 3 stages are given and schedule '1f1b' has 2 stages"):
         simulate(make_schedule("1f1b", 2, 1), [StageCost(1, 1)] * 3)
     with pytest.raises(ValueError, match=r"3\.0 s of a backward of 2\.0 s"):
         StageCost(1.0, 2.0, 3.0)
@@ -206,5 +206,5 @@ def test_activations_of_slices_in_the_order_of_1f1b() -> None:
     assert outcome.peak_activation_bytes == (17, 12)
     whole = simulate(make_schedule("1f1b", 2, 3), [StageCost(2.0, 4.0, activation_bytes=12)] * 2)
     assert whole.peak_activation_bytes == (24, 12)
-    with pytest.raises(ValueError, match="stage 0 is priced for 3 slices and schedule '1f1b' has 2"):
+    with pytest.raises(ValueError, match="stage 0 has costs of 3 slices and schedule '1f1b' has 2 slices"):
         simulate(make_schedule("1f1b", 1, 1, num_slices=2), [[StageCost(1.0, 1.0)] * 3])

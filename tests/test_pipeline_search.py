@@ -94,7 +94,7 @@ def test_slower_ranks_get_less_to_do() -> None:
         assert best.samples_per_second >= 0.99 * fastest.samples_per_second
         bounds[slowdowns] = len(best.stages[0].modules)
     assert bounds[4.0, 1.0] < bounds[()] < bounds[1.0, 4.0]
-    with pytest.raises(ValueError, match="3 ranks of a pipeline, there are pp=2"):
+    with pytest.raises(ValueError, match="3 pipeline ranks, there are pp=2"):
         best_pipeline(
             model_desc,
             flow,

@@ -85,7 +85,7 @@ def test_every_decision_has_a_reason(seed: int) -> None:
     in_root = {name for unit in plan.units if unit.root for name in unit.operators}
     for decision in plan.decisions:
         told = {mode for mode in UNGROUPED if mode.value in decision.reason}
-        assert told or decision.reason == "no other way fits the limit"
+        assert told or decision.reason == "no other choice fits the limit"
         # To leave the root's unit for one of its own is no change of the mode.
         assert decision.mode not in told or decision.operator in in_root
 
@@ -120,7 +120,7 @@ def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
             else:
                 claim = f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
             told += claim in reason
-        assert told or reason == "no other way fits the limit"
+        assert told or reason == "no other choice fits the limit"
 
 
 def changed(plan: Plan, unit: Unit, mode: Mode) -> Plan:

@@ -76,7 +76,7 @@ def test_too_few_samples_are_refused_with_what_is_missing() -> None:
 
     with pytest.raises(ValueError, match="no slice of 2 sequences was measured without context"):
         fit(samples((8, 8)))
-    with pytest.raises(ValueError, match="2 slices with context do not tell"):
+    with pytest.raises(ValueError, match="2 slices with context do not determine"):
         fit(samples((8, 0), (8, 8), (8, 16)))
     with pytest.raises(ValueError, match="slices of 16 tokens were measured with context but only up to 8"):
         fit(samples((8, 0), (16, 8)))

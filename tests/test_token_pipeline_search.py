@@ -127,7 +127,7 @@ def test_1f1b_keeps_the_limit_that_gpipe_does_not() -> None:
     (outcome,) = solve_jointly(limited)
     assert outcome.best.schedule == "1f1b"
     assert outcome.best.activation_bytes <= sizes["1f1b"]
-    with pytest.raises(InfeasibleSlicesError, match="fewest found are 5120 bytes, 2560 too much") as error:
+    with pytest.raises(InfeasibleSlicesError, match="minimum found is 5120 bytes, 2560 too many") as error:
         solve_tokens(limited[0])
     assert (error.value.limit, error.value.least) == (2560, 5120)
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds of units whose shards, gradients and optimizer states live in host memory."""
+"""Memory and time of units offloaded to host memory: shards, gradients and optimizer states."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,24 +15,25 @@ Floats = NDArray[np.float64]
 
 
 def in_host_memory(units: "Units", prices: "OperatorPrices", device: DeviceInfo) -> "Units":
-    """``units`` with those that are offloaded priced as such.
+    """``units`` with the costs of the offloaded ones replaced by the costs of offloading.
 
-    Shards come to the device for each gather and reduced gradients leave it at once, on the streams of the
-    collectives (``torch.distributed.fsdp``); the optimizer runs on the host.
+    Shards are copied to the device for each all-gather, and reduced gradients are copied to the host at once,
+    on the streams of the collectives (``torch.distributed.fsdp``); the optimizer runs on the host.
 
     Raises:
-        ValueError: The way to host memory, or the optimizer there, is unknown.
+        ValueError: The bandwidths to host memory, or the speed of the optimizer there, are unknown.
     """
     host, optimizer = device.host, prices.host_optimizer
     if host is None or optimizer is None:
         raise ValueError(
-            "units in host memory can be priced only with DeviceInfo.host and a profile that has a "
-            "host_optimizer; DeviceInfo.detect() and a profile on an accelerator measure them"
+            "the cost of offloaded units needs DeviceInfo.host and a profile with a host_optimizer; "
+            "DeviceInfo.detect() and a profile on an accelerator measure them"
         )
 
     def span(prefix: Floats) -> Floats:
         return prefix[units.stop] - prefix[units.start]
 
+    # Shards and gradients are on the host between collectives; copies there and back delay every collective.
     off = units.offloaded
     step = optimizer.per_dtensor * span(prices.num_trainable) + optimizer.per_byte * span(
         prices.local_sharded

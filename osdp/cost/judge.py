@@ -1,23 +1,23 @@
-"""The judge: peak memory and time of one step for a set of units.
+"""Simulation of one step: peak memory and time for a set of units.
 
-Memory follows FSDP2's buffers (``torch.distributed.fsdp._fully_shard``, 2.13), *P* being a unit's whole
+Memory follows FSDP2's buffers (``torch.distributed.fsdp._fully_shard``, 2.13), *P* being a unit's unsharded
 parameters:
 
 ======================  ==================================================================================
 forward of a unit       P, and the all-gather's output (P again), held until the next unit's copy-out
 unshard in forward      the last unit's all-gather output and this one's
 unshard in backward     the all-gather's output and P; then the output is freed and the unit that ran before
-                        is gathered ahead: its P
-backward of a unit      P, its gradients as they come, the unit gathered ahead, the reduce-scatter input of
-                        the unit that ran backward before
+                        is prefetched: its P
+backward of a unit      P, its gradients as they come, the prefetched unit, the reduce-scatter input of
+                        the unit whose backward ran before
 reduction               P is freed; all its gradients and the reduce-scatter's input
 replicated unit         a gradient bucket from its first gradient on, and the gradient being copied into it
 root unit               P from the first moment of forward to the last of backward
 ======================  ==================================================================================
 
 Time is that of two resources, the device and the link: ``max_k (device until k + link after k)`` over all
-moments *k* of backward, where collectives that block are on both and an asynchronous all-reduce has the link
-for all of its time.
+moments *k* of backward. Collectives that block compute occupy both; an asynchronous all-reduce occupies the
+link for all of its time.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ from osdp.cost.time import TimeCut, optimizer_time, step_time
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the judge says of a set of units; bytes and seconds.
+    """Simulated time and memory of one step; seconds and bytes.
 
     Attributes:
-        seconds: The whole step.
-        peak: Highest live bytes.
-        moment: When that is.
+        seconds: Time of the whole step.
+        peak: Peak memory.
+        moment: The moment of the peak.
         moments: The highest moment of each kind, with its bytes.
-        cut: Where the link decides the time.
-        compute_seconds: Forward and backward of all microbatches, with what is computed again.
+        cut: The point at which the link determines the time.
+        compute_seconds: Forward and backward of all microbatches, including recomputation.
         optimizer_seconds: The optimizer step.
         state: Bytes of parameters and optimizer states.
     """
@@ -58,17 +58,18 @@ class Outcome:
 
 
 def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
-    """Simulate one step.
+    """Simulate one step of a set of units.
 
     Args:
-        situation: Activations, compute, prices and conditions.
+        situation: Activations, compute, operator costs and settings.
         units: Units that partition the chain, in trace order.
-        root: The operators outside the chain.
+        root: Costs of the operators outside the chain.
 
     Returns:
         Time, peak and the moments that decide them.
     """
     timeline = situation.timeline
+    # Recomputation is charged to the first operator of a block, which its first unit starts with.
     again = timeline.recompute.seconds[units.start[units.recomputed]]
     seconds, cut = step_time(situation, units, root)
     moments = step_peaks(situation, units, root)
@@ -87,6 +88,9 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
 
 
 def judge_choice(situation: Situation, chosen: Sequence[tuple[int, int, int]], root: RootPrice) -> Outcome:
-    """As :func:`judge`, of units that are given as first operator, one past the last, and way."""
+    """Simulate one step of units given as tuples (first operator, one past the last, strategy).
+
+    See :func:`judge`.
+    """
     start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
     return judge(situation, price_units(situation.prices, start, stop, way, situation.device), root)

@@ -1,9 +1,9 @@
-"""Peak memory of a step: the maximum over the moments at which a buffer appears.
+"""Memory alive at one moment of a step, as a linear function of candidate units.
 
-:func:`osdp.cost.peaks.step_peaks` finds the highest moment of a set of units; :func:`memory_row` writes one
-moment as a linear function of candidate units. The row never exceeds what the peaks say of any plan, and
-equals them for plans with the same neighbours around that moment, which is what the search's cutting planes
-need.
+Peak memory is the maximum over the moments at which a buffer appears. :func:`osdp.cost.peaks.step_peaks`
+finds the highest moment of a set of units; :func:`memory_row` gives one moment as a linear function of
+candidate units. The row never exceeds the simulated bytes of any plan, and equals them for plans with the
+same neighbours around that moment, as the search's cutting planes require.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ Bools = NDArray[np.bool_]
 
 
 class Moment(NamedTuple):
-    """A moment of the step, and the sharded units that border it, each by its first operator or -1.
+    """A moment of the step and the sharded units next to it, each given by its first operator or -1.
 
     Attributes:
         kind: ``forward``, ``unshard``, ``backward``, ``backward_unshard``, ``reduce``, ``final`` or ``step``.
         where: Region for ``forward`` and ``backward``, else operator of the chain.
-        before: The nearest sharded unit that ran forward before (in forward: or runs now).
-        after: The nearest sharded unit that ran forward after.
-        trigger: A sharded unit that has begun backward by then.
+        before: The nearest sharded unit earlier in forward order (in forward: or the running one).
+        after: The nearest sharded unit later in forward order.
+        trigger: A sharded unit whose backward has begun by then.
     """
 
     kind: str
@@ -42,11 +42,11 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradient bytes by unit, arrays of shape ``(U,)``.
+    """Gradient bytes of each unit, arrays of shape ``(U,)``.
 
     Attributes:
-        always: Alive throughout, from earlier microbatches.
-        after: Alive, besides, from the unit's own backward on.
+        always: Alive throughout the step, from earlier microbatches.
+        after: Alive, in addition, from the unit's own backward on.
     """
 
     always: Floats
@@ -55,32 +55,32 @@ class Gradients:
 
 def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
     """Gradients that outlive a unit's own backward."""
-    # Until they are reduced, gradients of the root's unit are whole and those of replicated ones in a bucket.
-    # Slices are reduced in every backward.
+    # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
+    # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
     nothing = np.zeros_like(unreduced)
     if conditions.microbatches == 1:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
     if conditions.reduce_each:
-        # A bucket takes the memory of the gradients it left, unless it is of another dtype.
+        # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         reused = units.sliced | (~units.in_root & (units.unsharded == 0))
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
 def always(units: Units, situation: Situation) -> Floats:
-    """Bytes of each unit alive in every moment of forward and backward."""
+    """Bytes of each unit that are alive throughout forward and backward, shape ``(U,)``."""
     copies = np.where(units.sharded, 0.0, units.unsharded)
     found = units.state + copies + lasting_gradients(units, situation.conditions).always
     if situation.timeline.others:
-        # What other microbatches in flight do not keep, since it is computed again.
+        # The other microbatches in flight do not keep the activations that are recomputed.
         saving = situation.timeline.recompute.saving[units.start]
         found -= situation.timeline.others * np.where(units.recomputed, saving, 0.0)
     return found
 
 
 def root_always(situation: Situation, root: RootPrice) -> float:
-    """Bytes of all that is no unit of the chain, alive in every moment of forward and backward."""
+    """Bytes outside the chain's units that are alive throughout forward and backward."""
     timeline = situation.timeline
     in_flight = timeline.others * timeline.kept
     return timeline.resident + in_flight + root.state + root.unsharded + root.low_precision + root.carried
@@ -93,10 +93,10 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
     """Bytes alive at ``moment``, linear in the units.
 
     Args:
-        situation: The situation.
-        units: Candidate units, of which a plan takes some that partition the chain.
-        root: The operators outside the chain.
-        moment: As :func:`osdp.cost.peaks.step_peaks` returned it.
+        situation: The step to plan.
+        units: Candidate units; a plan takes some of them that partition the chain.
+        root: Costs of the operators outside the chain.
+        moment: A moment returned by :func:`osdp.cost.peaks.step_peaks`.
 
     Returns:
         Bytes per unit, shape ``(U,)``, and a constant.
@@ -116,25 +116,29 @@ def _region(moment: Moment) -> int:
 
 
 def _dropped(timeline: Timeline, units: Units, region: int) -> Floats:
-    """Activations that each unit's recomputed block does not keep at ``region``, in either pass."""
+    """Activations, ``(U,)``, that each unit's recomputed block does not keep at ``region`` in either pass."""
     again = timeline.recompute
     return np.where(units.recomputed & (again.until[units.start] < region), again.saving[units.start], 0.0)
 
 
 def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
+    """Row of a moment of forward: compute of a region, or the copy-out of an unshard."""
     timeline, is_unshard = situation.timeline, moment.kind == "unshard"
     region = 2 * moment.where + 1 if is_unshard else moment.where
     first, last = windows(units)
+    # 1. Parameters: kept by units that ran before, gathered by the running one.
     running = units.sharded & (first <= region) & (region <= last)
     kept = np.where(last < region, units.kept, 0.0)
-    # An unshard holds the all-gather's output beside its copy, and the previous unit's as well.
+    # The copy-out of an unshard holds the all-gather's output next to its copy, and the previous unit's
+    # output too.
     begins = running & (first == region) & is_unshard
     row = kept + np.where(running, units.unsharded, 0.0) + np.where(begins, units.unsharded, 0.0)
     if not is_unshard:
         row += np.where((first <= region) & (region <= last), units.slice_forward, 0.0)
+    # 2. The all-gather output that is held until the next copy-out: that of the last unit gathered so far.
     started = units.sharded & ((first < region) if is_unshard else (first <= region))
     if moment.before < 0:
-        # The root's unit was gathered last.
+        # No unit has been gathered yet, so it is the root unit's.
         joined = np.where(units.in_root, units.unsharded, 0.0)
         held = joined - np.where(started, root.unsharded + float(joined.sum()), 0.0)
         missing = root.unsharded
@@ -147,8 +151,18 @@ def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Mo
 def _backward_row(
     situation: Situation, units: Units, root: RootPrice, moment: Moment
 ) -> tuple[Floats, float]:
+    """Row of a moment of backward: compute of a region, an unshard or a reduction.
+
+    ::
+
+        forward order:   ... before | unit at `region` | after ...
+        backward goes    <------------------------------------
+                         prefetched   gathered, its      its reduce-scatter
+                                      gradients come     input is still held
+    """
     region = moment.where if moment.kind == "backward" else 2 * moment.where + 1
     first, last = windows(units)
+    # 1. Left of the region units still keep parameters, right of it they have left gradients.
     left, right = last < region, first > region
     row = np.where(left, units.kept, 0.0)
     row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
@@ -156,14 +170,16 @@ def _backward_row(
     if moment.kind == "backward":
         row += _computing_again(situation.timeline, units, region)
     constant = _backward_constant(root, moment)
+    # 2. The reduce-scatter input of the unit whose backward ran before, held until the next reduction.
     if moment.kind != "reduce" and moment.after >= 0:
         row += _nearest(units, units.reduce_input, right & units.sharded, moment.after, is_last=False)
+    # 3. The unit prefetched for the next backward.
     gathers_ahead = moment.before >= 0 and (root.has_unit or moment.trigger >= 0)
     if moment.kind != "backward_unshard" and gathers_ahead:
         resharded = np.where(units.mode == FULL_SHARD, units.unsharded, 0.0)
         row += _nearest(units, resharded, left & units.sharded, moment.before, is_last=True)
         if not root.has_unit:
-            # Nothing is gathered ahead before the first sharded unit has begun its backward.
+            # Nothing is prefetched before the backward of the first sharded unit has begun.
             most = float(np.max(resharded[units.start == moment.before], initial=0.0))
             row += np.where(~left & units.sharded & (units.start == moment.trigger), most, 0.0)
             constant -= most
@@ -171,7 +187,7 @@ def _backward_row(
 
 
 def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
-    """What the recomputation of a block needs beyond its backward; it comes first, in the last region."""
+    """Memory that recomputing a block needs beyond its backward; it is needed first, in the last region."""
     again = timeline.recompute
     return np.where(
         units.recomputed & (again.until[units.start] - 1 == region), again.excess[units.start], 0.0
@@ -179,14 +195,14 @@ def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
 
 
 def _running(situation: Situation, units: Units, moment: Moment, region: int) -> Floats:
-    """Bytes of the unit whose backward runs at ``region``."""
+    """Bytes of the unit whose backward runs at ``region``, shape ``(U,)``."""
     prefix, operator = situation.prices.gradient, region // 2
     keeps = situation.conditions.keeps_gradients
     accrued = prefix[units.stop] - prefix[np.minimum(np.maximum(units.start, operator), units.stop)]
     if keeps:
         runs = (units.start <= operator) & (operator < units.stop)
         one = np.where(runs, _gradient_at(prefix, min(operator, len(prefix) - 2)), 0.0)
-        # Added in place as they come, unless the sum is of another dtype.
+        # Gradients are added in place as they come, unless the sum is of another dtype.
         accrued = np.where(units.accumulated == units.gradient, one, accrued)
     sharded = units.unsharded + accrued
     if moment.kind == "backward_unshard":
@@ -206,14 +222,17 @@ def _gradient_at(prefix: Floats, operator: int) -> float:
 
 
 def _backward_constant(root: RootPrice, moment: Moment) -> float:
-    """Activations, and gradients of the operators outside the chain."""
+    """Activations, and gradients of the operators outside the chain, at a moment of backward."""
     backward = root.backward
     places = {"backward": backward.peak, "backward_unshard": backward.start, "reduce": backward.end}
     return float(places[moment.kind][moment.where])
 
 
 def _final_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
-    """The end of backward: the root reduces first, then the first unit, whose input needs no gradient."""
+    """Row of the end of backward.
+
+    The root unit reduces first, then the first unit, whose input needs no gradient.
+    """
     after = lasting_gradients(units, situation.conditions).after
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, after)
@@ -222,6 +241,7 @@ def _final_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
 
 
 def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int) -> tuple[Floats, float]:
+    """Row of the optimizer step, with the temporaries of ``operator`` where these do not add up."""
     prices, timeline = situation.prices, situation.timeline
     row = units.state + units.gradient_kept
     constant = timeline.resident + timeline.final + root.state + root.gradient_kept
@@ -236,12 +256,20 @@ def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int
 
 
 def windows(units: Units) -> tuple[Ints, Ints]:
-    """First and last region of each unit."""
+    """First and last region of each unit, two arrays of shape ``(U,)``."""
     return 2 * units.start + 1, 2 * units.stop - 1
 
 
 def _nearest(units: Units, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
-    """``values`` of the nearest eligible unit, if that starts at ``start``; linear, never too much."""
+    """``values`` of the nearest eligible unit if that unit starts at ``start``: linear, never too much.
+
+    ::
+
+        eligible units, is_last:    ... start ... nearer ... | moment
+        contribution                   + value   - largest value at `start`
+
+    A plan with a nearer eligible unit subtracts the largest value, so that its sum cannot exceed the truth.
+    """
     chosen = eligible & (units.start == start)
     most = float(np.max(values[chosen], initial=0.0))
     nearer = eligible & ((units.start > start) if is_last else (units.start < start))

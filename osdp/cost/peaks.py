@@ -1,7 +1,7 @@
-"""Peak memory of one plan: the highest of all its moments, found at once.
+"""Peak memory of one plan: the highest of all moments, computed at once.
 
-:mod:`osdp.cost.memory` says what is alive at a moment, as a linear function of candidate units; here the same
-is done for all moments of a set of units that partition the chain.
+:mod:`osdp.cost.memory` gives the bytes alive at one moment as a linear function of candidate units; this
+module computes the bytes of all moments for a set of units that partition the chain, by prefix sums.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Bools = NDArray[np.bool_]
 
 
 def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tuple[float, Moment]]:
-    """The highest moment of each kind; units partition the chain, in trace order."""
+    """The highest moment of each kind, with its bytes; units partition the chain, in trace order."""
     memory = _PlanMemory.of(situation, units, root)
     timeline = situation.timeline
     found = [
@@ -39,9 +39,10 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
 
 
 def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit: float) -> Moment | None:
-    """The lowest moment of compute in backward that is above ``limit``, if any.
+    """The lowest moment of compute in backward that exceeds ``limit``, or ``None``.
 
-    Where many equal blocks are too high, the highest comes of one end of them and this of the other.
+    Where many equal blocks exceed the limit, the highest moment is at one end of them and this one at the
+    other.
     """
     memory = _PlanMemory.of(situation, units, root)
     values = memory.backward_values()
@@ -50,7 +51,7 @@ def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit
 
 
 def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
-    """By region, what recomputed blocks do not keep, and what computing them again needs."""
+    """Activations that recomputed blocks drop, and memory that recomputing needs, each ``(2K + 1,)``."""
     num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
     start = units.start[units.recomputed]
     until = again.until[start]
@@ -66,18 +67,18 @@ class _PlanMemory:
     units: Units
     root: RootPrice
     gathered_root: float  # the root unit's all-gather output
-    gradient_prefix: Floats
+    gradient_prefix: Floats  # (K + 1,): gradient bytes of the chain's operators before each
     keeps_gradients: bool
     after: Floats  # (U,): gradients from the unit's own backward on
-    base: float  # alive in every moment
-    kept_before: Floats  # (U + 1,): parameters that units before keep gathered
+    base: float  # alive throughout forward and backward
+    kept_before: Floats  # (U + 1,): parameters that earlier units keep gathered
     gradients_from: Floats  # (U + 1,): gradients of the units from here on
     last_sharded: Ints  # (U + 1,): index of the nearest sharded unit before, or -1
     next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
     low: Ints  # (2K + 1,): number of units before each region
     high: Ints  # (2K + 1,): first unit after each region
     dropped: Floats  # (2K + 1,): activations that recomputed blocks do not keep
-    computing_again: Floats  # (2K + 1,): what recomputing needs beyond backward
+    computing_again: Floats  # (2K + 1,): memory that recomputing needs beyond backward
 
     @classmethod
     def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
@@ -108,10 +109,11 @@ class _PlanMemory:
         )
 
     def forward(self, timeline: Timeline) -> tuple[float, Moment]:
-        """Compute of each region."""
+        """The highest moment of compute in forward, over all regions."""
         running = np.where((self.high > self.low) & self._at(self.units.sharded, self.low), 1.0, 0.0)
         last = self.last_sharded[self.high]
         values = (
+            # A region between units has high == low; otherwise high == low + 1 and unit `low` runs.
             timeline.forward_peak + self.base + self.kept_before[self.low]
             + running * self._at(self.units.unsharded, self.low) + self._held(last) - self.dropped
         )  # fmt: skip
@@ -120,10 +122,12 @@ class _PlanMemory:
         return float(values[best]), Moment("forward", best, before=self._start(last[best]))
 
     def unshard(self, timeline: Timeline) -> tuple[float, Moment]:
-        """Copy-out of each sharded unit in forward."""
+        """The highest copy-out of a sharded unit in forward."""
         index = np.flatnonzero(self.units.sharded)
         last = self.last_sharded[index]
         values = (
+            # The all-gather's output and its copy, next to the previous output, which is freed only
+            # afterwards.
             timeline.forward_start[self.units.start[index]] + self.base + self.kept_before[index]
             + 2 * self.units.unsharded[index] + self._held(last)
             - self.dropped[2 * self.units.start[index] + 1]
@@ -136,17 +140,18 @@ class _PlanMemory:
         )
 
     def backward(self) -> tuple[float, Moment]:
-        """Compute of the highest region."""
+        """The highest moment of compute in backward, over all regions."""
         values = self.backward_values()
         best = int(np.argmax(values))
         return float(values[best]), self.backward_moment(best)
 
     def backward_moment(self, region: int) -> Moment:
-        """Compute of a region."""
+        """The moment of backward compute in a region."""
         return self._moment("backward", region, self.low[region], self.high[region])
 
     def backward_values(self) -> Floats:
-        """Bytes while each region computes, shape ``(2K + 1,)``."""
+        """Bytes during the backward compute of each region, shape ``(2K + 1,)``."""
+        # 1. Gradients of the running unit that exist in each region: those of its operators from there on.
         regions = np.arange(len(self.low))
         own = self.high > self.low
         start, stop = (
@@ -162,16 +167,19 @@ class _PlanMemory:
             self._at(self.units.unsharded, self.low) + accrued,
             self._at(self.after + self.units.largest_gradient, self.low),
         )
+        # 2. Activations and root, units on either side, the held reduce-scatter input, the running unit, the
+        #    prefetch.
         values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
         values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
         values += self.computing_again - self.dropped
         return np.asarray(values)
 
     def backward_unshard(self) -> tuple[float, Moment]:
-        """Copy-out of each resharded unit in backward."""
+        """The highest copy-out of a resharded unit in backward."""
         index = np.flatnonzero(self.units.mode == FULL_SHARD)
         last = self.units.stop[index] - 1
         values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
+        # The all-gather's output and its copy.
         values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
         best = _argmax(values)
         if best < 0:
@@ -179,7 +187,7 @@ class _PlanMemory:
         return float(values[best]), self._moment("backward_unshard", last[best], index[best], index[best] + 1)
 
     def reduce(self) -> tuple[float, Moment]:
-        """Gradient reduction of each sharded unit."""
+        """The highest gradient reduction of a sharded unit."""
         index = np.flatnonzero(self.units.sharded)
         first = self.units.start[index]
         ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
@@ -211,21 +219,22 @@ class _PlanMemory:
         return np.asarray(self.base + self.kept_before[low] + self.gradients_from[high])
 
     def _waiting(self, high: Ints) -> Floats:
-        """The reduce-scatter input still held by the unit that ran backward before."""
+        """The reduce-scatter input still held for the unit whose backward ran before."""
         return self._at(self.units.reduce_input, self.next_sharded[high])
 
     def _ahead(self, low: Ints, high: Ints, own: Bools) -> Floats:
-        """The unit gathered ahead, if any unit has started that in this backward."""
+        """Bytes of the prefetched unit; prefetching starts with the first sharded unit's backward."""
         last = self.last_sharded[low]
         started = self.root.has_unit | (self._trigger(low, high, own) < len(self.units.start))
         resharded = np.where(self.units.mode == FULL_SHARD, self.units.unsharded, 0.0)
         return np.where(started & (last >= 0), self._at(resharded, last), 0.0)
 
     def _trigger(self, low: Ints, high: Ints, own: Bools) -> Ints:
-        """Index of a sharded unit that has begun backward, or ``U``."""
+        """Index of a sharded unit whose backward has begun, or ``U``."""
         return np.where(own & self._at(self.units.sharded, low), low, self.next_sharded[high])
 
     def _held(self, last: Ints) -> Floats:
+        """The all-gather output held in forward: that of unit ``last``, or the root unit's."""
         return np.where(last >= 0, self._at(self.units.unsharded, last), self.gathered_root)
 
     def _at(self, values: NDArray[Any], index: Ints) -> NDArray[Any]:

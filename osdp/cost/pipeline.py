@@ -1,12 +1,18 @@
-"""Time and activation memory of a pipeline schedule.
+"""Simulated time and activation memory of a pipeline schedule.
 
-Each rank runs its actions one after the other; an action starts when its rank is free and what it needs has
-arrived. With equal stages and free sends this gives the known forms, for *p* ranks and *m* microbatches of
-*f* seconds of forward and *b* of backward, *i* and *w* in its two parts:
+Each rank runs its actions one after the other; an action starts when its rank is free and its inputs have
+arrived. With equal stages and free sends this gives the known formulas, for *p* ranks and *m* microbatches of
+*f* seconds of forward and *b* of backward, *i* (gradient of the input) and *w* (gradient of the weights)
+being the two parts of *b*:
 
 - ``(m + p - 1)(f + b)``: GPipe (Huang et al., NeurIPS 2019) and 1F1B (Narayanan et al., SC 2021);
 - ``(m + (p - 1) / v)(f + b)``: interleaved with *v* stages per rank (the latter);
 - ``m (f + b) + (p - 1)(f + i - w)``: ZB-H1 from *p* microbatches on, for *f = i = w* (Qi et al., 2023).
+
+1F1B, two ranks, three microbatches (F forward, B backward)::
+
+    rank 0   F0 F1    B0 F2 B1    B2
+    rank 1      F0 B0 F1 B1 F2 B2
 """
 
 from collections.abc import Sequence
@@ -17,18 +23,21 @@ from osdp.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage costs for one microbatch, or one slice of it; on the rank that holds the stage.
+    """Time and memory of one stage for one microbatch, or one slice of it, on the rank that holds the stage.
 
     Attributes:
-        forward_seconds: Of a forward.
-        backward_seconds: Of a backward; of both its parts together where the schedule splits it.
-        input_seconds: Of the first part, the gradient of the input; the rest is the gradient of the weights.
-        send_seconds: From the end of a forward until its output is at the next stage.
-        send_gradient_seconds: From the end of the input's gradient until that is at the stage before.
-        activation_bytes: Kept from the start of a forward until the end of its backward, or of the first part
-            of it. An output that has arrived and waits for its forward is not counted.
-        weight_bytes: Of these, what the second part still needs, kept until its end; ``None`` is all.
-        end_seconds: After the last microbatch, once: reductions of gradients and the optimizer step.
+        forward_seconds: Time of a forward.
+        backward_seconds: Time of a backward; of both its parts together where the schedule splits it.
+        input_seconds: Time of the first part, the gradient of the input; the rest is the gradient of the
+            weights.
+        send_seconds: Time from the end of a forward until its output is at the next stage.
+        send_gradient_seconds: Time from the end of the input's gradient until it is at the previous stage.
+        activation_bytes: Bytes kept from the start of a forward until the end of its backward, or of the
+            first part of it. An output that has arrived and waits for its forward is not counted.
+        weight_bytes: The part of these that the second part of the backward still needs, kept until its end;
+            ``None`` means all.
+        end_seconds: Time after the last microbatch, once per step: gradient reductions and the optimizer
+            step.
     """
 
     forward_seconds: float
@@ -58,7 +67,7 @@ class StageCost:
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
     def seconds(self, kind: Kind) -> float:
-        """Of one action."""
+        """Time of one action."""
         match kind:
             case Kind.FORWARD:
                 return self.forward_seconds
@@ -72,7 +81,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action runs, in seconds from the start of the step."""
+    """Start and end of an action, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -81,14 +90,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOutcome:
-    """What a schedule comes to.
+    """Simulated time and memory of a schedule.
 
     Attributes:
-        seconds: Of the step: until the last rank has finished.
-        finish: When each rank has finished, its ``end_seconds`` included.
+        seconds: Time of the step: until the last rank has finished.
+        finish: Time at which each rank has finished, including its ``end_seconds``.
         busy: Seconds of each rank's actions and its ``end_seconds``.
-        bubble: The share of all ranks' time that is not busy.
-        peak_activation_bytes: Most activations that each rank keeps at a time.
+        bubble: The fraction of all ranks' time that is idle.
+        peak_activation_bytes: Peak of the activations that each rank keeps.
         timeline: The spans of each rank, in order.
     """
 
@@ -100,25 +109,25 @@ class PipelineOutcome:
     timeline: tuple[tuple[Span, ...], ...]
 
 
-#: What a stage costs: the same for whatever goes through it, or by slice of the sequence.
+#: Costs of a stage: the same for every slice, or one per slice of the sequence.
 Costs = StageCost | Sequence[StageCost]
 
 
 def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool = False) -> PipelineOutcome:
-    """Play a schedule.
+    """Simulate a schedule.
 
-    What one rank sends another leaves one after the other, both ways at once; between stages of one rank
-    nothing is sent.
+    A rank's messages to another rank are sent one after the other, in both directions at once; between stages
+    of one rank nothing is sent.
 
     Args:
         schedule: The schedule.
-        stages: What each stage costs, in the order of the model; where sequences are cut into slices that
-            differ, for each stage what it costs by slice. Seconds at the end are those of its first slice.
-        blocking_send: Whether a rank can compute only when its send has arrived, as where the thread that
-            computes also copies; otherwise sends run beside compute.
+        stages: Costs of each stage, in the order of the model; where sequences are cut into different slices,
+            the costs of each stage by slice. ``end_seconds`` is that of its first slice.
+        blocking_send: Whether a rank computes again only after its send has arrived, as where one thread
+            computes and copies; otherwise sends overlap compute.
 
     Raises:
-        ValueError: There are not as many costs as stages, or of a stage not as many as slices.
+        ValueError: The number of costs differs from the number of stages, or that of a stage from its slices.
     """
     prices = _Prices.of(schedule, stages)
     clock = _Clock(schedule, prices, blocking_send)
@@ -143,7 +152,7 @@ def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """The costs of each stage, by slice."""
+    """Costs of each stage, by slice."""
 
     by_slice: tuple[tuple[StageCost, ...], ...]
 
@@ -151,45 +160,46 @@ class _Prices:
     def of(cls, schedule: Schedule, stages: Sequence[Costs]) -> "_Prices":
         if len(stages) != schedule.num_stages:
             raise ValueError(
-                f"{len(stages)} stages are priced and schedule {schedule.name!r} has {schedule.num_stages}; "
-                "give one cost for each"
+                f"costs of {len(stages)} stages are given and schedule {schedule.name!r} has "
+                f"{schedule.num_stages} stages; give one cost for each"
             )
         found = []
         for stage, costs in enumerate(stages):
             own = (costs,) * schedule.num_slices if isinstance(costs, StageCost) else tuple(costs)
             if len(own) != schedule.num_slices:
                 raise ValueError(
-                    f"stage {stage} is priced for {len(own)} slices and schedule {schedule.name!r} has "
-                    f"{schedule.num_slices}; give one cost for each slice"
+                    f"stage {stage} has costs of {len(own)} slices and schedule {schedule.name!r} has "
+                    f"{schedule.num_slices} slices; give one cost for each"
                 )
             found.append(own)
         return cls(tuple(found))
 
     def __getitem__(self, action: Action) -> StageCost:
+        # With slices, actions count slices of all microbatches, one microbatch after the other.
         costs = self.by_slice[action.stage]
         return costs[action.microbatch % len(costs)]
 
 
 class _Clock:
-    """The time on each rank and link, action by action."""
+    """Current time of each rank and link, advanced action by action."""
 
     def __init__(self, schedule: Schedule, prices: _Prices, blocking_send: bool) -> None:
         self._placement, self._prices, self._blocking = schedule.placement, prices, blocking_send
         self.free = [0.0] * schedule.num_ranks
         self.busy = [0.0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in self.free]
-        #: When the link from one rank to another is free.
+        #: Time at which the link from one rank to another is free.
         self._links: dict[tuple[int, int], float] = {}
-        #: When a microbatch's output (True) of a stage, or its gradient (False), is where it is needed.
+        #: Time at which a microbatch's output (True) of a stage, or its gradient (False), has arrived.
         self._arrived: dict[tuple[bool, int, int], float] = {}
 
     def run(self, action: Action) -> None:
-        """Play one action; those that it needs have been."""
+        """Run one action; the actions it depends on have been run."""
         stage, microbatch = action.stage, action.microbatch
         rank, forward = self._placement[stage], action.kind is Kind.FORWARD
         start = self.free[rank]
         if action.kind is not Kind.BACKWARD_WEIGHT:
-            # The first stage's input and the last one's loss are there from the start.
+            # The first stage's input and the last stage's loss are available from the start.
             source = stage - 1 if forward else stage + 1
             start = max(start, self._arrived.get((forward, source, microbatch), 0.0))
         end = start + self._prices[action].seconds(action.kind)
@@ -203,11 +213,12 @@ class _Clock:
                 self.free[rank] = arrival
 
     def _send(self, action: Action, end: float) -> float:
-        """When what an action made until ``end`` is at the stage that needs it."""
+        """Time at which the result of an action that ended at ``end`` is at the stage that needs it."""
         stage, forward = action.stage, action.kind is Kind.FORWARD
         target = stage + 1 if forward else stage - 1
         if not 0 <= target < len(self._placement) or self._placement[target] == self._placement[stage]:
             return end
+        # Messages on one link queue behind each other.
         link = (self._placement[stage], self._placement[target])
         cost = self._prices[action]
         begin = max(end, self._links.get(link, 0.0))
@@ -216,9 +227,9 @@ class _Clock:
 
 
 def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
-    """Most bytes of activations that each rank keeps at a time; it depends on the order alone.
+    """Peak bytes of activations that each rank keeps; they depend on the order of actions alone.
 
-    Without backwards only what the running forward needs is kept.
+    Without backwards, only what the running forward needs is kept.
     """
     trains, prices = schedule.trains, _Prices.of(schedule, stages)
     peaks = []
@@ -228,6 +239,7 @@ def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
             cost = prices[action]
             match action.kind:
                 case Kind.FORWARD:
+                    # Without backwards nothing frees activations later: each forward drops what came before.
                     held = cost.activation_bytes + (held if trains else 0)
                 case Kind.BACKWARD:
                     held -= cost.activation_bytes

@@ -1,16 +1,17 @@
-"""Peak memory of a rank of a pipeline: its actions in order, what each finds and what it leaves.
+"""Peak memory of a rank of a pipeline, by a walk over its actions in order.
 
 ======================  ==================================================================================
-throughout              buffers, the batches of all microbatches, states of all stages of the rank
-from the first backward the gradients of a stage, added up in place
-a microbatch            what came in and the activations, from its forward to the end of its backward
-a backward in parts     the activations and, of every module with parameters, the gradient of its output, from
+throughout              buffers, the batches of all microbatches, parameters and optimizer states of all
+                        stages of the rank
+from the first backward the gradients of a stage, accumulated in place
+a microbatch            its inputs and activations, from its forward to the end of its backward
+a backward in two parts the activations and, of every module with parameters, the gradient of its output, from
                         the first part to the end of the second
-messages                buffers of what the next actions will get, the gradient that a backward starts from,
-                        gradients that may not have left
+messages                receive buffers of the next actions, the gradient that a backward starts from,
+                        gradients whose send may not have completed
 ======================  ==================================================================================
 
-It depends on the order alone, not on how long anything takes.
+The peak depends on the order alone, not on the duration of anything.
 """
 
 from collections import Counter
@@ -23,22 +24,22 @@ from osdp.schedule import AHEAD, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage, on the rank that holds it; of one microbatch where nothing else is said.
+    """Bytes of one stage on the rank that holds it, per microbatch unless stated otherwise.
 
     Attributes:
-        base: Parameters, optimizer states and copies of parameters.
-        gradients: What the backwards of earlier microbatches leave.
-        kept: Activations from a forward to its backward.
-        forward: The most a forward needs beyond ``base``, its activations included.
-        first_backward: The most the first backward needs beyond ``base``, its gradients included.
-        backward: The most a later one needs beyond ``base`` and ``gradients``.
-        step: The most the optimizer step needs, ``base`` and gradients included.
-        received: What comes from other ranks.
+        base: Parameters, optimizer states and low-precision copies of parameters.
+        gradients: Gradients left by the backwards of earlier microbatches.
+        kept: Activations kept from a forward to its backward.
+        forward: Peak of a forward beyond ``base``, including its activations.
+        first_backward: Peak of the first backward beyond ``base``, including its gradients.
+        backward: Peak of a later backward beyond ``base`` and ``gradients``.
+        step: Peak of the optimizer step, including ``base`` and gradients.
+        received: Inputs that come from other ranks.
         sent: Gradients that come back from other stages.
         returned: Gradients that go back to other ranks.
-        captured: Gradients that wait for the second part of a backward, less activations that do not.
-        input_pass: The most the first part of a backward needs beyond the activations; it frees none of them.
-        largest_gradient: That of the largest operator.
+        captured: Gradients that wait for the second part of a backward, minus the activations that do not.
+        input_pass: Peak of the first part of a backward beyond the activations; it frees none of them.
+        largest_gradient: Gradient of the largest operator.
         splits: Whether its backward can be in two parts: gradients go to another stage.
     """
 
@@ -59,13 +60,13 @@ class StageMemory:
 
     @property
     def waiting(self) -> float:
-        """What the first part of a backward leaves for the second, beside the activations."""
+        """Bytes that the first part of a backward leaves for the second, in addition to the activations."""
         return self.captured if self.splits else self.sent
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """The most bytes of a rank, and the action in which it has them; ``None`` is the optimizer step."""
+    """Peak bytes of a rank, and the action at which they occur; ``None`` is the optimizer step."""
 
     nbytes: float
     action: Action | None
@@ -74,18 +75,20 @@ class RankPeak:
 def rank_peak(
     schedule: Schedule, rank: int, stages: Sequence[StageMemory], resident: float, only: int | None = None
 ) -> RankPeak:
-    """The peak of one rank.
+    """Peak memory of one rank.
 
     Args:
         schedule: The schedule.
-        rank: Which rank.
-        stages: What each stage of the model needs.
-        resident: Bytes that are there whatever is run.
+        rank: Index of the rank.
+        stages: Memory of each stage of the model.
+        resident: Bytes that are always alive.
         only: The one stage to count; all of the rank if ``None``.
     """
     mine = schedule.stages_of(rank) if only is None else (only,)
     step = resident + sum(stages[s].base + stages[s].gradients for s in mine)
     step += max(stages[s].step - stages[s].base - stages[s].gradients for s in mine)
+    # The optimizer step (above) runs after all actions; each action is checked with the buffers posted for
+    # later ones.
     walk = _Walk(schedule, stages, resident + sum(stages[s].base for s in mine))
     order = [action for action in schedule.orders[rank] if action.stage in mine]
     peaks = [RankPeak(step, None)]
@@ -96,7 +99,7 @@ def rank_peak(
 
 
 class _Walk:
-    """What a rank holds, action by action."""
+    """Bytes held by a rank, updated action by action."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], held: float) -> None:
         self._schedule = schedule
@@ -104,11 +107,11 @@ class _Walk:
         self._held = held
         self._forwards: Counter[int] = Counter()
         self._returned: Counter[int] = Counter()
-        #: Stages whose gradients are there.
+        #: Stages whose gradients exist.
         self._begun: set[int] = set()
 
     def posted(self, actions: Iterable[Action]) -> float:
-        """Buffers of messages for actions to come."""
+        """Receive buffers of the given later actions."""
         return sum(
             self._stages[a.stage].received if a.kind is Kind.FORWARD else self._stages[a.stage].sent
             for a in actions
@@ -116,7 +119,7 @@ class _Walk:
         )
 
     def run(self, action: Action) -> float:
-        """The most bytes while ``action`` runs, without buffers of later ones."""
+        """Peak bytes of ``action``, without the buffers of later ones; updates what is held."""
         stage = self._stages[action.stage]
         waiting = self._waiting()
         match action.kind:
@@ -130,7 +133,8 @@ class _Walk:
                 self._leave_gradients(action.stage)
                 self._returned[action.stage] += 1
             case Kind.BACKWARD_INPUT:
-                # Where nothing goes back the second part does all, from the gradients that came.
+                # Where no gradient goes back, the second part does all the work, from the gradients that
+                # came.
                 peak = self._held + stage.sent + (stage.input_pass if stage.splits else 0.0)
                 self._held += stage.waiting
                 self._returned[action.stage] += 1
@@ -141,7 +145,7 @@ class _Walk:
         return peak + waiting
 
     def _needed(self, stage: int) -> float:
-        """What a backward needs beyond what is held, its own activations included."""
+        """Bytes that a backward needs beyond what is held, including its own activations."""
         memory = self._stages[stage]
         return memory.backward if stage in self._begun else memory.first_backward
 
@@ -149,7 +153,7 @@ class _Walk:
         memory = self._stages[stage]
         if not memory.splits:
             return self._needed(stage) - memory.kept
-        # What was captured goes as the gradients come, module by module.
+        # Captured gradients are freed as the weights' gradients appear, module by module.
         left = 0.0 if stage in self._begun else max(memory.gradients - memory.captured, 0.0)
         return left + memory.largest_gradient
 
@@ -159,10 +163,10 @@ class _Walk:
             self._held += self._stages[stage].gradients
 
     def _waiting(self) -> float:
-        """Gradients on their way: the last one, and all that the stage before may not have asked for.
+        """Gradients being sent: the last one, and all that the previous stage may not have received yet.
 
-        That has begun as many forwards at least as this one, and no more of them wait for a gradient than are
-        in flight there; of those to come it has asked for one.
+        The previous stage has begun at least as many forwards as this one, and no more of them wait for a
+        gradient than are in flight there; it has posted the receive of one later gradient.
         """
         total = 0.0
         for stage, count in self._returned.items():

@@ -1,6 +1,6 @@
-"""Bytes and seconds of operators and of the units made of them, under each mode.
+"""Memory and time of operators and of the units made of them, under each sharding mode.
 
-Everything is additive over the operators of a unit except the latency of its collectives, so the price of any
+Everything is additive over the operators of a unit except the latency of its collectives, so the cost of any
 contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in ``torch.distributed.fsdp``
 (2.13), the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
 """
@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 class OperatorPrices:
     """Prefix sums over a list of ``K`` operators, each of shape ``(K + 1,)``; bytes and seconds.
 
-    ``*_sharded`` and ``*_whole`` are one rank's share of a sharded and of a replicated operator.
+    ``*_sharded`` is one rank's share of a sharded operator, ``*_whole`` that of a replicated one.
     """
 
     state_sharded: Floats
@@ -61,18 +61,18 @@ class OperatorPrices:
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
     accumulates: bool  # several microbatches
-    temporary_sharded: Floats  # of the optimizer step; a prefix sum if additive, else shape (K,)
+    temporary_sharded: Floats  # of the optimizer step; prefix sums if additive, else shape (K,)
     temporary_whole: Floats
     temporaries_add: bool
     optimizer: OptimizerProfile
     host_optimizer: OptimizerProfile | None
     slices: SlicePrices
     wire: Wire
-    others: tuple["OperatorPrices", ...] = ()  # the same operators over the other wires
+    others: tuple["OperatorPrices", ...] = ()  # the same operators in the other shard groups
 
     @property
     def by_wire(self) -> tuple["OperatorPrices", ...]:
-        """Prices by number of the wire."""
+        """Costs by index of the shard group."""
         return (self, *self.others)
 
 
@@ -85,7 +85,7 @@ def price_operators(
     device_kind: str,
     host_optimizer: OptimizerProfile | None = None,
 ) -> OperatorPrices:
-    """Price each operator once for each wire."""
+    """Costs of each operator in each shard group."""
     first, *others = (
         _price_on(operators, wire, training, optimizer, device_kind, host_optimizer) for wire in wires
     )
@@ -135,37 +135,37 @@ def _price_on(
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """``U`` units as arrays of shape ``(U,)``: operators ``start`` to ``stop - 1`` of the chain.
+    """Memory and time of ``U`` units, arrays of shape ``(U,)``; a unit is operators ``start .. stop - 1``.
 
     Attributes:
-        start: First operator of each.
+        start: First operator of each unit.
         stop: One past the last operator.
-        mode: Plain way of each (:mod:`osdp.cost.ways`).
-        recomputed: Whether its block is computed again in backward.
-        offloaded: Whether its shards, their gradients and optimizer states live in host memory.
+        mode: Plain strategy of each unit (:mod:`osdp.cost.ways`).
+        recomputed: Whether its block is recomputed in backward.
+        offloaded: Whether its shards, their gradients and optimizer states are offloaded to host memory.
         state: Bytes of parameters and optimizer states, alive through the step.
-        unsharded: Bytes of the whole parameters while gathered; of low-precision copies if replicated. The
-            all-gather's output is as large.
+        unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
+            all-gather's output; for a replicated unit, bytes of low-precision copies.
         gradient: Bytes of the unsharded gradients as autograd makes them.
-        reduce_input: Bytes of the reduce-scatter's input; of the root's unit what its reduction takes beside
-            the gradients.
-        reduce_peak: Most bytes alive while it is reduced: gradients, the input, temporaries of the copy into
-            it.
-        accumulated: Bytes of the unsharded gradients that several microbatches add to, in the dtype of the
-            reduction.
+        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what the reduction
+            needs in addition to the gradients.
+        reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
+            temporaries of the copy into it.
+        accumulated: Bytes of the unsharded gradients accumulated over several microbatches, in the dtype of
+            the reduction.
         gradient_kept: Bytes of the gradients left after backward.
-        bucket: Bytes of the gradient bucket if replicated.
-        largest_gradient: Bytes of the largest single gradient if they are added to what is there already: a
-            bucket, or gradients of earlier microbatches.
-        gather_seconds: One unshard.
-        reduce_seconds: One gradient reduction.
+        bucket: Bytes of the gradient bucket if replicated, else 0.
+        largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
+            bucket, or gradients of earlier microbatches), else 0.
+        gather_seconds: Time of one unshard.
+        reduce_seconds: Time of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
-        num_kept: How many of its slices do.
+        num_kept: Number of its slices that stay gathered.
         slice_forward: Most bytes of slices alive in forward.
-        slice_regather: Gathering the slices that were not kept again in backward.
-        temporary: Bytes its optimizer step needs, if those of all units add up.
-        wire: Number of its wire.
-        step_seconds: Its optimizer step.
+        slice_regather: Time of gathering again, in backward, the slices that were not kept.
+        temporary: Bytes its optimizer step needs, if the temporaries of all units add up.
+        wire: Index of its shard group.
+        step_seconds: Time of its optimizer step.
     """
 
     start: NDArray[np.int64]
@@ -194,17 +194,17 @@ class Units:
 
     @property
     def sharded(self) -> NDArray[np.bool_]:
-        """Which units have collectives of their own: sharded ones outside the root's unit."""
+        """Units with collectives of their own: sharded, outside the root unit, shape ``(U,)``."""
         return np.asarray((self.mode == SHARD_GRAD_OP) | (self.mode == FULL_SHARD))
 
     @property
     def sliced(self) -> NDArray[np.bool_]:
-        """Which run in slices, each with collectives of its own."""
+        """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
         return np.asarray(self.mode > SLICED)
 
     @property
     def in_root(self) -> NDArray[np.bool_]:
-        """Which belong to the root's unit."""
+        """Units that belong to the root unit, shape ``(U,)``."""
         return np.asarray(self.mode == ROOT)
 
 
@@ -215,16 +215,18 @@ def price_units(
     way: Sequence[int] | NDArray[np.int64],
     device: DeviceInfo,
 ) -> Units:
-    """Price contiguous units, each in its way (:mod:`osdp.cost.ways`)."""
+    """Memory and time of contiguous units, each with its strategy (:mod:`osdp.cost.ways`)."""
     a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
     wires = ways // WIRE
     if not wires.any():
         return _price_units_on(prices, a, b, ways, device)
-    parts = [
-        (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
-        for number in np.unique(wires).tolist()
-        for where in [np.flatnonzero(wires == number)]
-    ]
+        # Price the units of each shard group together, then put them back in the given order.
+    parts = []
+    for number in np.unique(wires).tolist():
+        where = np.flatnonzero(wires == number)
+        parts.append(
+            (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
+        )
     whole: dict[str, NDArray[Any]] = {}
     for field in fields(Units):
         column = np.empty(len(a), dtype=getattr(parts[0][1], field.name).dtype)
@@ -241,8 +243,9 @@ def _price_units_on(
     ways: NDArray[np.int64],
     device: DeviceInfo,
 ) -> Units:
-    """Units of one wire."""
+    """Memory and time of units of one shard group."""
     wire = prices.wire
+    # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
     m = ways % RECOMPUTED
     offloaded = ways & OFFLOADED > 0
     sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
@@ -250,21 +253,25 @@ def _price_units_on(
     def span(prefix: Floats) -> Floats:
         return prefix[b] - prefix[a]
 
+    # 2. Bytes of gradients and of the buffers of their reduction.
     gather, reduce, average = wire.gather, wire.reduce, wire.average
     reduce_input, bucket, count = span(prices.reduce_input), span(prices.bucket), span(prices.num_trainable)
     unsharded = span(prices.unsharded)
     trains = count > 0
-    # The copy-in holds all gradients; afterwards only the last parameter's lingers beside the output.
+    # The copy-in holds all gradients; afterwards only the last parameter's gradient is alive next to the
+    # output.
     last = np.append(prices.last_gradient, 0.0)[b - 1]
     beside = wire.reduce_buffers * reduce_input
     copying = np.maximum(span(prices.gradient) + span(prices.copy_in), last + beside)
-    # The root's gradients are gone, too, when its input is reduced.
+    # The root's gradients, too, are freed by the time its reduce-scatter runs.
     root_input = np.maximum(reduce_input, reduce_input + beside - span(prices.gradient))
-    # The latencies of the root's unit are paid once, by its RootPrice.
+    # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootPrice.
     reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if wire.across is not None:
         reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
+    # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
+    #    elsewhere.
     additive = prices.temporaries_add
     temporaries = (
         [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2
@@ -321,7 +328,7 @@ def _gradients(operator: Operator, training: Training) -> list[int]:
 
 
 def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
-    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a copy of all if the dtype changes."""
+    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a full copy if the dtype changes."""
     total = 0
     for p in _trainable(operator):
         computed = training.param_dtype or p.dtype
@@ -395,6 +402,6 @@ def _prefix(values: Sequence[float]) -> Floats:
 def _range_max(values: Floats, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Floats:
     if not len(start):
         return np.zeros(0)
-    # reduceat takes the maximum over start..stop at even places, over stop..start at odd ones.
+    # reduceat returns maxima over start..stop at even indices and over stop..start at odd ones.
     bounds = np.stack([start, stop], axis=1).ravel()
     return np.asarray(np.maximum.reduceat(np.append(values, 0.0), bounds)[::2])

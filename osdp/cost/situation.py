@@ -1,4 +1,4 @@
-"""Everything about a step that does not depend on the decisions, and the price of the root's operators."""
+"""Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ _NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Facts about devices and training that the judge needs.
+    """Settings of devices and training used by the step simulator.
 
     Attributes:
-        blocking: Whether FSDP2's collectives hold up compute.
-        overlap: Part of an asynchronous all-reduce that backward hides.
-        mixed_overlap: The same beside sharded units.
+        blocking: Whether FSDP2's collectives block compute.
+        overlap: Fraction of an asynchronous all-reduce that backward hides.
+        mixed_overlap: The same in a plan that also has sharded units.
         unit_overhead: Seconds of hooks per sharded unit and pass.
         copy_bandwidth: Bytes per second of a copy into a gradient bucket.
         microbatches: Microbatches per step.
-        reduce_each: Whether gradients are reduced after each of them.
+        reduce_each: Whether gradients are reduced after each microbatch.
     """
 
     blocking: bool
@@ -41,12 +41,12 @@ class Conditions:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients stay from one microbatch to the next."""
+        """Whether unsharded gradients are kept from one microbatch to the next."""
         return self.microbatches > 1 and not self.reduce_each
 
     @property
     def reductions(self) -> int:
-        """Gradient reductions a step."""
+        """Number of gradient reductions per step."""
         return self.microbatches if self.reduce_each else 1
 
 
@@ -55,15 +55,15 @@ class Situation:
     """One model on one set of devices under one training.
 
     Attributes:
-        timeline: Activations and compute.
-        prices: Prices of the chain's operators.
-        conditions: Facts about devices and training.
+        timeline: Activation memory and compute time.
+        prices: Costs of the chain's operators.
+        conditions: Settings of devices and training.
         device: The devices.
         training: The training.
         profile: The profile.
-        plain_saving: Seconds of the optimizer step that a plan saves if it shards nothing, since its
-            parameters are plain tensors.
-        root_wire: Number of the wire of the root's unit.
+        plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
+            are plain tensors instead of DTensors.
+        root_wire: Index of the root unit's shard group.
     """
 
     timeline: Timeline
@@ -77,30 +77,30 @@ class Situation:
 
     @property
     def root_way(self) -> int:
-        """The way of operators in the root's unit."""
+        """Strategy of operators in the root unit."""
         return ROOT + WIRE * self.root_wire
 
 
 @dataclass(frozen=True, slots=True)
 class RootPrice:
-    """The operators outside the chain: what they hold and cost; bytes and seconds.
+    """Memory and time of the operators outside the chain (root unit and replicated ones); bytes and seconds.
 
     Attributes:
         state: Parameters and optimizer states.
-        has_unit: Whether there is a root unit, if only of chain operators that join it.
-        unsharded: The root unit's whole parameters.
-        low_precision: Low-precision copies of replicated ones.
+        has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
+        unsharded: The root unit's unsharded parameters.
+        low_precision: Low-precision copies of replicated parameters.
         carried: Gradients left by earlier microbatches.
-        gradient: Those of one microbatch: of the root unit, buckets of replicated ones and what waits to go
-            into them.
-        backward: Backward with those gradients; only the prices of no model have none.
-        reduce_input: The root unit's reduce-scatter input.
+        gradient: Gradients of one microbatch: those of the root unit, the buckets of replicated operators,
+            and the gradients still waiting to be copied into a bucket.
+        backward: Backward memory including those gradients; empty only in the cost of an empty model.
+        reduce_input: Input of the root unit's reduce-scatter.
         gradient_kept: Gradients left after backward.
         gather_seconds: The root unit's all-gather.
-        reduce_seconds: Its reduce-scatter.
-        average_seconds: All-reduces of replicated ones.
-        step_seconds: Their optimizer step.
-        temporary: Optimizer temporaries.
+        reduce_seconds: The root unit's reduce-scatter.
+        average_seconds: All-reduces of replicated operators.
+        step_seconds: Optimizer step of all of these operators.
+        temporary: Temporaries of their optimizer step.
     """
 
     has_unit: bool = False
@@ -127,13 +127,14 @@ def build_situation(
     *,
     reduce_each: bool = True,
 ) -> Situation:
-    """Lay out and price everything once.
+    """Build the timeline and the operator costs of a step once, for all plans of it.
 
     Raises:
         ValueError: The profile was made for another model.
     """
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
     operators = (*timeline.chain, *timeline.root)
+    # Plain tensors save the optimizer's overhead per DTensor.
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
     optimizer = profile.optimizer
     return Situation(
@@ -159,14 +160,15 @@ def build_situation(
 def price_root(
     situation: Situation, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
 ) -> RootPrice:
-    """Price the operators outside the chain: one root unit, one bucket per replicated operator.
+    """Memory and time of the operators outside the chain: one root unit, one bucket per replicated operator.
 
     Args:
-        situation: The situation.
-        sharded: Those in the root unit.
-        replicated: Those that are replicated.
-        has_unit: Whether there is a root unit, if only of chain operators that join it.
+        situation: The step to plan.
+        sharded: Operators in the root unit.
+        replicated: Operators that are replicated.
+        has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
     """
+    # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
     unit, unit_temporary = _price_group(situation, sharded, situation.root_way)
     wire = situation.prices.by_wire[situation.root_wire].wire
     whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
@@ -174,6 +176,7 @@ def price_root(
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
 
+    # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
     arrivals = _gradient_arrivals(situation, sharded, buckets)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
@@ -206,14 +209,15 @@ def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]
 def _gradient_arrivals(
     situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
 ) -> list[tuple[int, float]]:
-    """Gradient bytes of operators outside the chain, and the segment whose backward makes the first of them.
+    """Gradient bytes of each operator outside the chain, and the first segment whose backward makes them.
 
-    What is used twice waits in autograd for its second part, beside a bucket that others may have opened.
+    An operator used twice keeps its partial gradient in autograd until its second use, in addition to a
+    bucket that another operator may have opened.
     """
     again = situation.conditions.microbatches > 1
 
     def arriving(units: Units) -> float:
-        # A bucket takes the memory of the gradients that it left, unless it is of another dtype.
+        # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         opened = units.bucket * (not again or units.unsharded > 0)
         return float((opened + units.largest_gradient).sum())
 
@@ -227,6 +231,7 @@ def _gradient_arrivals(
 
 def _price_group(situation: Situation, operators: Sequence[Operator], way: int) -> tuple[Units, float]:
     prices = _prices(operators, situation.device, situation.training, situation.profile)
+    # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
     units = price_units(prices, [0] * count, [len(operators)] * count, [way] * count, situation.device)
     prices = prices.by_wire[wire_of(way)]

@@ -1,11 +1,11 @@
-"""Bytes and seconds of operators that run in slices of a sharded weight (:mod:`osdp.runtime.slices`).
+"""Memory and time of operators that run in slices of a sharded weight (:mod:`osdp.runtime.slices`).
 
-Per slice, in forward: this rank's piece of it and the gathered whole. In backward: the same (but for an
-embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced piece.
-The last slices of forward may be kept gathered; backward uses them first and frees one after the other. (An
-operator whose input needs no gradient neither keeps nor gathers slices for backward, and is priced too dear.)
-The weight is stored sharded along the dimension that is not cut; a bias is whole on every rank, its gradient
-in a bucket of its own.
+Memory of one slice, in forward: this rank's shard of it and the gathered slice. In backward: the same (except
+for an embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced
+shard. The last slices of forward may be kept gathered; backward uses them first and frees one after the
+other. (An operator whose input needs no gradient neither keeps nor gathers slices for backward; its cost is
+overestimated.) The weight is stored sharded along the dimension that is not cut; a bias is replicated, its
+gradient in a bucket of its own.
 """
 
 from collections.abc import Sequence
@@ -30,20 +30,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SlicePrices:
-    """``K`` operators, arrays of shape ``(K,)``; bytes, zeros for operators that cannot be cut.
+    """Costs of running ``K`` operators in slices, shape ``(K,)``; bytes, 0 for operators that cannot be cut.
 
     Attributes:
-        state: Parameters and optimizer states of a rank.
-        local: What an optimizer step updates, and its number of tensors.
+        state: Parameters and optimizer states of one rank.
+        local: Bytes updated by an optimizer step; ``num_trainable`` is their number of tensors.
         gradient_kept: Gradients left after backward.
         size: Length of the dimension that is cut.
-        column: Bytes of one whole column across the cut, in the dtype it is computed in; padded.
-        reduce_column: The same, in the dtype it is reduced in.
+        column: Bytes of one gathered column across the cut, in the dtype of compute; padded.
+        reduce_column: The same, in the dtype of the reduction.
         bias_bucket: Gradient bucket of the bias.
         trains: Whether the weight is trainable.
-        in_backward: Whether backward gathers the slices again; that of an embedding needs none of them.
-        in_profile: Whether it was profiled in slices, so that the gradient of one is among its activations.
-        num_shards: Ranks.
+        in_backward: Whether backward gathers the slices again; that of an embedding needs none.
+        in_profile: Whether it was profiled in slices, so that the gradient of a slice is already counted
+            among its activations.
+        num_shards: Number of ranks it is sharded over.
         accumulates: Whether there are several microbatches.
     """
 
@@ -62,19 +63,22 @@ class SlicePrices:
     accumulates: bool
 
     def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
-        """``units`` with those that run in slices priced as such."""
+        """``units`` with the costs of those that run in slices replaced by the costs of slices."""
         gather, reduce, average = (
             device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce")
         )
+        # 1. Bytes of the widest slice: gathered (`whole`), and in the dtype of the reduction (`reduced`).
         k, sliced = units.start, units.sliced
         count = 2.0 ** np.maximum(units.mode - SLICED, 0)
         width = np.ceil(self.size[k] / count)
         whole, reduced = width * self.column[k], width * self.reduce_column[k]
         share = 1 / self.num_shards
         trains = self.trains[k]
+        # Where the profile was taken in slices, a slice's gradient is already among the activations.
         made = np.where(self.in_profile[k], 0.0, whole)
         scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
-        # The longer slices come first (osdp.layout.slice_bounds), the kept ones last.
+        # 2. Bytes of slices alive at a time. The longer slices come first (osdp.layout.slice_bounds), the
+        #    kept ones last.
         base, longer = np.divmod(self.size[k], count)
         num_kept = units.num_kept
         kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
@@ -83,6 +87,7 @@ class SlicePrices:
         backward = np.maximum.reduce(
             [np.where(num_kept < count, whole * (1 + share), 0.0), kept, kept - one + scattering]
         )
+        # 3. Seconds of the collectives: one latency per slice.
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
         again = self.size[k] * self.column[k] - kept
         regather_seconds = (count - num_kept) * gather.latency + again / gather.bandwidth
@@ -90,7 +95,7 @@ class SlicePrices:
             trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
         )
         if self.accumulates:
-            # The new gradient lies beside the one it is added to.
+            # The new gradient is alive next to the one it is added to.
             backward = backward + self.gradient_kept[k]
         bias = self.bias_bucket[k]
         reduce_seconds += np.where(bias > 0, average.latency + bias / average.bandwidth, 0.0)
@@ -123,7 +128,7 @@ class SlicePrices:
 
 
 def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicePrices:
-    """Price the slices of each operator that can be cut."""
+    """Costs of running each operator in slices; zeros for operators that cannot be cut."""
     columns = [_column(operator, world_size, training) for operator in operators]
     names = (
         "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",

@@ -1,4 +1,7 @@
-"""``evaluate``: the one judge of plans. Every solver's answer and every benchmark's prediction is its."""
+"""``evaluate``: predicted time and peak memory of a plan.
+
+Every solver's answer and every benchmark's prediction is computed by this simulation.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +39,7 @@ def evaluate(
     """Simulate one step of ``plan``.
 
     Args:
-        plan: The plan; its units and modes count, not its own prediction.
+        plan: The plan; only its units and modes are used, not its own prediction.
         profile: Segment times and bytes at the training's local batch.
         device: The devices.
         training: Optimizer, dtypes, batch.
@@ -57,7 +60,8 @@ def evaluate(
 
 
 def prediction(situation: Situation, outcome: Outcome) -> Prediction:
-    """The judge's outcome as a value of a plan."""
+    """The simulated step as the ``Prediction`` of a plan."""
+    # Communication that compute does not hide.
     communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
     return Prediction(
         step_seconds=outcome.seconds,
@@ -71,11 +75,12 @@ def prediction(situation: Situation, outcome: Outcome) -> Prediction:
 
 
 def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
-    """The units of ``plan`` over the situation's chain, and its root.
+    """Costs of the plan's units over the chain, and of its operators outside it.
 
     Raises:
         PlanMismatchError: The plan's operators are not the model's, or a unit is not contiguous.
     """
+    # 1. Places of the operators: in the chain, or outside it.
     roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
     situation = replace(situation, root_wire=_wire_of(situation, roots[0]) if roots else 0)
     timeline = situation.timeline
@@ -84,6 +89,8 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     faults = _differences(plan, {*position, *outside}, situation)
     slices = {decision.operator: decision.slices for decision in plan.decisions}
     kept = {decision.operator: decision.slices_kept for decision in plan.decisions}
+    # 2. Each unit becomes (first operator, one past the last, strategy) in the chain, or joins the root; all
+    #    faults are collected.
     chained: list[tuple[int, int, int]] = []
     sharded: list[Operator] = []
     replicated: list[Operator] = []
@@ -92,13 +99,13 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
         beside = [outside[name] for name in unit.operators if name in outside]
         if unit.root or beside:
             faults += [
-                f"operator {n!r} is the root's and cannot run in slices"
+                f"operator {n!r} belongs to the root unit and cannot run in slices"
                 for n in unit.operators
                 if slices[n] > 1
             ]
             if unit.offloaded:
                 faults.append(
-                    f"unit {', '.join(unit.operators)} is the root's and cannot live in host memory"
+                    f"unit {', '.join(unit.operators)} has operators of the root unit and cannot be offloaded"
                 )
             (sharded if unit.mode.sharded else replicated).extend(beside)
             chained.extend((k, k + 1, situation.root_way) for k in places)
@@ -114,12 +121,14 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
                 faults += error.differences
             else:
                 chained.append((places[0], places[-1] + 1, way))
+    # 3. Recomputation of blocks, and the faults that show only then.
     chained = [_again(situation, plan, unit) for unit in chained]
     faults += _kept_faults(situation, chained)
     faults += _recompute_faults(situation, plan, chained)
     if faults:
         raise PlanMismatchError(faults)
     chained.sort()
+    # 4. Costs of the units and of the root.
     starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
     units = price_units(situation.prices, starts, stops, ways, situation.device)
     has_unit = bool(sharded) or any(plain(way) == ROOT for way in ways)
@@ -127,16 +136,16 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
 
 
 def _way_of(situation: Situation, unit: Unit) -> int:
-    """The way of a unit that FSDP2 shards, or of a replicated one."""
+    """Strategy of a unit that FSDP2 shards, or of a replicated one."""
     way = FULL_SHARD if unit.mode is Mode.HYBRID_SHARD else WAY_OF[unit.mode]
     return way + OFFLOADED * unit.offloaded + WIRE * _wire_of(situation, unit)
 
 
 def _wire_of(situation: Situation, unit: Unit) -> int:
-    """The number of the wire a unit lies on.
+    """Index of a unit's shard group.
 
     Raises:
-        PlanMismatchError: Its links are unknown.
+        PlanMismatchError: The links of its shard group are unknown.
     """
     wires = [prices.wire for prices in situation.prices.by_wire]
     hybrid = unit.mode is Mode.HYBRID_SHARD
@@ -153,28 +162,28 @@ def _wire_of(situation: Situation, unit: Unit) -> int:
         known = ", ".join(str(size) for size in situation.device.group_sizes) or "none"
         raise PlanMismatchError(
             [
-                f"unit {', '.join(unit.operators)} goes by a {unit.route} route with groups of "
-                f"{unit.group_size or 'all ranks'}; DeviceInfo knows the faster routes of groups of {known}, "
-                "and detect(group_sizes=...) measures others"
+                f"unit {', '.join(unit.operators)} uses a {unit.route} route with groups of "
+                f"{unit.group_size or 'all ranks'}; DeviceInfo has links for groups of {known}, and "
+                "DeviceInfo.detect(group_sizes=...) measures others"
             ]
         )
     return number
 
 
 def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:
-    """What of a unit's slices cannot be priced, since it cannot run."""
+    """Faults of a unit's slices: operators that cannot run in slices."""
     cut = [name for name in unit.operators if slices[name] > 1]
     if not cut:
         return []
     operators = {operator.name: operator for operator in situation.timeline.chain}
-    faults = [f"operator {name!r} cannot be cut" for name in cut if operators[name].cut is None]
+    faults = [f"operator {name!r} cannot run in slices" for name in cut if operators[name].cut is None]
     if len(unit.operators) > 1 or not unit.mode.sharded:
         faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
     return faults
 
 
 def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
-    """Operators that keep slices gathered where that cannot be priced, since it would be for nothing."""
+    """Faults of operators that keep slices gathered where that has no use."""
     for start, _, way in units:
         operator = situation.timeline.chain[start]
         name = operator.name
@@ -187,26 +196,27 @@ def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) ->
 
 
 def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
-    """``unit`` with the way it has in a recomputed block."""
+    """``unit`` with the RECOMPUTED flag if its block is recomputed."""
     start, stop, way = unit
     block = situation.timeline.chain[start].block
     return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
 
 
 def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[int, int, int]]) -> list[str]:
-    """Modules whose recomputation cannot be priced: no blocks, or blocks with parts that FSDP2 shards."""
+    """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
     chain, again = situation.timeline.chain, situation.timeline.recompute
     blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
     faults = [
-        f"module {name!r} is no block that can be recomputed"
+        f"module {name!r} is not a block that can be recomputed"
         for name in plan.recomputed
         if name not in blocks
     ]
     for start, stop, way in units:
+        # FSDP2 would gather a part of a recomputed block twice.
         whole = bool(again.possible[start]) and again.until[start] == 2 * stop
         if is_recomputed(way) and plain(way) in (SHARD_GRAD_OP, FULL_SHARD) and not whole:
             faults.append(
-                f"operator {chain[start].name!r} is in a sharded unit, a part of a recomputed block"
+                f"operator {chain[start].name!r} is in a sharded unit that is only part of a recomputed block"
             )
     return faults
 
@@ -216,12 +226,14 @@ def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]
     faults = [f"the plan decides {name!r}, which the model does not have" for name in sorted(decided - known)]
     faults += [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
     if plan.world_size != situation.device.world_size:
-        faults.append(f"made for {plan.world_size} ranks, there are {situation.device.world_size}")
+        faults.append(
+            f"the plan was made for {plan.world_size} ranks, there are {situation.device.world_size}"
+        )
     return faults
 
 
 def describe_moment(situation: Situation, moment: Moment) -> str:
-    """``moment`` in words, for people."""
+    """Human-readable description of ``moment``."""
     chain = situation.timeline.chain
     if moment.kind == "step":
         return "optimizer step"

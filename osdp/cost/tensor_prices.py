@@ -1,8 +1,8 @@
-"""What one of the ranks that compute a layer together takes: its segments, and what they exchange.
+"""Profile of one tensor-parallel rank: its part of each segment, and the collectives between the ranks.
 
-Its memory is what the whole model's segments took, less what the trace of its part takes less than the trace
-of the whole: workspaces, which a trace does not see, count in full. Its compute takes the share of the time
-that its part has of the operations, or of the bytes where nothing is computed. Collectives are not hidden.
+Its memory is that of the whole model's segments, minus the difference between the traces of the whole and of
+its part; workspaces, which a trace does not contain, count in full. Its compute is scaled by the rank's share
+of the FLOPs, or of the moved bytes where nothing is computed. Collectives are not hidden.
 """
 
 import math
@@ -13,17 +13,17 @@ from osdp.model_desc import Affine, ModelDesc, Segment, Work
 from osdp.profile import PassProfile, Profile, SegmentProfile
 from osdp.tensor_desc import Exchange, RankDesc, key
 
-#: What is known of a segment in which nothing happens.
+#: Profile of a segment in which nothing happens.
 _UNKNOWN = SegmentProfile("", PassProfile(0.0, 0, 0), PassProfile(0.0, 0, 0), 0)
 
 
 def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
-    """What a profile of the whole model says about the segments of one rank.
+    """Estimate the profile of one rank's segments from a profile of the whole model.
 
     Args:
-        whole: The description of the whole model.
+        whole: Description of the whole model.
         profile: Its profile.
-        rank: What one rank computes.
+        rank: Description of one rank's part.
 
     Raises:
         ValueError: They are of different models.
@@ -38,7 +38,7 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
     by_key = {key(segment): segment for segment in whole.segments}
     for part in rank.desc.segments:
         if part.signature not in found:
-            # Where only parts run anything they copy what they exchange.
+            # A segment that only the part has copies data for its collectives.
             one = by_key.get(key(part), _idle(part))
             of_one = profile.by_signature.get(one.signature, _UNKNOWN)
             found[part.signature] = _part_segment(one, part, of_one, batch)
@@ -46,19 +46,19 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
 
 
 def _idle(segment: Segment) -> Segment:
-    """A segment in which nothing happens."""
+    """A copy of the segment in which nothing happens."""
     zero = Affine(0.0, 0.0)
     nothing = Work(zero, zero, zero, zero)
     return replace(segment, signature="", forward=nothing, backward=nothing, saved_bytes=zero)
 
 
 def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Profile:
-    """The profile of one rank's segments, with the time of what they exchange and the bytes of DTensors.
+    """The profile of one rank's segments, with the time of their collectives and the bytes of DTensors.
 
     Args:
         profile: Its profile, as measured without other ranks or from :func:`part_profile`.
-        rank: What it computes and exchanges.
-        device: Has the links of the ranks that compute a layer together.
+        rank: Description of its part, with its collectives.
+        device: The devices, with the links of the tensor-parallel group.
 
     Raises:
         ValueError: One of those links is unknown.
@@ -93,13 +93,15 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
 
 
 def _summed_apart(rank: RankDesc) -> dict[str, int]:
-    """Bytes of sums of gradients from several sources, by the signature of the segment whose backward adds.
+    """Bytes of gradient sums with several sources, by signature of the segment whose backward adds them.
 
-    Autograd adds plain tensors in place, but no tensors of subclasses (torch 2.13, ``InputBuffer``).
+    Autograd adds plain tensors in place, but not tensor subclasses such as DTensor (torch 2.13,
+    ``InputBuffer``).
     """
     sharded = {f"{entry.module}.weight" for entry in rank.plan.modules}
     found: dict[str, int] = {}
     for operator in rank.desc.operators:
+        # A weight used by several modules gets several gradients, and their sum is a tensor of its own.
         tied = [p for p in operator.parameters if p.trainable and sharded.intersection(p.aliases)]
         if tied and operator.executed:
             signature = rank.desc.segments[operator.first].signature
@@ -108,6 +110,7 @@ def _summed_apart(rank: RankDesc) -> dict[str, int]:
 
 
 def _part_segment(whole: Segment, part: Segment, profile: SegmentProfile, batch: int) -> SegmentProfile:
+    # Corrects the measurement by the traces' difference, so that what no trace contains stays in.
     saved = profile.saved_bytes + part.saved_bytes(batch) - whole.saved_bytes(batch)
     return SegmentProfile(
         signature=part.signature,
@@ -128,7 +131,7 @@ def _part_pass(whole: Work, part: Work, profile: PassProfile, batch: int) -> Pas
 
 
 def _share(whole: Work, part: Work, batch: int) -> float:
-    """What part of the work is left."""
+    """The part's fraction of the work: of FLOPs, else of moved bytes."""
     if whole.flops(batch) > 0:
         return part.flops(batch) / whole.flops(batch)
     return part.moved_bytes(batch) / whole.moved_bytes(batch) if whole.moved_bytes(batch) > 0 else 1.0

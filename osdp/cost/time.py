@@ -1,9 +1,15 @@
 """Time of a step on two resources, the device and the link between devices.
 
 ``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
-start; collectives that block count on both. An asynchronous all-reduce has the link for all of its time, and
-the device for the part that compute does not hide. It is a maximum of functions that are linear in the units,
-which is what makes exact search possible: :func:`time_row` gives the one that decides.
+start; collectives that block compute count on both. An asynchronous all-reduce occupies the link for all of
+its time, and the device for the part that compute does not hide. The step time is a maximum of functions that
+are linear in the units, which makes exact search possible: :func:`time_row` gives the function that attains
+it.
+
+::
+
+    device  | backward of later units | k | backward of earlier units ...
+    link              idle or busy        | reductions of k and earlier units, one after the other
 """
 
 from dataclasses import dataclass
@@ -21,7 +27,11 @@ Floats = NDArray[np.float64]
 
 
 class TimeCut(NamedTuple):
-    """Operators where the link decides, before ``forward``'s compute and after ``backward``'s; -1: none."""
+    """Critical moment of each pass: operators at which the link determines the time; -1 for none.
+
+    ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
+    backward it is.
+    """
 
     forward: int = -1
     backward: int = -1
@@ -29,15 +39,15 @@ class TimeCut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """Seconds of units by resource; arrays of shape ``(U,)``.
+    """Seconds of each unit by resource, arrays of shape ``(U,)``.
 
     Attributes:
-        forward: Of the device in forward.
-        backward: Of the device in a backward that reduces.
-        silent: Of the device in a backward that does not reduce.
-        link_forward: Of the link in forward, beside the device.
-        link: Of the link in a backward that reduces.
-        link_after: What of ``link`` is still to come when the unit's ``backward`` is over.
+        forward: Device time in forward.
+        backward: Device time in a backward that reduces gradients.
+        silent: Device time in a backward that does not.
+        link_forward: Link time in forward that overlaps compute.
+        link: Link time in a backward that reduces gradients.
+        link_after: The part of ``link`` that remains when the unit's ``backward`` has ended.
     """
 
     forward: Floats
@@ -51,17 +61,19 @@ class UnitSeconds:
 def unit_seconds(
     units: Units, root: RootPrice, conditions: Conditions, recompute: Recompute | None = None
 ) -> UnitSeconds:
-    """Split the collectives of each unit between device and link, and add what it computes again."""
+    """Split the collectives of each unit between device and link, and add its recomputation."""
     overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
     sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
     replicated = ~sharded & ~units.in_root & ~units.sliced
-    # Slices of a recomputed block are gathered once more; whole units stay gathered from then to backward.
+    # 1. Gathering again in backward. Slices of a recomputed block are gathered once more; whole units stay
+    #    gathered from the recomputation to their backward.
     regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
     hooks = np.where(sharded, conditions.unit_overhead, 0.0)
-    # The root's gather precedes everything and its reduction follows everything: both stick out anywhere.
-    # Slices wait for each other.
+    # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
+    #    reduction follows everything, so neither can be hidden. Slices wait for each other.
     held_up = np.where(units.in_root | units.sliced, 1.0, float(conditions.blocking))
+    # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
     copied = np.where(units.largest_gradient > 0, units.bucket / conditions.copy_bandwidth, 0.0)
     silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
     if recompute is not None:
@@ -79,13 +91,13 @@ def unit_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of the passes of one microbatch.
+    """Seconds of each kind of pass of one microbatch.
 
     Attributes:
-        forward: A forward.
-        silent: A backward that reduces nothing.
-        reducing: A backward that reduces gradients.
-        cut: Where the link decides them.
+        forward: A forward pass.
+        silent: A backward pass that reduces no gradients.
+        reducing: A backward pass that reduces gradients.
+        cut: Where the link determines these times.
     """
 
     forward: float
@@ -95,11 +107,13 @@ class Passes:
 
 
 def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
-    """Seconds of each pass, and where the link decides them."""
+    """Seconds of each kind of pass, and where the link determines them."""
     timeline, conditions = situation.timeline, situation.conditions
     price = unit_seconds(units, root, conditions, timeline.recompute)
+    # Forward: for each unit, all gathers up to its own, then the compute from its start on.
     waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
+    # Backward: for each unit, device work until its backward ends, then the link's remaining work.
     done = np.cumsum(price.backward[::-1])[::-1]
     link_before = np.cumsum(price.link) - price.link
     ends = compute_until(timeline)[units.start] + done + link_before + price.link_after
@@ -116,7 +130,7 @@ def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
 
 
 def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
-    """Seconds of forward and backward of all microbatches, and where the link decides them."""
+    """Seconds of forward and backward of all microbatches, and where the link determines them."""
     found, conditions = passes(situation, units, root), situation.conditions
     m, reductions = conditions.microbatches, conditions.reductions
     seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
@@ -129,15 +143,15 @@ def optimizer_time(situation: Situation, units: Units, root: RootPrice) -> float
 
 
 def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) -> tuple[Floats, float]:
-    """A linear lower bound of the step's seconds, exact for plans that ``cut`` decides.
+    """A linear lower bound of the step's seconds, exact for plans whose critical moment is ``cut``.
 
-    Of a plan that shards nothing it is one only among candidates of which none does.
+    For a plan that shards nothing it is a bound only if no candidate shards anything.
 
     Args:
-        situation: The situation.
-        units: Candidate units, of which a plan takes some.
-        root: The operators outside the chain.
-        cut: As :func:`step_time` returned it.
+        situation: The step to plan.
+        units: Candidate units; a plan takes some of them.
+        root: Costs of the operators outside the chain.
+        cut: A critical moment returned by :func:`step_time`.
 
     Returns:
         Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
@@ -153,7 +167,7 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
         backward, backward_constant = price.backward, float(timeline.backward_seconds.sum())
     else:
         at = price.backward + np.where(units.start == cut.backward, price.link_after, 0.0)
-        # A unit that the cut runs through has at least its reduction still to come.
+        # A unit that contains the cut has at least its reduction still to come.
         before = np.where(units.stop > cut.backward, price.link_after, price.link)
         backward = np.where(units.start >= cut.backward, at, before)
         backward_constant = float(compute_until(timeline)[cut.backward])
@@ -171,12 +185,12 @@ def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) 
 
 
 def compute_after(timeline: Timeline) -> Floats:
-    """Forward compute from the start of each operator on, shape ``(K,)``."""
+    """Forward compute from the start of each operator to the end of forward, shape ``(K,)``."""
     return np.cumsum(timeline.forward_seconds[::-1])[::-1][1::2]
 
 
 def compute_until(timeline: Timeline) -> Floats:
-    """Backward compute until the end of each operator's backward, shape ``(K,)``."""
+    """Backward compute from its start until the end of each operator's backward, shape ``(K,)``."""
     return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
 
 
@@ -185,7 +199,7 @@ def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
 
 
 def _shards(units: Units, root: RootPrice) -> bool:
-    """Whether anything is, or among candidates may be, sharded."""
+    """Whether anything is sharded, or may be among candidates."""
     return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
@@ -195,6 +209,6 @@ def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float
 
 
 def _larger(values: Floats, floor: float) -> tuple[float, int]:
-    """The largest of ``values`` and ``floor``, and its index, -1 for the floor."""
+    """The maximum of ``values`` and ``floor``, and its index; -1 for the floor."""
     best = int(np.argmax(values)) if len(values) else -1
     return (float(values[best]), best) if best >= 0 and values[best] > floor else (floor, -1)

@@ -1,6 +1,6 @@
-"""The activation memory and compute time of a step, before any decision about parameters.
+"""Activation memory and compute time of a step, before any decision about parameters.
 
-The chain is the operators in trace order that can be resharded between uses. Parameter memory changes only
+The chain is the operators that can be resharded between uses, in trace order. Parameter memory changes only
 where an operator starts or ends, so the trace is cut into *regions*: region ``2k + 1`` is operator ``k``'s
 window, region ``2k`` the gap before it, and within a region only the highest activation matters.
 
@@ -22,12 +22,13 @@ from osdp.profile import Profile
 
 Floats = NDArray[np.float64]
 
-#: Bytes of scalars and index tensors that belong to no segment or parameter: the most that was seen beside a
-#: prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
+#: Bytes of scalars and index tensors that belong to no segment or parameter. The most that was measured on
+#: top of a prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
 #: generously.
 LOOSE_BYTES = 16384
 
-#: Granularity of torch's CUDA allocator (``kMinBlockSize``), and blocks per parameter or segment at most.
+#: Granularity of torch's CUDA allocator (``kMinBlockSize``), and the maximum number of blocks per parameter
+#: or segment.
 GPU_BLOCK = 512
 _BLOCKS_EACH = 4
 
@@ -37,12 +38,12 @@ EMPTY = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Activations, and gradients of the operators outside the chain, in backward; bytes.
+    """Memory in backward: activations, and gradients of the operators outside the chain; bytes.
 
     Attributes:
         peak: Highest of each region, shape ``(2K + 1,)``.
         start: When operator ``k`` starts its backward, shape ``(K,)``.
-        end: When it ends its backward.
+        end: When operator ``k`` ends its backward, shape ``(K,)``.
     """
 
     peak: Floats
@@ -52,17 +53,17 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What recomputing a block changes, by operator of the chain; zeros but for a block's first operator.
+    """Effect of recomputing a block, by operator of the chain; zero except at a block's first operator.
 
-    A block's activations are then alive during its own forward and backward alone; in between there is what
-    it handed on. Shapes ``(K,)``.
+    The activations of a recomputed block are alive only during its own forward and backward; in between only
+    its outputs are. Shapes ``(K,)``.
 
     Attributes:
         saving: Activation bytes that are not kept.
-        until: Region after the block's last operator, from which on they are not there.
-        excess: Bytes that running its forward again needs at the beginning of its backward, beyond what the
+        until: Region after the block's last operator, from which on they are freed.
+        excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
             backward of its last operator needs.
-        seconds: Its forward compute.
+        seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
 
@@ -79,21 +80,23 @@ class Timeline:
 
     Attributes:
         chain: The operators that can be resharded between uses, in trace order.
-        root: All others (spanning or not executed): they can only live in the root unit or be replicated.
+        root: All other operators (spanning or not executed): they can only join the root unit or be
+            replicated.
         forward_peak: Highest activation bytes of each region in forward, shape ``(2K + 1,)``.
         backward_live: Activation bytes after the backward of each segment and, last, after forward, shape
             ``(S + 1,)``.
         backward_high: Highest activation bytes of each segment's backward, shape ``(S,)``.
-        bounds: First segment of each region, and the number of segments; ``2K + 2`` of them.
+        bounds: First segment of each region, and the number of segments; length ``2K + 2``.
         forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
         final: Activation bytes left after backward.
         forward_seconds: Compute of each region in forward.
         backward_seconds: Compute of each region in backward.
         resident: Bytes of buffers and the sample batch.
-        recompute: What recomputing blocks changes.
+        recompute: Effect of recomputing blocks.
         kept: Activation bytes that a microbatch keeps from its forward to its backward.
-        others: Other microbatches whose activations are kept all the while: those in flight in a pipeline.
-        exchange_seconds: What of the seconds are collectives of ranks that compute a layer together.
+        others: Number of other microbatches whose activations are kept at the same time: those in flight in a
+            pipeline.
+        exchange_seconds: The part of the seconds spent in collectives of the tensor-parallel group.
     """
 
     chain: tuple[Operator, ...]
@@ -114,19 +117,20 @@ class Timeline:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of one microbatch, without what is exchanged."""
+        """Forward and backward of one microbatch, without tensor-parallel collectives."""
         return float(self.forward_seconds.sum() + self.backward_seconds.sum()) - self.exchange_seconds
 
     def backward_with(self, gradients: Iterable[tuple[int, float]]) -> Backward:
-        """Backward of the activations and of some gradients.
+        """Backward memory of the activations together with given gradients.
 
         Args:
-            gradients: Bytes that are there from the backward of a segment on, each with that segment.
+            gradients: Pairs of a segment and the bytes that are alive from its backward on.
         """
         arriving = np.zeros(len(self.backward_live))
         for segment, nbytes in gradients:
             arriving[segment] += nbytes
-        # Backward walks down: what arrives at a segment is there for all segments before it.
+        # Backward goes from the last segment to the first: what arrives at a segment is alive for all earlier
+        # ones.
         there = np.cumsum(arriving[::-1])[::-1]
         firsts, ends = np.array(self.bounds[1:-1:2], dtype=int), np.array(self.bounds[2:-1:2], dtype=int)
         live = self.backward_live + there
@@ -134,10 +138,10 @@ class Timeline:
 
 
 def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
-    """The chain and the root operators of a model.
+    """The operators of the chain and those outside it.
 
     An operator belongs to the chain if it was executed, is not spanning, and its window does not overlap the
-    one before.
+    previous operator's.
     """
     chain: list[Operator] = []
     root: list[Operator] = []
@@ -163,15 +167,17 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
         )
     found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
     forward, backward = [s.forward for s in found], [s.backward for s in found]
-    # Live activation bytes before each segment's forward; after the last, backward walks down again.
+    # 1. Live activation bytes before each segment's forward (up) and after each segment's backward (down).
     ups = np.concatenate([[0.0], np.cumsum([p.live_bytes for p in forward])])
     downs = ups[-1] + np.concatenate([np.cumsum([p.live_bytes for p in backward][::-1])[::-1], [0.0]])
     up_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in forward]
     down_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in backward]
+    # 2. Regions: the windows of the chain's operators and the gaps between them.
     chain, root = split_operators(model_desc)
     firsts = np.array([op.first for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     high = downs[1:] + np.array(down_peaks)
+    # 3. Seconds of each segment, tensor-parallel collectives included.
     forward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in forward])
     backward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in backward])
     return Timeline(
@@ -219,6 +225,13 @@ class _Walk:
 def _recompute(
     model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
 ) -> Recompute:
+    """Effect of recomputing each block that is contiguous in the trace and called once.
+
+    ::
+
+        up bytes    a .......... b            walk.up[b] - walk.up[a]: kept by the block's forward
+                     block's ops  handed_on   only its outputs stay alive if it is recomputed
+    """
     count = len(chain)
     floats = {name: np.zeros(count) for name in ("saving", "excess", "seconds")}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
@@ -232,10 +245,12 @@ def _recompute(
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
         handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
-        # What enters a stack of blocks is held by its caller; recomputing the first block keeps it for good.
+        # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
+        # throughout.
         saving = walk.up[b] - walk.up[a] - handed_on - (released if stack != before else 0.0)
         if saving <= 0:
             continue
+        # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]
         floats["saving"][start] = saving
@@ -246,14 +261,14 @@ def _recompute(
 
 
 def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:
-    """Bytes that forward frees outside blocks: tensors that were held for want of an end of their scope."""
+    """Bytes that forward frees outside blocks: tensors that were held until the end of their scope."""
     outside = np.ones(len(model_desc.segments), dtype=bool)
     outside[[index for inside in model_desc.block_segments.values() for index in inside]] = False
     return float(np.maximum(-np.diff(walk.up)[outside], 0.0).sum())
 
 
 def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:
-    """Blocks with several operators, all of them in a row: FQN, first operator and one past the last."""
+    """Blocks of several contiguous operators: FQN, first operator and one past the last."""
     runs: list[tuple[str, int, int]] = []
     for index, operator in enumerate(chain):
         if operator.block is None:
@@ -271,11 +286,11 @@ def _nbytes(outputs: Sequence[TensorSpec]) -> int:
 
 
 def _loose_bytes(model_desc: ModelDesc, profile: Profile) -> int:
-    """Bytes beside all that is priced."""
+    """Bytes that belong to no segment or parameter."""
     if profile.device == "cpu":
         return LOOSE_BYTES
-    # A GPU's blocks end at multiples of this: at most it for each parameter, its gradient and its states, and
-    # a few activations of each segment.
+    # Each GPU allocation is rounded up to such a block: at most one for each parameter, its gradient and its
+    # optimizer states, and for a few activations of each segment.
     parameters = sum(len(operator.parameters) for operator in model_desc.operators)
     return LOOSE_BYTES + GPU_BLOCK * _BLOCKS_EACH * (parameters + len(model_desc.segments))
 

@@ -1,23 +1,22 @@
-"""Seconds of every slice of a sequence on a stage, and of steps that work on slices.
+"""Seconds of every token slice of a sequence on a stage, and of pipelined steps that work on slices.
 
-A slice is one that ends at one point of a grid and begins at an earlier one: tables are read ``[end,
-begin]``.
+A slice begins at one point of a grid and ends at a later one; tables are indexed ``[end, begin]``.
 
-For *K* equal stages and any schedule of theirs in which slices go forward in their order and backward against
-it, a step takes at least ::
+For *K* equal stages and any schedule in which slices go forward in order and backward in reverse order, a
+step takes at least ::
 
     sum of (f + b) of all slices of all microbatches + (K - 1) max (f + b + 2 c)
 
-with *f*, *b* and *c* of forward, backward and sending: before the longest slice *q* of the first microbatch
-the first stage works on those before it; *q* goes through all stages; the last stage works on everything but
-what comes before the forward of that *q* and after the backward of the last microbatch's; *q* goes back
-through all stages; the first stage works on the gradients of those before it. With free sends, and forwards
-longest where backwards are, GPipe's order takes just that.
+with *f*, *b* and *c* the seconds of forward, backward and sending. Let *q* be the longest slice. Before *q*
+of the first microbatch the first stage works on the slices before it; *q* goes through all stages; the last
+stage works on everything except what precedes the forward of that *q* and what follows the backward of the
+last microbatch's *q*; *q* goes back through all stages; the first stage works on the gradients of the slices
+before it. With free sends, and forwards longest where backwards are, GPipe's order takes exactly that.
 
-Where a sender waits, the stages in the middle have both sends of each slice in their work: the second and the
-last but one take the parts of the first and the last, beside the way of the first slice to the second stage
-and back from it. In GPipe's order, where backwards begin when all forwards have ended, it is one wave
-after the other, each with *K - 1* stages that send and one that does not.
+Where a sender waits, the stages in the middle have both sends of each slice in their work: the second stage
+and the last but one take the roles of the first and the last, in addition to the way of the first slice to
+the second stage and back from it. In GPipe's order, where backwards begin when all forwards have ended, the
+step is two waves, one after the other, each with *K - 1* stages that send and one that does not.
 """
 
 from collections.abc import Sequence
@@ -38,15 +37,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SliceTables:
-    """What slices of one microbatch cost on one stage.
+    """Costs of the slices of one microbatch on one stage.
 
     Attributes:
-        points: Tokens before each point of the grid, from 0 to those of the sequence, shape ``(n + 1,)``.
-        forward: Seconds of forward, shape ``(n + 1, n + 1)``; infinite where a slice is not allowed.
-        backward: Seconds of backward.
-        send: Seconds until a slice is at the next stage, or its gradient at the one before.
+        points: Tokens before each point of the grid, from 0 to the sequence's length, shape ``(n + 1,)``.
+        forward: Seconds of forward ``[end, begin]``, shape ``(n + 1, n + 1)``; infinite where a slice is not
+            allowed.
+        backward: Seconds of backward, same shape.
+        send: Seconds until a slice is at the next stage, or its gradient at the previous one, same shape.
         blocking: Whether the sender waits for that.
-        kept_bytes: Activations that a stage keeps of each token until its backward.
+        kept_bytes: Activation bytes per token that a stage keeps until its backward.
     """
 
     points: NDArray[np.int64]
@@ -62,11 +62,11 @@ class SliceTables:
         return int(self.points[-1])
 
     def slices(self, bounds: Sequence[int]) -> TokenSlices:
-        """The slices between points of the grid."""
+        """The slices between given points of the grid."""
         return TokenSlices(tuple(np.diff(self.points[list(bounds)]).tolist()))
 
     def costs(self, slices: TokenSlices) -> tuple[StageCost, ...]:
-        """What each slice costs.
+        """Stage cost of each slice.
 
         Raises:
             ValueError: The slices do not add up to the sequence, or do not end on the grid.
@@ -79,6 +79,7 @@ class SliceTables:
                 f"the slices {list(slices.lengths)} do not end on the grid of {list(self.points[:3])} and so "
                 "on; make the tables with granularity=1"
             )
+        # Each slice begins where the one before it ends.
         begins = [0, *at[:-1].tolist()]
         return tuple(
             StageCost(
@@ -93,13 +94,13 @@ class SliceTables:
 
 
 def slice_grid_points(length: int, granularity: int = 8) -> NDArray[np.int64]:
-    """Where slices may begin and end: every ``granularity`` tokens, and at the end.
+    """Points at which slices may begin and end: every ``granularity`` tokens, and at the end.
 
     >>> slice_grid_points(20, 8).tolist()
     [0, 8, 16, 20]
 
     Raises:
-        ValueError: One of them is not positive.
+        ValueError: ``length`` or ``granularity`` is not positive.
     """
     if min(length, granularity) < 1:
         raise ValueError(f"{length} tokens on a grid of {granularity}; at least 1 of each is needed")
@@ -117,20 +118,20 @@ def slice_tables(
     blocking: bool = False,
     kept_bytes: int = 0,
 ) -> SliceTables:
-    """The costs of all slices of a sequence by a latency model.
+    """Costs of all slices of a sequence by a latency model.
 
     Args:
-        latency: The model.
+        latency: The latency model.
         batch: Sequences of a microbatch.
         length: Tokens of a sequence.
-        granularity: Tokens between the places where slices may begin and end.
-        num_layers: Layers of a stage, if it has others than the one that the model describes.
-        link: The way to the next stage; ``None`` where sends are free.
+        granularity: Tokens between the points at which slices may begin and end.
+        num_layers: Number of layers of a stage, if it differs from that of the latency model.
+        link: Link to the next stage; ``None`` if sends are free.
         blocking: Whether the sender waits for a send.
-        kept_bytes: Activations that a stage keeps of each token of the microbatch until its backward.
+        kept_bytes: Activation bytes per token of the microbatch that a stage keeps until its backward.
 
     Raises:
-        ValueError: The model does not know so many sequences, or a number is not positive.
+        ValueError: The model has no latencies of ``batch`` sequences, or a number is not positive.
     """
     entry = latency.of(batch)
     points = slice_grid_points(length, granularity)
@@ -152,7 +153,7 @@ def slice_tables(
 
 
 def simulate_slices(tables: SliceTables, slices: TokenSlices, schedule: Schedule) -> PipelineOutcome:
-    """Play a step of equal stages that work on slices.
+    """Simulate a step of equal stages that work on slices.
 
     Raises:
         ValueError: The slices do not fit the sequence, the grid or the schedule.
@@ -162,12 +163,12 @@ def simulate_slices(tables: SliceTables, slices: TokenSlices, schedule: Schedule
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """A lower bound of a step: the sum of its slices' weights, and so many times the largest of their times.
+    """Lower bound of a step: the sum of its slices' weights plus a multiple of the largest of their times.
 
     Attributes:
         weights: Seconds, shape ``(n + 1, n + 1)``.
-        times: Seconds, the same shape; infinite where a slice is not allowed.
-        bottleneck: What the largest time counts.
+        times: Seconds, same shape; infinite where a slice is not allowed.
+        bottleneck: Factor of the largest time.
     """
 
     weights: Floats
@@ -176,14 +177,16 @@ class StepBound:
 
 
 def step_bound(tables: SliceTables, *, num_stages: int, num_microbatches: int, schedule: str) -> StepBound:
-    """The lower bound of a step without what comes after its last slice; see the module's text.
+    """Lower bound of a step up to its last slice; see the module's docstring.
 
     Args:
         tables: Costs of slices of one microbatch.
-        num_stages: Equal stages.
+        num_stages: Number of equal stages.
         num_microbatches: Microbatches.
-        schedule: ``"gpipe"``, or another in which slices go forward in their order and backward against it.
+        schedule: ``"gpipe"``, or another schedule in which slices go forward in order and backward in reverse
+            order.
     """
+    # The cases of the module's docstring: free sends, then blocking ones (GPipe; three stages or more; two).
     forward, backward, send = tables.forward, tables.backward, tables.send
     work, whole = forward + backward, forward + backward + 2 * send
     if not tables.blocking or num_stages == 1:

@@ -1,4 +1,4 @@
-"""Wires: over which ranks a sharded unit lies, and by which links its collectives go."""
+"""Shard groups: the ranks over which a unit is sharded, and the links its collectives use."""
 
 from dataclasses import dataclass, replace
 
@@ -8,17 +8,17 @@ from osdp.plan import Route
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How sharded units may lie and talk.
+    """The ranks over which a unit is sharded, with the links of its collectives.
 
     Attributes:
-        num_shards: Ranks a unit is sharded over.
-        gather: Its all-gather.
-        reduce: Its reduce-scatter.
-        average: An all-reduce of what every rank holds.
-        across: The all-reduce of reduced gradients over the groups, of HYBRID_SHARD.
+        num_shards: Number of ranks a unit is sharded over.
+        gather: Link of its all-gather.
+        reduce: Link of its reduce-scatter.
+        average: Link of an all-reduce of replicated gradients.
+        across: Link of the all-reduce of reduced gradients between groups (HYBRID_SHARD); ``None`` otherwise.
         group_size: Ranks of a group; 0 without groups.
-        route: How its collectives go.
-        searched: Whether plans may use it; otherwise only plans of others are priced on it.
+        route: Route of its collectives (flat, two-step, by exchange).
+        searched: Whether the search may choose it; otherwise it only prices plans given by the user.
     """
 
     num_shards: int
@@ -32,27 +32,31 @@ class Wire:
 
     @property
     def hybrid(self) -> bool:
-        """Whether units are sharded inside groups only."""
+        """Whether units are sharded inside groups only (HYBRID_SHARD)."""
         return self.across is not None
 
     @property
     def reduce_buffers(self) -> float:
-        """Bytes a reduction holds beside its input, as a part of that: see :mod:`osdp.comm.collectives`."""
+        """Bytes of a reduction's buffers in addition to its input, as a fraction of the input.
+
+        See :mod:`osdp.comm.collectives`.
+        """
         output = 1 / self.num_shards
         if not self.route.in_two_steps:
-            # What the other ranks sent lies beside the input until it is summed.
+            # An exchange keeps the pieces received from the other ranks next to the input until they are
+            # summed.
             return output + self.route.by_exchange
         column, row = 1 / self.group_size, self.group_size / self.num_shards
         return output + column + (max(row, column) if self.route.by_exchange else 0.0)
 
     @property
     def reduce_latency(self) -> float:
-        """Seconds a gradient reduction of no bytes takes."""
+        """Seconds that a gradient reduction of zero bytes takes."""
         return self.reduce.latency + (self.across.latency if self.across is not None else 0.0)
 
 
 def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
-    """All wires whose links are known; the first is flat, over all ranks.
+    """All shard groups whose links are known; the first is flat, over all ranks.
 
     Raises:
         ValueError: There are several devices, and their links are unknown.
@@ -61,6 +65,7 @@ def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
     flat = Wire(
         device.world_size, gather, reduce, average, route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT
     )
+    # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
     found = [flat]
     for size in device.group_sizes:
         steps, inside = (
@@ -80,7 +85,7 @@ def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
                 Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
             )
         )
-    # What FSDP2 does by itself is priced even where an exchange is faster.
+    # FSDP2's own reduce-scatter stays priced even where an exchange is faster.
     slower = [
         link
         for link in device.links

@@ -1,19 +1,20 @@
-"""The best path along a chain under several additive rows, with the bound that was proven.
+"""Best path along a chain under several additive rows, with a proven bound.
 
-Problem: choose candidates that partition the chain so that ``max_t time_t`` is least while every memory row
+Problem: choose candidates that partition the chain so that ``max_t time_t`` is minimal while every memory row
 stays under its cap; each row is a sum over the chosen candidates. Items with the same rows are of one *kind*;
-only how many of a kind take which path matters, not which.
+only the number of items of a kind on each path matters, not which items they are.
 
 Algorithm, in three parts that prove each other:
 
-1. The linear relaxation (:mod:`osdp.search.linear`): a lower bound, and prices under which the *excess* of a
-   path over its kind's cheapest says how much taking it must cost at least.
-2. Per kind, its paths whose excess lies within the gap between the bounds, without dominated ones.
-3. Kind by kind, how many items leave the cheapest path for which other (the core of a multiple-choice
-   knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by dominance.
+1. The linear relaxation (:mod:`osdp.search.linear`): a lower bound, and dual prices under which the *excess*
+   of a path over its kind's cheapest is the minimum cost of taking it.
+2. Per kind, its undominated paths whose excess lies within the gap between the bounds.
+3. Kind by kind, the number of items that leave the cheapest path for each other one (the core of a
+   multiple-choice knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by
+   dominance.
 
-A bounded number of labels is kept at a time. The least bound of those dropped is remembered: the answer is
-proven up to that. The search widens as far as it is told, which proves most answers whole.
+A bounded number of labels is kept at a time. The lowest bound of those dropped is remembered: the answer is
+proven up to that. The search is repeated with the given widths, which proves most answers completely.
 """
 
 from collections import Counter
@@ -30,22 +31,22 @@ from osdp.search.linear import relax
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Labels kept at a time: a first look, which proves small problems, and the last word.
+#: Numbers of labels kept at a time: in a first look, which proves small problems, and in the last attempts.
 FIRST_LOOK: tuple[int, ...] = (16,)
 LAST_WORD: tuple[int, ...] = (16, 64)
-#: Times closer than this, relatively, count as equal: below the rounding of sums of thousands of terms.
+#: Relative difference of times that count as equal: below the rounding of sums of thousands of terms.
 TOLERANCE = 1e-11
 
 
 @dataclass(frozen=True)
 class Template:
-    """Distinct items of one shape: positions ``0 .. size`` with candidates as edges between them.
+    """Shape of items: positions ``0 .. size`` with candidates as edges between them, and its distinct items.
 
     Attributes:
         size: The last position.
         start: Position each candidate starts at, shape ``(E,)``.
-        stop: Position it ends at.
-        rows: What each candidate adds to each row in each distinct item, shape ``(D, E, R)``.
+        stop: Position each candidate ends at, shape ``(E,)``.
+        rows: What each candidate adds to each row in each of ``D`` distinct items, shape ``(D, E, R)``.
     """
 
     size: int
@@ -70,10 +71,11 @@ class ChainProblem:
 
     Attributes:
         templates: Shapes of items.
-        kinds: For each item its template and its index among the template's distinct items.
-        num_time_rows: The first rows are times, whose maximum is minimised; the others are memory.
+        kinds: For each item, its template and its index among the template's distinct items.
+        num_time_rows: Number of time rows, which come first and whose maximum is minimised; the others are
+            memory.
         constant: Added to each row, shape ``(R,)``.
-        caps: Upper bounds of the rows; infinite for times.
+        caps: Upper bounds of the rows, shape ``(R,)``; infinite for times.
     """
 
     templates: tuple[Template, ...]
@@ -85,13 +87,13 @@ class ChainProblem:
 
 @dataclass(frozen=True)
 class ChainSolution:
-    """What a search says.
+    """Result of a chain search.
 
     Attributes:
         value: The largest time row of the best path; infinite without one.
-        paths: The candidates taken in each item; ``None`` if no path is better than what was known.
-        bound: No path has a lower value. The answer is proven if this is its value, or without a path what
-            was known.
+        paths: The candidates taken in each item; ``None`` if no path beats the known value.
+        bound: Lower bound of the value of any path. The answer is proven if it equals ``value``, or without a
+            path the known value.
     """
 
     value: float
@@ -101,18 +103,18 @@ class ChainSolution:
 
 @dataclass(frozen=True)
 class Guide:
-    """What the relaxation of a chain says of its rows and items.
+    """Dual prices of a chain's rows, and the rows of each item in the optimum of the relaxation.
 
     Attributes:
-        weights: What a unit of each row is worth, shape ``(R,)``.
-        items: Rows of each item in the best mixture, shape ``(items, R)``.
+        weights: Price of a unit of each row, shape ``(R,)``.
+        items: Rows of each item in the optimal mixture, shape ``(items, R)``.
     """
 
     weights: Floats
     items: Floats
 
     def of_rows(self, rows: Sequence[int]) -> "Guide":
-        """The same for some of the rows; as good as their own if the others are worth nothing."""
+        """The same for some of the rows; equal to their own relaxation if the others have price zero."""
         return Guide(self.weights[rows], self.items[:, rows])
 
 
@@ -127,8 +129,8 @@ def solve_chain(
     Args:
         problem: The chain.
         upper: Only better paths count.
-        widths: Labels to keep at a time, in one attempt after the other until the answer is proven.
-        guide: The relaxation, if it is known; with any other guide the bound is valid and weaker.
+        widths: Numbers of labels to keep at a time, one attempt after the other until the answer is proven.
+        guide: The relaxation, if it is known; with any other guide the bound is valid but weaker.
 
     Returns:
         A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search
@@ -157,7 +159,7 @@ def solve_chain(
 
 
 def relaxation(problem: ChainProblem) -> Guide | None:
-    """The relaxation of a chain; ``None`` if the caps cannot be kept."""
+    """Dual prices of a chain by its linear relaxation; ``None`` if the caps cannot be kept."""
     distinct, counts = _distinct(problem)
     if not distinct:
         weights = np.zeros(len(problem.constant))
@@ -177,13 +179,14 @@ def relaxation(problem: ChainProblem) -> Guide | None:
 
 
 def _distinct(problem: ChainProblem) -> tuple[list[tuple[int, int]], Floats]:
-    """The kinds of a chain, and how many items each has."""
+    """The kinds of a chain, and the number of items of each."""
     counted = Counter(problem.kinds)
     distinct = sorted(counted)
     return distinct, np.array([counted[kind] for kind in distinct], dtype=float)
 
 
 def _empty(problem: ChainProblem, upper: float) -> ChainSolution:
+    """The solution of a chain without items."""
     value = float(problem.constant[: problem.num_time_rows].max())
     fits = bool((problem.constant <= problem.caps).all()) and value < upper
     return ChainSolution(value, (), value) if fits else ChainSolution(np.inf, None, upper)
@@ -209,7 +212,7 @@ def _cheapest(problem: ChainProblem, distinct: list[tuple[int, int]], weights: F
 
 
 def _last_edges(template: Template, edges: Floats) -> list[Ints]:
-    """The last edge of the cheapest path to each position in each item, ``size + 1`` of shape ``(D,)``."""
+    """The last edge of the cheapest path to each position in each item: ``size + 1`` arrays, ``(D,)``."""
     distance = np.full((len(edges), template.size + 1), np.inf)
     distance[:, 0] = 0.0
     last = [np.zeros(len(edges), dtype=np.int64)]
@@ -224,7 +227,7 @@ def _last_edges(template: Template, edges: Floats) -> list[Ints]:
 
 
 def _from_start(template: Template, edges: Floats) -> Floats:
-    """Least cost from the item's beginning to each position, shape ``(size + 1,)``."""
+    """Minimum cost from the item's beginning to each position, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[0] = 0.0
     for position in range(1, template.size + 1):
@@ -235,7 +238,7 @@ def _from_start(template: Template, edges: Floats) -> Floats:
 
 
 def _to_end(template: Template, edges: Floats) -> Floats:
-    """Least cost from each position to the item's end, shape ``(size + 1,)``."""
+    """Minimum cost from each position to the item's end, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[-1] = 0.0
     for position in range(template.size - 1, -1, -1):
@@ -249,7 +252,7 @@ def _to_end(template: Template, edges: Floats) -> Floats:
 
 
 class _Search:
-    """Labels over the kinds of a chain under fixed prices."""
+    """Label search over the kinds of a chain under fixed dual prices."""
 
     def __init__(self, problem: ChainProblem, guide: Guide) -> None:
         weights = guide.weights
@@ -258,7 +261,7 @@ class _Search:
         cheapest = _cheapest(problem, distinct, weights) @ weights
         caps = np.where(np.isfinite(problem.caps), problem.caps, 0.0)
         self.bound = float(counts @ cheapest + weights @ (problem.constant - caps))
-        # The most frequent kind last: there the labels of all others meet.
+        # The most frequent kind is last, where the labels of all others meet.
         order = sorted(range(len(distinct)), key=lambda k: (counts[k], k))
         self._distinct = [distinct[k] for k in order]
         self._counts = [int(counts[k]) for k in order]
@@ -267,17 +270,19 @@ class _Search:
             _least_to_end(problem.templates[template], problem.templates[template].rows[index])
             for template, index in self._distinct
         ]
-        #: What the rows of the kinds so far come to in the relaxation: labels near it are kept first.
+        #: Row sums of the kinds so far in the relaxation, shape ``(kinds, R)``: labels near them are kept
+        #: first.
         number = {kind: place for place, kind in enumerate(self._distinct)}
         totals = np.zeros((len(distinct), len(weights)))
         np.add.at(totals, [number[kind] for kind in problem.kinds], guide.items)
         self._targets = np.cumsum(totals, axis=0)
 
     def run(self, upper: float, width: int) -> tuple[tuple[float, tuple[tuple[int, ...], ...]] | None, float]:
-        """The best paths found, one per item, and the least bound of anything dropped."""
+        """The best paths found, one per item, and the minimum bound of anything dropped."""
         problem = self._problem
         gap = upper - self.bound
         dropped = np.inf
+        # 1. Paths of each kind, given the room that is left when all other items add their minimum.
         room = np.where(np.isfinite(problem.caps), problem.caps, upper) - problem.constant
         left = room - np.array(self._counts) @ np.stack([ahead[0] for ahead in self._ahead])
         kinds: list[Kind] = []
@@ -287,12 +292,14 @@ class _Search:
             dropped = min(dropped, self.bound + lost)
             if not kind.paths:
                 return None, dropped
+        # 2. Minimum and maximum that the kinds after each one add to each row, (kinds, R).
         nothing = np.zeros((1, len(room)))
         least, most = (
             np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], nothing])[1:]
             for sums in (np.array([kind.least for kind in kinds]), np.array([kind.most for kind in kinds]))
         )
         bounded = np.where(np.isfinite(problem.caps), room, -np.inf)
+        # 3. Labels, kind by kind.
         labels = Labels.start(len(room))
         for number, kind in enumerate(kinds):
             last = number + 1 == len(kinds)
@@ -312,26 +319,30 @@ class _Search:
             dropped = min(dropped, self.bound + lost)
         if not labels.size:
             return None, dropped
+        # 4. The best of the last kind's labels is the answer.
         times = labels.rows[:, : problem.num_time_rows] + problem.constant[: problem.num_time_rows]
         values = times.max(axis=1)
         best = int(np.argmin(values))
         return (float(values[best]), self._paths(kinds, labels, best)), dropped
 
     def _kind(self, number: int, left: Floats, gap: float, width: int) -> tuple[Kind, float]:
-        """The paths through one kind that can be in an answer, and the least excess of those dropped.
+        """Paths through one kind that can be in an answer, and the minimum excess of those dropped.
+
+        A label-setting search along the positions of one item, with dominance and bounds at each position.
 
         Args:
-            number: Of the kind.
-            left: Room that is left when every item adds its least, shape ``(R,)``.
-            gap: Excess that an answer may have.
-            width: Paths to keep.
+            number: Index of the kind.
+            left: Room that is left when every item adds its minimum, shape ``(R,)``.
+            gap: Maximum excess of an answer.
+            width: Number of paths to keep.
         """
         index, count, cheapest = self._distinct[number][1], self._counts[number], self._cheapest[number]
         template, ahead = self._problem.templates[self._distinct[number][0]], self._ahead[number]
         rows, edges = template.rows[index], template.rows[index] @ self._weights
         before, remaining = _from_start(template, edges), _to_end(template, edges)
         room = left + ahead[0]
-        # What no path within the gap and the room can take.
+        # Only edges on some path within the gap are useful: cheapest way to the edge, the edge, cheapest way
+        # on.
         dearest = before[template.start] + edges + remaining[template.stop] - cheapest
         useful = dearest < gap
         none = np.zeros((1, rows.shape[1]))
@@ -368,7 +379,7 @@ class _Search:
 
 
 def _least_to_end(template: Template, rows: Floats) -> Floats:
-    """The least any path from each position on adds to each row, shape ``(size + 1, R)``."""
+    """Minimum that any path from each position on adds to each row, shape ``(size + 1, R)``."""
     ahead = np.full((template.size + 1, rows.shape[1]), np.inf)
     ahead[-1] = 0.0
     for position in range(template.size - 1, -1, -1):

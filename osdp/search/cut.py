@@ -1,10 +1,15 @@
-"""One way to form a pipelined step (microbatches and schedule), and the best cut and stages for it.
+"""Search for the best cuts and stage plans of a pipelined step with given microbatches and schedule.
 
-Stages are contiguous steps of the flow; each is planned as a model of its own (:mod:`osdp.search.sharding`)
-with the activations of as many microbatches as its schedule has in flight. The cut minimises
-``(m - 1) max_s t_s + sum_s t_s`` (:mod:`osdp.search.stages`), *t* being a stage's seconds for a microbatch
-with its share of what ends the step. What the schedule makes of it is simulated (:mod:`osdp.cost.pipeline`);
-by that neighbouring cuts are compared in the end.
+Stages are contiguous steps of the data flow; each is planned as a model of its own
+(:mod:`osdp.search.sharding`) with the activations of as many microbatches as its schedule has in flight. The
+cut minimises ``(m - 1) max_s t_s + sum_s t_s`` (:mod:`osdp.search.stages`), *t* being a stage's seconds for a
+microbatch, including its share of the seconds at the end of the step. The schedule itself is simulated
+(:mod:`osdp.cost.pipeline`); in the end, neighbouring cuts are compared by that simulation.
+
+::
+
+    steps of the flow   0   1   2 | 3   4 | 5   6   7
+    stages              stage 0   | 1     | stage 2        bounds (0, 3, 5, 8)
 """
 
 import math
@@ -36,17 +41,18 @@ from osdp.search.stage_memory import captured_bytes, made_again, messages_of, st
 from osdp.search.stages import partition
 from osdp.tensor_desc import RankDesc
 
-#: Exact prices of stages after which the best cut known is taken.
+#: Maximum number of stages that are planned for one cut search; then the best cut known is taken.
 _MAX_EVALUATIONS = 64
-#: How often the cut is moved to a neighbour that the simulated schedule finds faster.
+#: Maximum number of moves to a neighbouring cut that the simulated schedule finds faster.
 _MOVES = 4
-#: How often stages are planned again within less where a rank's peak exceeds the limit.
+#: Maximum number of times that stages are planned again with a lower limit, where a rank's peak exceeds its
+#: own.
 _TIGHTENINGS = 4
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage that was planned."""
+    """A planned stage."""
 
     desc: ModelDesc
     profile: Profile
@@ -57,7 +63,7 @@ class _Stage:
 
 
 class CutSearch:
-    """One way to form a step, before it is cut."""
+    """Search for the stages of a pipelined step with given microbatches and schedule."""
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class CutSearch:
         tensor: RankDesc | None,
     ) -> None:
         self._whole = model_desc
-        #: What is priced: the model, or the part of it that one rank computes.
+        #: What is planned: the model, or the part of it that one tensor-parallel rank computes.
         self._desc = model_desc if tensor is None else tensor.desc
         self._flow = flow
         self._profile = candidate.profile
@@ -79,7 +85,7 @@ class CutSearch:
         for what in ("slowdowns", "rank_limits"):
             if len(known := getattr(device, what)) not in (0, layout.pp):
                 raise ValueError(
-                    f"device_info knows {what} of {len(known)} ranks of a pipeline, there are "
+                    f"device_info has {what} of {len(known)} pipeline ranks, there are "
                     f"pp={layout.pp}; measure them in this layout, or leave them out"
                 )
         self._device = device
@@ -88,7 +94,7 @@ class CutSearch:
         # Without data parallelism gradients stay where autograd leaves them.
         self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
         self._rank_limits = device.rank_limits or (device.memory_limit,) * layout.pp
-        #: What each stage of a rank may take.
+        #: Memory limit of each stage of a rank.
         per_rank = self._schedule.num_stages // layout.pp
         self._limits = [limit // per_rank for limit in self._rank_limits]
         self._rules = stage_rules(rules, self._schedule, layout)
@@ -109,11 +115,12 @@ class CutSearch:
         return self._within_limit(self._best)
 
     def _within_limit(self, make: Callable[[], PipelinePlan | None]) -> PipelinePlan | None:
-        """What ``make`` returns; planned again where the walk over a rank's stages exceeds the limit."""
+        """The plan made by ``make``, replanned with lower limits while a rank's peak exceeds its limit."""
         for _ in range(_TIGHTENINGS):
             plan = make()
             if plan is None:
                 return None
+            # Stages were planned apart; their rank's peak is that of its actions in order, and may be higher.
             over = [peak - limit for peak, limit in zip(plan.peaks, self._rank_limits, strict=True)]
             if max(over) <= 0:
                 return plan
@@ -138,7 +145,7 @@ class CutSearch:
             return None
         best = self._cut_at(found.bounds, proven=found.optimal)
         bounds = found.bounds
-        # The formula is not the schedule: unequal stages and messages may make a neighbour better.
+        # The formula is not the schedule: with unequal stages and messages a neighbour may be better.
         for _ in range(_MOVES):
             tried = [(self._cut_at(near, proven=found.optimal), near) for near in self._neighbours(bounds)]
             moved = [(plan, near) for plan, near in tried if plan is not None]
@@ -149,7 +156,7 @@ class CutSearch:
         return best
 
     def _neighbours(self, bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The bounds with one cut at the next place before or after."""
+        """The bounds with one cut moved to the next possible place before or after."""
         found = []
         for at in range(1, len(bounds) - 1):
             before = [cut for cut in self._flow.cuts if bounds[at - 1] < cut < bounds[at]]
@@ -180,7 +187,7 @@ class CutSearch:
         return self._assembled(bounds, planned, simulate(self._schedule, costs), proven=proven)
 
     def least_peak(self) -> float:
-        """The lowest peak of the worst stage, where compute is cut most evenly."""
+        """The lowest peak of the worst stage, where compute is cut most evenly; bytes."""
         found = partition(
             len(self._flow.steps),
             self._schedule.num_stages,
@@ -226,7 +233,8 @@ class CutSearch:
     def _solved(self, stage: int, start: int, stop: int) -> _Stage | None:
         desc, profile = self._described(stage, start, stop)
         situation = self._situation(stage, desc, profile)
-        # One rank has nothing to shard over: whole parameters are the fastest if they fit.
+        # One rank has nothing to shard over: replicated units without recomputation are the fastest if they
+        # fit.
         whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
         for rules in (whole, self._rules) if self._alone else (self._rules,):
             found, bound = solve_bounded(situation, self._limit(stage), rules=rules)
@@ -244,7 +252,7 @@ class CutSearch:
         others = self._schedule.in_flight(stage, until_weights=True) - 1
         situation = replace(situation, timeline=replace(situation.timeline, others=others))
         if self._layout.tp > 1:
-            # All parameters are DTensors then, whatever is sharded.
+            # With tensor parallelism all parameters are DTensors, whatever is sharded.
             situation = replace(situation, plain_saving=0.0)
         return replace(situation, root_wire=root_wire(situation, self._rules))
 
@@ -255,7 +263,7 @@ class CutSearch:
         return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
 
     def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
-        """The stage as a model of its own, with all that may be there beside its own activations."""
+        """Model description and profile of a stage, including memory on top of its own activations."""
         desc = self._stage_desc(self._desc, start, stop)
         in_flight = self._schedule.in_flight(stage, until_weights=True)
         received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
@@ -296,7 +304,7 @@ class CutSearch:
         return StageCost(
             forward_seconds=seconds.forward,
             backward_seconds=seconds.silent,
-            # Where no gradient goes back, the second part of a backward does all.
+            # In the first stage no gradient goes back: the second part of its backward does all the work.
             input_seconds=seconds.silent / 2 if start else 0.0,
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
@@ -307,7 +315,7 @@ class CutSearch:
         )
 
     def _scaling_seconds(self, situation: Situation) -> float:
-        """A step ends by dividing the gradients by the number of samples: they are read and written once."""
+        """Seconds of dividing the gradients by the number of samples, which reads and writes them once."""
         operators = (*situation.timeline.chain, *situation.timeline.root)
         trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
         return trained / self._device.world_size / self._device.copy_bandwidth
@@ -315,7 +323,7 @@ class CutSearch:
     # All stages
 
     def _tied(self, bounds: tuple[int, ...]) -> list[tuple[Tie, int]]:
-        """Parameters that several stages hold, with their bytes."""
+        """Tied parameters that several stages hold, with their bytes."""
         homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
         sizes = {
             name: parameter.nbytes
@@ -326,7 +334,7 @@ class CutSearch:
         return [(tie, sizes[tie.names[0]]) for tie in ties_of(self._desc, homes)]
 
     def _tie_seconds(self, bounds: tuple[int, ...]) -> list[float]:
-        """For each stage, to add up the gradients of what other ranks hold too: there and back."""
+        """Seconds of each stage to sum the gradients of tied parameters with other ranks: there and back."""
         found = [0.0] * self._schedule.num_stages
         placement, link = self._schedule.placement, self._device.stage_link
         for tie, nbytes in self._tied(bounds):
@@ -358,7 +366,7 @@ class CutSearch:
     ) -> list[StagePlan]:
         parts = []
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
-            # Plans tell whole sizes, whoever holds how much of them.
+            # Plans contain whole sizes, however the ranks share them.
             desc = self._stage_desc(self._whole, start, stop)
             plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
             own = self._rank_peak(self._schedule.placement[index], memories, index)
@@ -387,7 +395,7 @@ class CutSearch:
         parts = self._parts(bounds, stages, memories)
         gap = max(stage.gap for stage in stages)
         optimal = proven and all(part.plan.optimal for part in parts)
-        cut = "is proven best" if proven else "is the best of those that were priced"
+        cut = "is proven best" if proven else "is the best of those that were planned"
         notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {cut}",)
         return PipelinePlan(
             model=self._whole.fingerprint,

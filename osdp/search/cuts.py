@@ -1,4 +1,11 @@
-"""Cutting planes for one choice of root: a few moments at a time, until the judge agrees."""
+"""Cutting planes for one choice of root: solve under a few moments at a time, until the simulator agrees.
+
+One round::
+
+    rows so far --relaxation--> dual prices --labels--> units --simulate--> time, peak
+         ^                                                                      |
+         +------------- the moment that was underestimated or violated <--------+
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,31 +37,32 @@ from osdp.search.space import Space, build_space, root_dtype
 Floats = NDArray[np.float64]
 Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
 
-#: Chains of at most so many items are small: there the search may be wider still.
+#: Chains of at most this many items are small: for them the search may be wider still.
 _SMALL = 6
 SMALL_WORD = 512
-#: Rounds of cuts in which the search is as wide as it gets; where they do not suffice a gap is left.
+#: Maximum number of rounds at full width; if they do not suffice a gap is left.
 _LAST_ROUNDS = 3
-#: Moments that are looked at for a proof that nothing fits, before plans to start from are judged.
+#: Maximum number of moments added to prove that nothing fits, before initial plans are simulated.
 _PROOF_ROUNDS = 4
-#: Rounds without a lower peak after which the search for the lowest one ends.
+#: Maximum number of rounds without a lower peak in the search for the lowest one.
 _LEAN_ROUNDS = 12
-#: Rounds of cuts on larger chains, without and with a plan to beat; what further ones win,
-#: :mod:`osdp.search.polish` wins faster.
+#: Maximum number of rounds on larger chains, without and with a plan to beat; what further ones would gain,
+#: :mod:`osdp.search.polish` gains faster.
 _MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
-#: Farther above the limit, a plan says little of which blocks are too high in one that is nearly there.
+#: Peak, relative to the limit, above which a plan says little about the blocks that are too high in a nearly
+#: feasible one.
 _NEAR = 1.2
-#: A first look that leaves no more than this relative gap is not widened; a tenth of HiGHS's own tolerance.
+#: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
 
 @dataclass(frozen=True)
 class PricedSpace:
-    """What may be decided in a situation, with the prices of it; roots that are alike share it.
+    """Candidate units with their costs; shared by all root choices with the same candidates.
 
     Attributes:
         space: The candidates.
-        units: Each of them as a unit.
+        units: Costs of each of them as a unit.
     """
 
     space: Space
@@ -62,7 +70,7 @@ class PricedSpace:
 
     @classmethod
     def of(cls, situation: Situation, rules: Rules, *, root_unit: bool) -> "PricedSpace":
-        """All that the rules allow, beside a unit of the root or without one."""
+        """All candidates that the options allow, with a root unit or without one."""
         chain = situation.timeline.chain
         space = build_space(
             chain,
@@ -82,7 +90,7 @@ class PricedSpace:
 
 
 class CutSearch:
-    """Cutting planes for one choice of root."""
+    """Cutting-plane search for one choice of root."""
 
     def __init__(
         self, situation: Situation, root: RootPrice, limit: float, priced: PricedSpace, solver: Solver
@@ -90,12 +98,12 @@ class CutSearch:
         self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
         self._space, self._candidates = priced.space, priced.units
         self.bound = 0.0
-        #: Whether the rows prove that nothing fits.
+        #: Whether it is proven that nothing fits.
         self.impossible = False
         self._needed: set[TimeCut | Moment] = set()
-        #: Patterns of items in the answers so far, whether they fit or not.
+        #: Patterns of items in the answers so far, feasible or not.
         self._patterns: dict[Pattern, None] = {}
-        #: What follows a first look at the same rows.
+        #: Widths to try after a first look at the same rows.
         self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
         self._guides: dict[tuple[int, int], Guide | None] = {}
         self._times: dict[TimeCut, tuple[Floats, float]] = {}
@@ -103,11 +111,12 @@ class CutSearch:
 
     @property
     def num_cuts(self) -> int:
-        """Rows in use."""
+        """Number of rows."""
         return len(self._times) + len(self._moments)
 
     def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
-        """The fastest feasible units that beat ``upper`` seconds."""
+        """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`."""
+        # 1. The bound by device time and the optimizer step alone: often enough to give up.
         self._cut_time(TimeCut())
         self._cut_moment(Moment("step"))
         probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
@@ -117,7 +126,7 @@ class CutSearch:
         best, most_looks = None, _LOOKS_TO_BEAT
         if np.isinf(upper):
             most_looks = _MOST_LOOKS
-            # Nothing that fits is known yet: a search that starts from a plan never ends without one.
+            # 2. Nothing feasible is known yet: find a plan to start from, as the search prunes by its time.
             best = self._anything_that_fits()
             if self.impossible:
                 self.bound = upper
@@ -127,6 +136,7 @@ class CutSearch:
         if best is not None:
             upper = best[0].seconds
             self._cut_time(best[0].cut)
+        # 3. Rounds of cuts: solve, simulate, add rows; widen the search when it agrees with the simulator.
         widths, rounds, looks = FIRST_LOOK, 0, 0
         while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
             rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
@@ -141,19 +151,21 @@ class CutSearch:
                     return best
                 widths = self._last_word
                 continue
-            # A moment or two at a time: every further row makes equal items different.
+            # Add one or two moments at a time: every further row makes equal items different.
             progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
             if not fits:
                 progress |= self._cut_moment(outcome.moment)
                 if outcome.peak <= _NEAR * self._limit:
                     self._cut_mildest(found.chosen)
             if not progress:
-                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment} and {outcome.cut}")
+                raise RuntimeError(
+                    f"the rows and the simulated step disagree at {outcome.moment} and {outcome.cut}"
+                )
             widths = FIRST_LOOK
         return best
 
     def _anything_that_fits(self) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
-        """Units that fit, if a few rounds find any; :attr:`impossible` is set if they prove that none do."""
+        """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
         for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
             found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
             self.impossible = found.bound > self._limit
@@ -169,7 +181,7 @@ class CutSearch:
     def polished(
         self, outcome: Outcome, chosen: tuple[tuple[int, int, int], ...]
     ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
-        """An answer that is not proven best, after a bounded number of improvements."""
+        """The answer after a bounded number of local improvements, unless it is proven best."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
         return polish(self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns)
@@ -177,12 +189,12 @@ class CutSearch:
     def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
 
-        The search ends too where it is proven that nothing is as low as ``enough``.
+        The search also stops when it is proven that no peak is as low as ``enough``.
         """
         self._cut_moment(Moment("step"))
         best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
         if best is None:
-            raise RuntimeError("no limit, and yet no plan to start from")
+            raise RuntimeError("no initial plan was found although there is no memory limit")
         patience = _LEAN_ROUNDS
         while True:
             upper = best[0].peak
@@ -198,7 +210,7 @@ class CutSearch:
             if best[0].peak <= enough or found.bound > enough > 0:
                 return best
             if not self._cut_moment(outcome.moment):
-                raise RuntimeError(f"the rows and the judge disagree at {outcome.moment}")
+                raise RuntimeError(f"the rows and the simulated step disagree at {outcome.moment}")
 
     def _cut_time(self, cut: TimeCut) -> bool:
         if cut in self._times:
@@ -207,7 +219,7 @@ class CutSearch:
         return True
 
     def _need(self, name: TimeCut | Moment) -> bool:
-        """Keep a known row in the search: another arrangement of equal items may break it."""
+        """Keep a known row in every later problem: another arrangement of equal items may violate it."""
         if name in self._needed:
             return False
         self._needed.add(name)
@@ -220,7 +232,10 @@ class CutSearch:
         return True
 
     def _cut_mildest(self, chosen: tuple[tuple[int, int, int], ...]) -> None:
-        """Cut at the other end of many equal items that are too high, which one by one would take long."""
+        """Add the moment at the other end of many equal items that are too high.
+
+        Adding the highest moments one by one would take many rounds.
+        """
         start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
         units = price_units(self._situation.prices, start, stop, way, self._situation.device)
         moment = mildest_violation(self._situation, units, self._root, self._limit)
@@ -234,12 +249,13 @@ class CutSearch:
         upper: float,
         widths: tuple[int, ...],
     ) -> "_Relaxed":
-        """The best units under the rows so far."""
+        """The best units under the rows so far, with their simulated step."""
+        # 1. Dual prices of all rows, by the linear relaxation.
         rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
         constant = np.array([constant for _, constant in (*objectives, *bounded)])
         caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
         times = len(objectives)
-        # Rows are only ever added: their numbers say which they are.
+        # Rows are only ever added, so their numbers identify them.
         key = times, len(bounded)
         if key not in self._guides:
             self._guides[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
@@ -247,7 +263,8 @@ class CutSearch:
         if guide is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
-        # Rows that are worth nothing only make equal items different: they come in, to stay, when violated.
+        # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
+        #    to stay, when an answer violates it.
         names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
         active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
@@ -265,13 +282,14 @@ class CutSearch:
                 break
             self._needed.add(names[worst])
             active = sorted([*active, worst])
+        # 3. The rows do not see the order of equal items, the simulator does: take the best arrangement.
         options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
         self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
     def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
-        """Units of the paths through all items, and what the judge says of them."""
+        """Units of the paths through all items, and their simulated step."""
         index = np.array(candidates_of(self._space, paths), dtype=np.int64)
         start, stop, way = (
             column[index] for column in (self._space.start, self._space.stop, self._space.way)
@@ -283,7 +301,7 @@ class CutSearch:
 
 @dataclass(frozen=True)
 class _Relaxed:
-    """The best units under some rows, and no units' lower bound."""
+    """The best units under some rows, and a lower bound of all units' value."""
 
     value: float
     bound: float

@@ -1,4 +1,8 @@
-"""Labels over items of one kind: how many take which path, as row sums that are not dominated."""
+"""Labels over groups of equal items: how many items take which path, as undominated row sums.
+
+A label is one partial choice: for each group (kind) of equal items so far, the number of items on each path.
+All items of a kind start on its base path; a label counts those that left it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,26 +13,27 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Pairwise comparison pays up to this many labels; beyond, only equal ones are merged.
+#: Maximum number of labels for pairwise comparison; above, only equal ones are merged.
 _PAIRWISE = 128
-#: How much of a label's distance from the relaxation counts as excess when labels must be dropped.
+#: Weight of a label's distance from the relaxation against its excess, when labels must be dropped.
 _NEARNESS = 0.05
-#: Labels that are compared for each that is kept.
+#: Number of labels that are compared for each one that is kept.
 _SPARE = 8
-#: Row sums closer than this, relative to the largest, count as equal: the rounding of sums in another order.
+#: Row sums closer than this, relative to the largest, count as equal: sums in another order are rounded
+#: differently.
 _RESOLUTION = 1e-12
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``count`` items that may each take any of ``P`` paths.
+    """A group of ``count`` equal items, each of which may take any of ``P`` paths.
 
     Attributes:
-        rows: Row sums of each path, shape ``(P, R)``; the first is the base, with the least excess.
-        paths: The candidates of each.
-        excess: What each costs at least over the cheapest, shape ``(P,)``.
+        rows: Row sums of each path, shape ``(P, R)``; the first is the base, with the minimum excess.
+        paths: The candidates of each path.
+        excess: Minimum cost of each path beyond the cheapest one's, shape ``(P,)``.
         count: Number of items.
-        least: The least all items together add to each row, shape ``(R,)``.
+        least: Minimum that all items together add to each row, shape ``(R,)``.
     """
 
     rows: Floats
@@ -39,14 +44,14 @@ class Kind:
 
     @property
     def most(self) -> Floats:
-        """The most all items together add to each row."""
+        """Maximum that all items together add to each row, shape ``(R,)``."""
         return np.asarray(self.count * self.rows.max(axis=0))
 
     @classmethod
     def of(
         cls, rows: Floats, paths: Sequence[tuple[int, ...]], excess: Floats, count: int, least: Floats
     ) -> "Kind":
-        """A kind with its base first and the others by falling excess."""
+        """A group with its base first and the other paths by falling excess."""
         if not len(paths):
             return cls(rows, (), excess, count, least)
         base = int(np.argmin(excess))
@@ -55,20 +60,21 @@ class Kind:
         return cls(rows[order], tuple(paths[k] for k in order), excess[order], count, least)
 
     def spread(self, taken: NDArray[np.int16]) -> list[tuple[int, ...]]:
-        """The path of each item, in a fixed order, when so many take each; the base has the rest."""
+        """The path of each item, in a fixed order: ``taken[p]`` items on path ``p``, the rest on the base."""
         times = [self.count - int(taken[1:].sum()), *taken[1:].tolist()]
         return sorted(path for path, count in zip(self.paths, times, strict=True) for _ in range(count))
 
 
 @dataclass(frozen=True)
 class Labels:
-    """``L`` partial choices.
+    """A set of ``L`` labels (partial choices), as arrays.
 
     Attributes:
-        rows: Row sums, shape ``(L, R)``.
+        rows: Row sums so far, shape ``(L, R)``.
         excess: Excess so far, shape ``(L,)``.
-        used: Items of the present kind that left its base, shape ``(L,)``.
-        taken: For every path of every kind so far, how many items take it; the base's column is unused.
+        used: Number of items of the current kind that left its base, shape ``(L,)``.
+        taken: Number of items on each path of every kind so far, shape ``(L, total paths)``; the base's
+            column is unused.
     """
 
     rows: Floats
@@ -83,14 +89,14 @@ class Labels:
 
     @classmethod
     def start(cls, num_rows: int) -> "Labels":
-        """The one label of nothing chosen."""
+        """The single label of the empty choice."""
         nothing = np.zeros(1)
         return cls(
             np.zeros((1, num_rows)), nothing, nothing.astype(np.int64), np.zeros((1, 0), dtype=np.int16)
         )
 
     def pick(self, which: NDArray[np.bool_] | Ints) -> "Labels":
-        """The labels that ``which`` selects."""
+        """The labels selected by ``which`` (mask or indices)."""
         return Labels(self.rows[which], self.excess[which], self.used[which], self.taken[which])
 
     def with_more(self, kind: Kind, path: int, times: Ints) -> "Labels":
@@ -118,15 +124,16 @@ class Labels:
 
 @dataclass(frozen=True)
 class Frame:
-    """What labels of one kind must stay within, and which are kept if there are too many.
+    """Limits of the labels of one kind, and the ranking by which they are kept.
 
     Attributes:
-        room: What row sums may reach, later kinds at their least, shape ``(R,)``.
-        safe: Row sums that no choice for later kinds lifts above the caps; minus infinity for times.
-        gap: Excess that the best solution known leaves.
-        width: Labels to keep.
-        target: Row sums of the relaxation at this place.
-        weights: What a unit of each row is worth.
+        room: Upper bound of the row sums, assuming that later kinds add their minimum, shape ``(R,)``.
+        safe: Row sums that no choice for later kinds lifts above the caps, shape ``(R,)``; minus infinity for
+            times.
+        gap: Maximum excess, given the best known solution.
+        width: Number of labels to keep.
+        target: Row sums of the relaxation up to this kind, shape ``(R,)``.
+        weights: Dual price of each row, shape ``(R,)``.
     """
 
     room: Floats
@@ -137,23 +144,26 @@ class Frame:
     weights: Floats
 
     def rank(self, labels: Labels) -> Floats:
-        """Lower is kept first: little excess, and among equals near the relaxation."""
+        """Sort key, ``(L,)``, lowest kept first: little excess, among equals near the relaxation."""
         distance = np.abs(labels.rows - self.target) @ self.weights
         return np.asarray(labels.excess + _NEARNESS * distance)
 
 
 def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) -> tuple[Labels, float]:
-    """Every label with every choice for the items of ``kind`` that can still be the best.
+    """Extend every label by every choice for the items of ``kind`` that can still be the best.
+
+    Path by path, each label is copied once per number of items moved from the base to that path.
 
     Args:
         labels: Choices for the kinds before.
         kind: The kind to choose for.
         frame: Limits and ranking.
-        times: For the last kind, constants of the time rows, which come first; else ``None``.
+        times: For the last kind, the constants of the time rows, which come first; else ``None``.
 
     Returns:
-        The labels, and the least excess of those dropped for want of width.
+        The labels, and the minimum excess of those dropped because of the width.
     """
+    # 1. All items start on the base path.
     columns = np.zeros((labels.size, len(kind.paths)), dtype=np.int16)
     labels = Labels(
         labels.rows + kind.count * kind.rows[0],
@@ -161,10 +171,11 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
         np.zeros(labels.size, dtype=np.int64),
         np.concatenate([labels.taken, columns], axis=1),
     )
-    gains = np.minimum(kind.rows - kind.rows[0], 0.0)
+    # 2. Move items to the other paths, one path after the other.
+    gains = np.minimum(kind.rows - kind.rows[0], 0.0)  # (P, R)
     lost = np.inf
     for path in range(1, len(kind.paths)):
-        # What the paths from here on can still save, per item.
+        # Most that the paths from here on can still save, per item, shape (R,).
         gain = gains[path:].min(axis=0)
         labels = _promising(labels, kind, frame, gain)
         if times is not None and path == len(kind.paths) - 1:
@@ -175,25 +186,31 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
             growth = kind.count * (kind.rows[path + 1 :] - kind.rows[0]).max(axis=0, initial=0.0)
             labels, dropped = _narrowed(labels, frame, frame.safe - growth)
             lost = min(lost, dropped)
+    # 3. Only labels that fit as they stand.
     labels = _promising(labels, kind, frame, np.zeros(len(frame.room)))
     labels, dropped = _narrowed(labels, frame, frame.safe)
     return labels, min(lost, dropped)
 
 
 def _promising(labels: Labels, kind: Kind, frame: Frame, gain: Floats) -> Labels:
-    """Labels that can still fit and whose excess is within the gap."""
+    """Labels that can still fit and whose excess is within the gap.
+
+    ``gain`` is the most that an item can still save on each row, shape ``(R,)``.
+    """
     reachable = labels.rows + (kind.count - labels.used)[:, None] * gain
     return labels.pick((reachable <= frame.room).all(axis=1) & (labels.excess < frame.gap))
 
 
 def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats) -> Labels:
-    """Labels with 0, 1, 2 ... items on ``path``, up to the number that can still fit within the gap."""
+    """Labels with 0, 1, 2, ... items on ``path``, up to the number that can still fit within the gap."""
+    # 1. The most items per label: those still on the base, ...
     free = kind.count - labels.used
     most = free.astype(float)
+    # ... as many as the gap allows, ...
     dearer = kind.excess[path] - kind.excess[0]
     if dearer > 0:
         most = np.minimum(most, (frame.gap - labels.excess) / dearer)
-    # Each item on this path no longer saves the most that a later path might.
+    # ... and as many as the caps allow: an item on this path no longer saves what a later path might.
     growth = kind.rows[path] - kind.rows[0] - gain
     room = frame.room
     grows = (growth > 0) & np.isfinite(room)
@@ -201,6 +218,7 @@ def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats
         left = room[grows] - labels.rows[:, grows] - free[:, None] * gain[grows]
         most = np.minimum(most, (left / growth[grows]).min(axis=1))
     numbers = np.clip(np.floor(most), 0, free).astype(np.int64) + 1
+    # 2. Copy label `l` once for each of 0 .. numbers[l] - 1 items.
     index = np.repeat(np.arange(labels.size), numbers)
     times = np.arange(len(index)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
     return labels.pick(index).with_more(kind, path, times)
@@ -209,12 +227,13 @@ def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats
 def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Floats) -> Labels:
     """Each label with the best number of items on the last path.
 
-    The largest time is convex in that number, so it is least at the most that fits, the fewest that do, or
-    where two times cross.
+    The largest time is convex in that number, so its minimum is at the most that fits, at the fewest that
+    fits, or where two times cross.
     """
     delta = kind.rows[path] - kind.rows[0]
     times = len(constant)
-    now = labels.rows[:, :times] + constant
+    now = labels.rows[:, :times] + constant  # (L, times)
+    # Rows that grow with the number bound it from above, rows that shrink bound it from below.
     growing = delta > 0
     slack = room[growing] - labels.rows[:, growing]
     fits = np.floor(slack / delta[growing]).min(axis=1, initial=np.inf)
@@ -229,22 +248,23 @@ def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Float
         if delta[i] != delta[j]
         for crossing in _crossings(now[:, i] - now[:, j], delta[j] - delta[i])
     ]
-    options = np.stack(numbers, axis=1)
-    reached = now[:, None, :] + options[:, :, None] * delta[:times]
+    options = np.stack(numbers, axis=1)  # (L, options)
+    reached = now[:, None, :] + options[:, :, None] * delta[:times]  # (L, options, times)
     best = reached.max(axis=2).argmin(axis=1)
     return labels.with_more(kind, path, options[np.arange(labels.size), best])
 
 
 def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
-    """The whole numbers around ``distance / speed``."""
+    """The two integers around ``distance / speed``, each of shape ``(L,)``."""
     where = np.clip(np.floor(distance / speed), -1, 2**31).astype(np.int64)
     return where, where + 1
 
 
 def _narrowed(labels: Labels, frame: Frame, safe: Floats) -> tuple[Labels, float]:
-    """Undominated labels, at most ``width``, and the least excess of those dropped.
+    """Undominated labels, at most ``width`` of them, and the minimum excess of those dropped.
 
-    Below ``safe`` bytes are as good as fewer. A label that leaves more items free can do what another can.
+    Row sums below ``safe`` cannot violate a cap, so they count as equal. A label with more free items can do
+    all that one with fewer can.
     """
     labels, dropped = _best(labels, frame, _SPARE * frame.width)
     rows = np.maximum(labels.rows, safe)
@@ -254,7 +274,7 @@ def _narrowed(labels: Labels, frame: Frame, safe: Floats) -> tuple[Labels, float
 
 
 def _best(labels: Labels, frame: Frame, width: int) -> tuple[Labels, float]:
-    """The ``width`` labels of least rank, and the least excess of the others."""
+    """The ``width`` labels of lowest rank, and the minimum excess of the others."""
     if labels.size <= width:
         return labels, np.inf
     order = np.argsort(frame.rank(labels), kind="stable")
@@ -262,7 +282,7 @@ def _best(labels: Labels, frame: Frame, width: int) -> tuple[Labels, float]:
 
 
 def undominated(rows: Floats) -> Ints:
-    """Indices of the rows that no other one beats or equals in every column; the first of equals stays.
+    """Indices of the undominated rows: no other row is as low in every column; the first of equals stays.
 
     >>> undominated(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [1.0, 2.0]])).tolist()
     [0, 1]
@@ -271,7 +291,7 @@ def undominated(rows: Floats) -> Ints:
     if len(rows) < 2:
         return keep
     scale = np.abs(rows).max(axis=0)
-    # Plus zero, since the bytes of -0.0 and 0.0 differ.
+    # Plus zero, since -0.0 and 0.0 differ in their bytes, by which equal rows are found.
     keys = np.round(rows / np.where(scale > 0, scale * _RESOLUTION, 1.0)) + 0.0
     if len(keep) > _PAIRWISE:
         whole = keys.view(np.dtype((np.void, keys.shape[1] * keys.itemsize))).ravel()

@@ -1,13 +1,13 @@
-"""The linear relaxation of a chain, by column generation: multipliers of its rows and a lower bound.
+"""Linear relaxation of a chain by column generation: dual prices of its rows and a lower bound.
 
 The master problem takes any mixture of known paths per kind of item,
 
     min T   s.t.   times <= T,   memory <= caps,   mixtures of kind k add up to its number of items,
 
 and is solved by the revised simplex method (Dantzig and Wolfe, Operations Research 8(1), 1960). Its dual
-prices say what a byte and a second are worth; a shortest path under those prices is the next column. It has a
-few dozen rows, so each basis is solved afresh. scipy's HiGHS would do as well, but is no requirement of the
-library.
+prices are the value of a byte and of a second; a shortest path under those prices is the next column. It has
+a few dozen rows, so each basis is solved afresh. scipy's HiGHS would do as well, but is not a requirement of
+the library.
 """
 
 from collections.abc import Callable
@@ -18,23 +18,23 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: From prices of the rows to the cheapest path of each kind: rows of the path, shape ``(kinds, R)``.
+#: Function from prices of the rows, ``(R,)``, to the cheapest path of each kind: its rows, ``(kinds, R)``.
 Pricer = Callable[[Floats], Floats]
 
 _MOST_PIVOTS = 400
 _NEGATIVE = 1e-9
-#: Cost of a row's excess, in units of the largest time: far above any price of memory.
+#: Cost of exceeding a row, in units of the largest time: far above any price of memory.
 _PENALTY = 1e4
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The master's answer.
+    """Solution of the master problem.
 
     Attributes:
-        weights: Price of each row: time rows sum to one.
+        weights: Dual price of each row, shape ``(R,)``; those of time rows sum to one.
         feasible: Whether some mixture keeps all caps.
-        totals: Rows of the best mixture of each kind, shape ``(kinds, R)``.
+        totals: Rows of the optimal mixture of each kind, shape ``(kinds, R)``.
     """
 
     weights: Floats
@@ -46,11 +46,11 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
     """Solve the relaxation.
 
     Args:
-        pricer: Finds the cheapest path of each kind.
-        counts: Items of each kind.
-        constant: Added to each row.
-        caps: Upper bound of each row, infinite for times.
-        num_time_rows: How many of the first rows are times.
+        pricer: Finds the cheapest path of each kind under given prices.
+        counts: Number of items of each kind, shape ``(kinds,)``.
+        constant: Added to each row, shape ``(R,)``.
+        caps: Upper bound of each row, shape ``(R,)``; infinite for times.
+        num_time_rows: Number of time rows, which come first.
 
     Returns:
         Prices that are optimal within rounding, or as good as the pivots allowed; any prices give a valid
@@ -60,13 +60,14 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
     start[0] = 1.0
     master = _Master(counts, constant, caps, num_time_rows, pricer(start))
     for _ in range(_MOST_PIVOTS):
+        # Slacks enter first: the pricer needs non-negative prices.
         prices, convexity = master.duals()
         if not master.enter_slack(prices):
             paths = pricer(np.maximum(prices, 0.0) / master.scale)
             if not master.enter_path(paths, prices, convexity):
                 break
     prices, _ = master.duals()
-    # Below the rounding of the duals a price is nothing.
+    # Prices below the rounding of the duals count as zero.
     weights = np.where(prices > _NEGATIVE, prices, 0.0) / master.scale
     total = float(weights[:num_time_rows].sum())
     feasible = master.overflow() <= 1e-9
@@ -78,7 +79,17 @@ _PIVOT = 1e-9
 
 
 class _Master:
-    """A basis of the master problem; rows: times, memory, one convexity row per kind, scaled to about 1."""
+    """A basis of the master problem.
+
+    ::
+
+                     slacks, T, overflow | paths of kind 0 | paths of kind 1 | ...
+        times        T on the right side |    row sums of the whole kind      <= T
+        memory       overflow, penalised |    on this path                    <= caps
+        convexity                        |       1  1      |      1  1         = 1 per kind
+
+    Rows are scaled to about 1.
+    """
 
     def __init__(self, counts: Floats, constant: Floats, caps: Floats, num_times: int, first: Floats) -> None:
         self._num_rows, self._kinds, self._times = len(constant), len(counts), num_times
@@ -94,7 +105,7 @@ class _Master:
         self._start_basis(first, totals, caps)
 
     def _start_basis(self, first: Floats, totals: Floats, caps: Floats) -> None:
-        """One path per kind, T on the longest time, the overflow on the fullest cap, slacks elsewhere."""
+        """Initial basis: a path per kind, T on the longest time, overflow on the fullest cap, else slacks."""
         size = self._num_rows + self._kinds
         longest = np.zeros(size)
         longest[: self._times] = -1.0
@@ -116,7 +127,7 @@ class _Master:
         return column
 
     def _add_path(self, kind: int, rows: Floats) -> int:
-        # A variable of 1 is the whole kind on this path, so that all variables are of the same size.
+        # A variable of 1 means the whole kind on this path, so that all variables are of the same size.
         column = np.zeros(self._num_rows + self._kinds)
         column[: self._num_rows] = self._counts[kind] * rows / self.scale
         column[self._num_rows + kind] = 1.0
@@ -132,18 +143,21 @@ class _Master:
         return np.stack([self._columns[index] for index in self._basis], axis=1)
 
     def duals(self) -> tuple[Floats, Floats]:
-        """Price of each row (non-negative at the optimum) and value of each convexity row."""
+        """Price of each row, ``(R,)``, and value of each convexity row, ``(kinds,)``.
+
+        Prices are non-negative at the optimum.
+        """
         costs = np.array([self._costs[index] for index in self._basis])
         duals = np.linalg.solve(self._matrix().T, costs)
         return -duals[: self._num_rows], duals[self._num_rows :]
 
     def overflow(self) -> float:
-        """How far the mixture exceeds the caps, relatively."""
+        """Relative excess of the mixture over the caps."""
         values = np.linalg.solve(self._matrix(), self._right)
         return float(values[self._basis.index(self._overflow)]) if self._overflow in self._basis else 0.0
 
     def totals(self) -> Floats:
-        """Rows of the present mixture of each kind."""
+        """Rows of the current mixture of each kind, shape ``(kinds, R)``."""
         values = np.linalg.solve(self._matrix(), self._right)
         totals = np.zeros((self._kinds, self._num_rows))
         for value, index in zip(values, self._basis, strict=True):
@@ -152,12 +166,12 @@ class _Master:
         return totals
 
     def enter_slack(self, prices: Floats) -> bool:
-        """Bring in the slack of the row with the most negative price, if any."""
+        """Enter the slack of the row with the most negative price, if any."""
         row = int(np.argmin(prices))
         return prices[row] < -_NEGATIVE and self._enter(row)
 
     def enter_path(self, paths: Floats, prices: Floats, convexity: Floats) -> bool:
-        """Bring in the path with the most negative reduced cost, if any."""
+        """Enter the path with the most negative reduced cost, if any."""
         reduced = self._counts * (paths @ (prices / self.scale)) - convexity
         kind = int(np.argmin(reduced))
         if reduced[kind] >= -_NEGATIVE:
@@ -173,7 +187,7 @@ class _Master:
         if not growing.any() or column in self._basis:
             return False
         steps = np.where(growing, values / np.where(growing, direction, 1.0), np.inf)
-        # Of equal steps the largest pivot, for the basis' sake.
+        # Among equal steps take the largest pivot, for a well-conditioned basis.
         close = steps <= steps.min() + 1e-12
         self._basis[int(np.argmax(np.where(close, direction, -np.inf)))] = column
         return True

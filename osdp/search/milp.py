@@ -1,7 +1,8 @@
-"""The chain as a mixed-integer linear program for HiGHS: an independent checker of :mod:`osdp.search.chain`.
+"""Chain problem as a mixed-integer linear program for HiGHS: a check of :mod:`osdp.search.chain`.
 
 A path is a unit flow through the positions of the chain: one binary variable per candidate, one flow balance
-per operator boundary, one row per time and memory row, and a variable for the largest time. Needs scipy.
+per operator boundary, one row per time and memory row, and a variable for the largest time. Independent of
+the chain solver; needs scipy.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from osdp.search.chain import ChainProblem, ChainSolution, Guide
 Floats = NDArray[np.float64]
 
 
-#: HiGHS's word for a problem without a solution.
+#: Status of HiGHS for a problem without a solution.
 _INFEASIBLE = 2
 
 
@@ -28,18 +29,21 @@ def solve_milp(
     *,
     time_limit: float = 60.0,
 ) -> ChainSolution:
-    """As :func:`osdp.search.chain.solve_chain`, by HiGHS: to no gap at all or for ``time_limit`` seconds.
+    """The result of :func:`osdp.search.chain.solve_chain` by HiGHS.
 
-    HiGHS needs no ``widths`` and no ``guide``.
+    HiGHS closes the gap completely or stops after ``time_limit`` seconds; it needs no ``widths`` and no
+    ``guide``.
     """
+    # 1. One column per candidate, with its edge and its rows.
     places, rows = _candidates(problem)
     count = len(places)
     times = problem.num_time_rows
     scale = np.abs(rows).max(axis=0, initial=0.0) + np.abs(problem.constant) + 1e-30
+    # 2. Flow balance: one unit leaves the first boundary and arrives at the last.
     flow = _flow(places)
     balance = np.zeros(flow.shape[0])
     balance[0], balance[-1] = 1.0, -1.0
-    # Times: rows - T <= -constant; memory: rows <= cap - constant; each divided by its size.
+    # 3. Times: rows - T <= -constant; memory: rows <= cap - constant; each divided by its size.
     largest = np.where(np.arange(len(scale)) < times, -scale[0] / scale, 0.0)[:, None]
     room = np.where(np.isfinite(problem.caps), problem.caps, 0.0) - problem.constant
     bounded = hstack([csr_matrix((rows / scale).T), csr_matrix(largest)])
@@ -47,6 +51,7 @@ def solve_milp(
     matrix = vstack([closed, bounded])
     low = np.concatenate([balance, np.full(len(scale), -np.inf)])
     high = np.concatenate([balance, room / scale])
+    # 4. Minimise T, the last variable; the candidates are binary.
     answer = milp(
         np.concatenate([np.zeros(count), [1.0]]),
         integrality=np.concatenate([np.ones(count), [0.0]]),
@@ -55,7 +60,7 @@ def solve_milp(
         options={"mip_rel_gap": 0.0, "time_limit": time_limit},
     )
     if answer.x is None:
-        # Out of time is no proof.
+        # Running out of time proves nothing.
         proven = answer.status == _INFEASIBLE
         return ChainSolution(np.inf, None, upper if proven else -np.inf)
     taken = np.flatnonzero(answer.x[:count] > 0.5)
@@ -67,7 +72,7 @@ def solve_milp(
 
 
 def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int]], Floats]:
-    """Every candidate as (boundary, next boundary, item, index), and its rows."""
+    """Every candidate as (boundary, next boundary, item, index), and its rows, shape ``(candidates, R)``."""
     sizes = [problem.templates[template].size for template, _ in problem.kinds]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     places, rows = [], []
@@ -81,6 +86,7 @@ def _candidates(problem: ChainProblem) -> tuple[list[tuple[int, int, int, int]],
 
 
 def _flow(places: list[tuple[int, int, int, int]]) -> csr_matrix:
+    """Incidence matrix of boundaries and candidates: 1 where a candidate starts, -1 where it ends."""
     boundaries = 1 + max((place[1] for place in places), default=0)
     index = np.arange(len(places))
     start = np.array([place[0] for place in places])

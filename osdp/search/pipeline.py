@@ -1,4 +1,4 @@
-"""From a model, its flow and its profiles to the best PipelinePlan: cut, schedule, the plan of each stage.
+"""Search for the best PipelinePlan of a model: batch, schedule, cuts, and the plan of each stage.
 
 Every schedule and batch gets its best cut (:mod:`osdp.search.cut`); the highest throughput wins.
 """
@@ -19,7 +19,7 @@ from osdp.search.planning import Candidate
 from osdp.search.rules import Rules
 from osdp.tensor_desc import RankDesc
 
-#: Throughputs that differ by less are taken for equal.
+#: Throughputs that differ by less, relatively, are taken as equal.
 _TIE = 0.01
 
 
@@ -35,19 +35,18 @@ def best_pipeline(
 ) -> PipelinePlan:
     """The plan with the highest throughput among all candidates and schedules.
 
-    Of plans within 1 % of it the one with the lowest peak is taken: predictions err by as much.
+    Among plans within 1 % of it the one with the lowest peak is taken: predictions have errors of that size.
 
     Args:
         model_desc: The model.
-        flow: Its flow.
-        candidates: Microbatches to choose from: samples of each, and how many. Their profiles are of what
-            one rank computes.
+        flow: Its data flow.
+        candidates: Microbatch sizes and numbers to choose from; their profiles are of what one rank computes.
         device: The data-parallel devices of one stage, and their memory limit.
-        rules: What may be used inside a stage.
+        rules: Allowed choices inside a stage.
         layout: Degrees of parallelism.
         schedules: Names of schedules to choose from; those with more stages than the model can be cut into
-            are passed over, unless all are.
-        tensor: What one of the ranks that compute a layer together computes, if there are several.
+            are skipped, unless all are.
+        tensor: The part of one tensor-parallel rank, if there are several.
 
     Raises:
         InfeasibleError: No plan fits the limit.
@@ -62,6 +61,7 @@ def best_pipeline(
             search = CutSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
             plan = search.plan()
             if plan is None:
+                # Only for the error message, should no candidate fit.
                 least = min(least, search.least_peak())
             else:
                 plans.append(plan)
@@ -86,18 +86,18 @@ def plan_at(
     schedule: str,
     tensor: RankDesc | None = None,
 ) -> PipelinePlan:
-    """The plan with given cuts, priced as those of :func:`best_pipeline` are.
+    """The plan with given cuts, with costs computed as in :func:`best_pipeline`.
 
     Args:
         bounds: First step of each stage, and the number of steps.
         model_desc: The model.
-        flow: Its flow.
+        flow: Its data flow.
         candidate: The microbatches.
-        device: As for :func:`best_pipeline`, as ``rules`` and ``layout``.
-        rules: What may be used.
-        layout: Degrees.
-        schedule: Its name.
-        tensor: As for :func:`best_pipeline`.
+        device: See :func:`best_pipeline`.
+        rules: Allowed choices inside a stage.
+        layout: Degrees of parallelism.
+        schedule: Name of the schedule.
+        tensor: See :func:`best_pipeline`.
 
     Raises:
         InfeasibleError: A stage does not fit.

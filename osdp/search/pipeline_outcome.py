@@ -1,4 +1,4 @@
-"""What a search for stages comes to: the prediction of its plan, or why there is none."""
+"""Results of the pipeline search: the prediction of its plan, or the reason why no plan fits."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,11 @@ from osdp.search.rules import Rules
 def pipeline_prediction(
     schedule: Schedule, parts: Sequence[StagePlan], outcome: PipelineOutcome, peaks: Sequence[int]
 ) -> Prediction:
-    """A step on the rank that is worst in each respect."""
+    """Prediction of a pipelined step: for each quantity, its value on the worst rank."""
     by_rank = [
         [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
     ]
+    # Each quantity's worst rank may be another one; the peak's moment is that of the rank with the peak.
     worst = peaks.index(max(peaks))
     return Prediction(
         step_seconds=outcome.seconds,
@@ -37,14 +38,14 @@ def pipeline_prediction(
 def no_pipeline(
     model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
 ) -> InfeasibleError:
-    """Why nothing fits, ``least`` bytes being the lowest peak that was found."""
+    """The error that no plan fits, with ``least`` bytes as the lowest peak that was found."""
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
     suggestions = [
         "a smaller local batch with more microbatches",
         f"more stages than pp={layout.pp}, or more data-parallel ranks than {layout.dp}",
     ]
     if not rules.recompute:
-        suggestions.append("recompute=True, which computes blocks again")
+        suggestions.append("recompute=True, which recomputes blocks in backward")
     return InfeasibleError(
         limit=device.memory_limit,
         best_peak=int(np.ceil(least)),

@@ -1,4 +1,4 @@
-"""From a model, its profiles and the devices to the best Plan: batch, modes, units, the reason of each."""
+"""Search for the best Plan of a model on given devices: batch, modes, units, reason of each decision."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ from osdp.training import Training
 from osdp.units import format_bytes
 
 _LARGEST_SHOWN = 3
-#: A relative gap that is rounding.
+#: Relative gaps up to this are rounding.
 _PROVEN = 1e-9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to form a step, before its units are decided.
+    """A batch size of a step, before its units are decided.
 
     Attributes:
-        training: Local batch and microbatches.
-        profile: Segments at that local batch.
+        training: Training with the local batch and the number of microbatches.
+        profile: Profile of the segments at that local batch.
     """
 
     training: Training
@@ -46,14 +46,14 @@ def best_plan(
 ) -> Plan:
     """The plan with the highest throughput among all candidates.
 
-    ``Plan.optimal`` says whether it is proven best in the decision space (:mod:`osdp.search.sharding`), over
-    all candidates; the notes otherwise say how much better another could be.
+    ``Plan.optimal`` is true if it is proven best in the decision space (:mod:`osdp.search.sharding`) over all
+    candidates; otherwise the notes give the largest possible improvement.
 
     Args:
         model_desc: The model.
         candidates: Local batches and microbatches to choose from; one for a given step.
         device: The devices and their memory limit.
-        rules: What may be used; host memory only where nothing fits without it.
+        rules: Allowed choices; offload is used only where nothing fits without it.
 
     Raises:
         InfeasibleError: No plan of any candidate fits the limit.
@@ -74,37 +74,41 @@ def best_plan(
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
-    """Whether the way to host memory and the optimizer there are known."""
+    """Whether the bandwidths to host memory and the speed of the optimizer there are known."""
     return device.host is not None and all(c.profile.host_optimizer is not None for c in candidates)
 
 
 def _beside_host(training: Training) -> Training:
-    """The training of a plan that may offload: torch's default beside the host is a for-loop."""
+    """The training of a plan that may offload: ``foreach=True`` unless the user decided.
+
+    Torch's default for tensors on the CPU is a for-loop.
+    """
     return replace(training, foreach=True) if training.foreach is None and not training.fused else training
 
 
 def _host_bytes(situation: Situation, found: Assignment) -> float:
     """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
-    return sum(
-        float(prefix[stop] - prefix[start])
-        for start, stop, way in found.units
-        if is_offloaded(way)
-        for prices in [situation.prices.by_wire[wire_of(way)]]
-        for prefix in (prices.state_sharded, prices.gradient_sharded)
-    )
+    total = 0.0
+    for start, stop, way in found.units:
+        if is_offloaded(way):
+            prices = situation.prices.by_wire[wire_of(way)]
+            total += float(prices.state_sharded[stop] - prices.state_sharded[start])
+            total += float(prices.gradient_sharded[stop] - prices.gradient_sharded[start])
+    return total
 
 
 def _fastest(
     model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
 ) -> tuple[Situation, Assignment, float] | None:
-    """The assignment with the highest throughput, and by how much of it a better one could be faster."""
+    """The assignment with the highest throughput, and its relative gap to the bound of the throughput."""
     best: tuple[Situation, Assignment] | None = None
     rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
         for situation in _situations(model_desc, candidate, device, rules):
             if rules.offload and situation.conditions.reductions > 1:
-                # A second gradient is added on the host while the device waits, which nobody has priced.
+                # A second gradient is added on the host while the device waits, which the cost model does not
+                # cover.
                 continue
             upper = samples / rate if rate else np.inf
             found, bound = solve_bounded(situation, device.memory_limit, rules=rules, upper=upper)
@@ -127,13 +131,13 @@ def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
 def _situations(
     model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: Rules
 ) -> list[Situation]:
+    """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
     training = candidate.training
-    ways = (True, False) if training.microbatches > 1 else (True,)
-    return [
-        replace(situation, root_wire=root_wire(situation, rules))
-        for each in ways
-        for situation in [build_situation(model_desc, candidate.profile, device, training, reduce_each=each)]
-    ]
+    found = []
+    for each in (True, False) if training.microbatches > 1 else (True,):
+        situation = build_situation(model_desc, candidate.profile, device, training, reduce_each=each)
+        found.append(replace(situation, root_wire=root_wire(situation, rules)))
+    return found
 
 
 def _infeasible(
@@ -160,14 +164,14 @@ def _infeasible(
 
 
 def _suggestions(situation: Situation, rules: Rules) -> list[str]:
-    """What would lower the peak, with how far where it can be told."""
+    """Changes that would lower the peak, with the bytes where these are known."""
     training, device = situation.training, situation.device
     found = []
     batch = situation.profile.local_batch
     if batch > 1:
         found.append(f"a local batch below {batch}; more microbatches keep the global batch as it is")
     if rules.allowed != tuple(Mode):
-        found.append("leaving strategy= out, so that every mode, slices and recomputation may be used")
+        found.append("leaving strategy= out, which allows every mode, slices and recomputation")
     if training.param_dtype is None:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
     if rules.allowed == tuple(Mode):
@@ -176,16 +180,16 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
     prices = situation.prices.by_wire[situation.root_wire if in_groups else 0]
     ranks = f"more ranks than {device.world_size}"
     found.append(
-        f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded states take "
-        f"{format_bytes(float(prices.state_sharded[-1]))} of each device here"
+        f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded parameters and "
+        f"optimizer states take {format_bytes(float(prices.state_sharded[-1]))} of each device here"
     )
     return [*found, *_about_offload(situation, rules)]
 
 
 def _wider(situation: Situation, rules: Rules) -> list[str]:
-    """What would lower the peak of those things that the caller has ruled out."""
+    """Options ruled out by the caller that would lower the peak, each with the peak it reaches."""
     options = {
-        "recompute=True, which computes blocks again": replace(rules, recompute=True),
+        "recompute=True, which recomputes blocks in backward": replace(rules, recompute=True),
         f"slices={SLICES}, which cuts large operators": replace(rules, slices=SLICES),
     }
     here = least_peak(situation, rules=replace(rules, offload=False))
@@ -198,26 +202,25 @@ def _wider(situation: Situation, rules: Rules) -> list[str]:
 
 
 def _about_offload(situation: Situation, rules: Rules) -> list[str]:
-    """What host memory could do, or why it was left out."""
+    """Advice on offloading, or the reason why it was not used."""
     host, known = situation.device.host, situation.profile.host_optimizer is not None
     if situation.device.kind == "cpu" and host is None:
         return ["(nothing was offloaded: what CPU devices hold is in host memory already)"]
     if not rules.offload:
-        return ["offload=True, so that states may live in host memory"]
+        return ["offload=True, which allows keeping parameters and optimizer states in host memory"]
     if host is None or not known:
-        return ["a measured DeviceInfo.host and Profile.host_optimizer, so that states may be offloaded"]
+        return ["a measured DeviceInfo.host and Profile.host_optimizer, which offloading needs"]
     needed = float(situation.prices.state_sharded[-1] + situation.prices.gradient_sharded[-1])
     if needed <= host.memory:
         return []
-    return [
-        f"more host memory than {format_bytes(host.memory)}: all states take {format_bytes(needed)} there"
-    ]
+    return [f"more host memory than {format_bytes(host.memory)}: offloading all takes {format_bytes(needed)}"]
 
 
 def stage_plan(
     model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float
 ) -> Plan:
     """The plan of an assignment, with the reason of each decision."""
+    # 1. Units of the chain; those that join the root unit are collected.
     reasons = Reasons(situation, found, rules)
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}
@@ -250,6 +253,7 @@ def stage_plan(
                 route=wire.route if mode.sharded else Route.FLAT,
             )
         )
+    # 2. Operators outside the chain: replicated, or in the root unit, which comes first.
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
     decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
@@ -263,6 +267,7 @@ def stage_plan(
             Unit(root_mode, names, ("",), root=True, group_size=on.group_size, route=on.route),
         )
     training, device = situation.training, situation.device
+    # 3. The plan.
     plan = Plan(
         model=model_desc.fingerprint,
         device=device.fingerprint,
@@ -290,7 +295,7 @@ def stage_plan(
         recomputed=tuple(recomputed),
         notes=_notes(found, gap),
     )
-    # The units as the runtime will form them: a root unit that nobody joined is none.
+    # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
     outcome = judge(situation, *price_plan(situation, plan))
     return replace(plan, predicted=prediction(situation, outcome))
 
@@ -301,8 +306,8 @@ def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")
     if any(is_offloaded(way) for _, _, way in found.units):
         notes.append(
-            "no plan was found that fits the devices alone, so some states live in host memory; give the "
-            "optimizer foreach=True, since torch's default beside them is a loop over all tensors"
+            "no plan was found that fits device memory alone, so some units are offloaded to host memory; "
+            "give the optimizer foreach=True, since torch's default for them is a loop over all tensors"
         )
     return tuple(notes)
 
@@ -313,11 +318,15 @@ def batches(
     microbatches: Sequence[int],
     profile: Callable[[Training], Profile],
 ) -> list[Candidate]:
-    """Candidates for each local batch and number of microbatches, the training's if empty; largest first."""
+    """Candidates for each local batch and number of microbatches, largest first.
+
+    Where a list is empty, the training's own value is used.
+    """
     sizes = set(local_batches) or {training.local_batch or 1}
-    return [
-        Candidate(replace(training, local_batch=batch, microbatches=count), measured)
-        for batch in sorted(sizes, reverse=True)
-        for measured in [profile(replace(training, local_batch=batch))]
-        for count in sorted(set(microbatches) or {training.microbatches}, reverse=True)
-    ]
+    counts = set(microbatches) or {training.microbatches}
+    found = []
+    for batch in sorted(sizes, reverse=True):
+        measured = profile(replace(training, local_batch=batch))
+        for count in sorted(counts, reverse=True):
+            found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
+    return found

@@ -1,8 +1,8 @@
-"""Better neighbours of a plan: units of items exchanged while the judge sees an improvement.
+"""Local search: improve a plan by exchanging the units of items while the simulated step gets faster.
 
 Used where the exact search stopped with a gap. A neighbour gives one item, or all items that are alike, the
-units that another item of their size has, had in a plan that was looked at before, or has in a pattern that
-plans start from. The sweep is deterministic and bounded.
+units of another item of their size: in this plan, in a plan that was simulated before, or in an initial plan.
+The sweep is deterministic and bounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +16,10 @@ from osdp.search.space import Space
 
 Units = tuple[tuple[int, int, int], ...]
 
-#: Number of operators of an item, and its units counted from its beginning.
+#: Number of operators of an item, and its units with operators counted from its beginning.
 Pattern = tuple[int, Units]
 
-#: Plans that are judged at most.
+#: Maximum number of plans that are simulated.
 LOOKS = 160
 
 
@@ -32,17 +32,18 @@ def polish(
     outcome: Outcome,
     seen: Iterable[Pattern] = (),
 ) -> tuple[Outcome, Units]:
-    """The best of ``chosen`` and what repeated improvement makes of it.
+    """The best plan found by repeated improvement of ``chosen``.
 
     Args:
-        situation: The situation.
-        space: Candidates; neighbours stay inside.
-        root: The operators outside the chain.
+        situation: The step to plan.
+        space: Candidate units; neighbours use no others.
+        root: Costs of the operators outside the chain.
         limit: Bytes per device.
         chosen: Units of a feasible plan.
-        outcome: What the judge says of them.
-        seen: Patterns of items in plans that were looked at before.
+        outcome: The simulated step of ``chosen``.
+        seen: Patterns of items in plans that were simulated before.
     """
+    # 1. Patterns to exchange: of this plan, of plans seen before, of initial plans.
     items = patterns_of(space, chosen)
     usual = [
         pattern
@@ -52,6 +53,7 @@ def polish(
     others = list(dict.fromkeys([*items, *seen, *usual]))
     candidates = zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True)
     allowed = set(candidates)
+    # 2. The first improvement is taken and the sweep starts again, until none is left or LOOKS are used up.
     looks, improved = 0, True
     while improved:
         improved = False
@@ -71,7 +73,7 @@ def polish(
 
 
 def patterns_of(space: Space, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
-    """The pattern of each item."""
+    """The pattern of each item in a plan."""
     found: list[Pattern] = []
     units = iter(chosen)
     for first, end in pairwise(space.bounds):
@@ -92,9 +94,9 @@ def _placed(space: Space, items: Sequence[Pattern]) -> Units:
 
 
 def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator[tuple[set[int], Pattern]]:
-    """Items to be given another pattern: all that are alike, then single ones.
+    """Pairs of a set of items and the pattern to give them: all equal items together, then single ones.
 
-    Rare patterns come first: there the last bytes are to be won.
+    Rare patterns come first, since there the last bytes can be saved.
     """
     places: dict[Pattern, list[int]] = {}
     for item, pattern in enumerate(items):
@@ -111,9 +113,9 @@ def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator
 def share_buckets(
     situation: Situation, root: RootPrice, limit: float, chosen: Units, outcome: Outcome
 ) -> tuple[Outcome, Units]:
-    """Neighbouring replicated units joined, across blocks too, wherever the judge finds that no slower.
+    """Join neighbouring replicated units, across blocks too, wherever the simulated step is no slower.
 
-    Fewer, larger all-reduces; what they cost is memory earlier in backward and a later start.
+    This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start.
     """
     units, place = list(chosen), 0
     for _ in range(LOOKS):
@@ -121,6 +123,7 @@ def share_buckets(
             place += 1
         if place + 1 >= len(units):
             break
+        # A joined unit stays at the same place, so that it may take in the next one, too.
         joint = (units[place][0], units[place + 1][1], NO_SHARD)
         trial = (*units[:place], joint, *units[place + 2 :])
         seen = judge_choice(situation, trial, root)

@@ -1,4 +1,4 @@
-"""Between a decision space and the chain solver: rows to a problem, and a solution back to candidates."""
+"""Conversion between candidate units with rows and problems and solutions of the chain solver."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ Floats = NDArray[np.float64]
 def arrangements(
     kinds: Sequence[tuple[int, int]], paths: Sequence[tuple[int, ...]]
 ) -> list[list[tuple[int, ...]]]:
-    """Ways to give items of one kind the same paths: as they are, the other way round, and spread evenly.
+    """Alternative orders of the paths of equal items: as given, reversed, and spread evenly.
 
-    The rows cannot tell them apart; the judge can.
+    The rows cannot tell them apart; the simulator can.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for item, kind in enumerate(kinds):
@@ -32,7 +32,7 @@ def arrangements(
 
 
 def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same paths, each kind of them at equal distances."""
+    """The same paths with equal ones at equal distances."""
     counts = Counter(paths)
     marks = [
         ((number + 0.5) / counts[path], path) for path in sorted(counts) for number in range(counts[path])
@@ -43,15 +43,16 @@ def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def chain_problem(
     space: Space, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
 ) -> ChainProblem:
-    """The chain of ``space`` under the given rows; items with equal rows are told once.
+    """The chain problem of ``space`` under the given rows; items with equal rows are stored once.
 
     Args:
-        space: Candidates.
-        rows: What each adds to each row, shape ``(E, R)``.
-        constant: Added to each row.
-        caps: Upper bound of each row; infinite for times.
-        num_time_rows: How many of the first rows are times.
+        space: Candidate units.
+        rows: What each candidate adds to each row, shape ``(E, R)``.
+        constant: Added to each row, shape ``(R,)``.
+        caps: Upper bound of each row, shape ``(R,)``; infinite for times.
+        num_time_rows: Number of time rows, which come first.
     """
+    # A template is a shape of items (places of their candidates); its distinct items differ in their rows.
     shapes: dict[bytes, int] = {}
     contents: list[dict[bytes, int]] = []
     members: list[list[int]] = []
@@ -59,6 +60,7 @@ def chain_problem(
     for item in range(space.num_items):
         inner = space.inner[item]
         start, stop, _ = space.places[item]
+        # Bytes as keys: equal arrays are found without comparing all pairs.
         shape = start.tobytes() + stop.tobytes()
         template = shapes.setdefault(shape, len(shapes))
         if template == len(contents):

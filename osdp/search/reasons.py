@@ -1,4 +1,4 @@
-"""Why each unit of an answer lives as it does: what the next-best choice would have cost."""
+"""Reason of each decision of a plan: the time and memory of the next-best choice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,7 +27,7 @@ Units = tuple[tuple[int, int, int], ...]
 
 
 class Reasons:
-    """Why each unit lives as it does: what the next-best mode would have cost."""
+    """Explains each decision by what the next-best choice would have cost."""
 
     def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
         self._situation, self._found = situation, found
@@ -39,9 +39,10 @@ class Reasons:
         self._known: dict[tuple[object, ...], str] = {}
 
     def of_unit(self, index: int) -> str:
-        """The reason of a unit of the chain; equal units of equal ways are asked once."""
+        """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
         a, b, way = self._found.units[index]
         chain = self._situation.timeline.chain
+        # The neighbours' strategies matter: they decide what is prefetched and what is still held.
         neighbours = tuple(w for _, _, w in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
         key = (shapes, way, neighbours)
@@ -58,10 +59,12 @@ class Reasons:
         return judge_choice(self._situation, units, self._root)
 
     def _others(self, index: int) -> Iterator[tuple[str, Units]]:
-        """Other ways of one unit, each with the units of the whole chain."""
+        """Other strategies of one unit: a name, and the units of the whole chain with it."""
         way = self._found.units[index][2]
         again = RECOMPUTED * is_recomputed(way)
         for name, other in self._ways:
+            # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
+            # compared.
             if other != way - again and (not again or self._is_whole_block(index)):
                 whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
                 yield f"{name}{whole}", self._exchanged({index: other + again})
@@ -70,12 +73,14 @@ class Reasons:
             yield f"{count // 2} slices", self._exchanged({index: sliced_way(count // 2, kept // 2) + again})
         if kept:
             yield "keeping none of the slices", self._exchanged({index: sliced_way(count)})
+        # Another number than the search's none or half, to show what a little more memory would give.
         more = min(kept + max(1, count // 4), count - 1)
         if more > kept and not again and self._keep:
             yield f"keeping {more} of the slices", self._exchanged({index: sliced_way(count, more)})
         if is_offloaded(way):
             yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
         if again:
+            # Recomputation is a decision about a block, hence about all its units.
             members = self._of_block(index)
             keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
             yield "keeping its activations", self._exchanged(keeping)
@@ -92,7 +97,7 @@ class Reasons:
         return self._of_block(index) == [index]
 
     def of_root(self, operator: Operator) -> str:
-        """The reason of an operator in the root's unit."""
+        """The reason of an operator in the root unit."""
         others = tuple(op for op in self._found.root_sharded if op != operator)
         return self._root_difference(Mode.NO_SHARD, others, (*self._found.root_replicated, operator))
 
@@ -115,7 +120,7 @@ class Reasons:
 
 
 def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]:
-    """Whole ways a unit may have, and what they are called."""
+    """Strategies of unsliced units, with their names for people."""
     flat = (Mode.NO_SHARD,) if rules.two_step else tuple(WAY_OF)
     yield from ((str(mode), WAY_OF[mode]) for mode in flat if mode in rules.allowed)
     for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
@@ -129,11 +134,12 @@ def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]
 
 
 def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: int) -> str:
-    """What the other choices would change: the best that fits, and a faster one that does not."""
+    """Time and memory of the other choices: the best that fits, and each faster one that does not."""
     parts = []
     fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]
     if fitting:
         slower, mode, outcome = min(fitting, key=lambda item: item[0])
+        # The best other choice that fits: what it would cost, and what it would save.
         spared = chosen.peak - outcome.peak
         parts.append(
             f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
@@ -146,5 +152,5 @@ def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: i
                 f"{mode} would save {format_seconds(gain)} but exceed the limit by {format_bytes(over)}"
             )
     if not parts and others:
-        parts.append("no other way fits the limit")
+        parts.append("no other choice fits the limit")
     return "; ".join(parts)

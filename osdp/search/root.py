@@ -1,4 +1,4 @@
-"""The root's unit: which operators outside the chain may be in it, and over which links it goes."""
+"""Choices for the root unit: which operators outside the chain it has, and its shard group."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,18 +10,18 @@ from osdp.plan import Mode
 from osdp.search.rules import Rules
 from osdp.search.space import root_dtype, trainable_dtypes
 
-#: Operators outside the chain that are decided one by one; smaller ones beyond follow the mode of the last.
+#: Operators outside the chain that are decided one by one; smaller ones beyond follow the last of them.
 _ROOT_CHOICES = 3
 
-#: Operators in the root unit, replicated ones, and whether there is such a unit.
+#: Operators in the root unit, replicated operators, and whether there is a root unit.
 RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
 
 
 def root_wire(situation: Situation, rules: Rules) -> int:
-    """The number of the wire that gathers and reduces all that may join the root's unit soonest.
+    """Index of the shard group with the fastest collectives for all operators that may join the root unit.
 
-    It lies over all ranks, unless every unit must lie inside groups. This is decided before the search, by
-    time alone.
+    The root unit is sharded over all ranks, unless every unit must be sharded inside groups. This is decided
+    before the search, by time alone.
     """
     hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
     loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
@@ -38,7 +38,7 @@ def root_wire(situation: Situation, rules: Rules) -> int:
 
 
 def root_choices(operators: Sequence[Operator], rules: Rules) -> list[RootChoice]:
-    """Ways to split the operators outside the chain into root unit and replicated; and is there a unit."""
+    """All splits of the operators outside the chain into root unit and replicated ones."""
     shards = any(mode.sharded for mode in rules.allowed)
     dtype = root_dtype(operators)
     fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
@@ -47,6 +47,7 @@ def root_choices(operators: Sequence[Operator], rules: Rules) -> list[RootChoice
     heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
     groups = [*((op,) for op in heads), *([tail] if tail else [])]
     choices: list[RootChoice] = []
+    # Most sharded first. With nothing to shard outside the chain, chain operators may still form a root unit.
     for count in range(len(groups), -1, -1):
         for chosen in combinations(groups, count):
             sharded = tuple(op for group in chosen for op in group)

@@ -1,4 +1,4 @@
-"""What a search may use."""
+"""Options of the sharding search: allowed modes, slices, recomputation and offload."""
 
 from dataclasses import dataclass, replace
 
@@ -6,21 +6,22 @@ from osdp.layout import Degrees
 from osdp.plan import Mode
 from osdp.schedule import Schedule
 
-#: Numbers of slices an operator may run in.
+#: Default numbers of slices an operator may run in.
 SLICES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the search may use.
+    """Allowed choices of the sharding search.
 
     Attributes:
-        allowed: Modes.
-        slices: Numbers of slices an operator may run in.
-        keep: Whether half of them may stay gathered from forward to backward.
+        allowed: Allowed sharding modes.
+        slices: Allowed numbers of slices of an operator; none if empty.
+        keep: Whether half of the slices may stay gathered from forward to backward.
         recompute: Whether blocks may be recomputed.
-        offload: Whether sharded units may live in host memory.
-        two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
+        offload: Whether sharded units may be offloaded to host memory.
+        two_step: Whether collectives over all ranks must go in two steps (``True``) or must not (``False``);
+            ``None`` allows both.
     """
 
     allowed: tuple[Mode, ...] = tuple(Mode)
@@ -36,10 +37,11 @@ SHARDING = Rules()
 
 
 def stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
-    """What may be used in a stage.
+    """Search options of a pipeline stage.
 
     On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
-    parameters from the first forward to the last backward, as NO_SHARD does; and so would kept slices.
+    parameters from the first forward to the last backward, as NO_SHARD does; so would kept slices. Both are
+    ruled out there.
     """
     if layout.dp == 1 and len(rules.allowed) > 1:
         return replace(rules, allowed=(Mode.NO_SHARD,))

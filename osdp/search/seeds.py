@@ -1,7 +1,7 @@
-"""Plans to start from: the blocks up to some place in one way, the others in another.
+"""Initial plans: the blocks up to some position with one strategy, the others with another.
 
-They are judged, not solved for: a search that starts from a plan that fits never ends without one, and has a
-bound to prune with from the beginning.
+They are simulated, not solved for: a search that starts from a feasible plan never ends without one, and has
+an upper bound to prune with from the beginning.
 """
 
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ _MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
 def best_seed(
     situation: Situation, space: Space, root: RootPrice, limit: float, *, lean: bool = False
 ) -> tuple[Outcome, Units] | None:
-    """The fastest seed that fits ``limit`` (the one with the lowest peak if ``lean``), or ``None``.
+    """The fastest initial plan that fits ``limit``, or ``None``; with ``lean`` the one with the lowest peak.
 
-    For each pair of ways the number of items in the first is bisected: memory need not be monotonic in it,
-    so this is a start and no answer.
+    For each pair of strategies the number of items with the first one is bisected. Memory need not be
+    monotonic in that number, so the result is only a starting point.
     """
     if not space.num_items:
         outcome = judge_choice(situation, (), root)
@@ -50,6 +50,7 @@ def best_seed(
             better = best is None or _merit(outcome, lean) < _merit(best[0], lean)
             if outcome.peak <= limit and better:
                 best = outcome, units
+            # More items in the first (faster) strategy while it fits; for the lowest peak, ever fewer.
             low, high = (middle + 1, high) if outcome.peak <= limit and not lean else (low, middle - 1)
     return best
 
@@ -59,7 +60,7 @@ def _merit(outcome: Outcome, lean: bool) -> float:
 
 
 class _Pattern:
-    """The first (or last) items in one way, the others in another."""
+    """Plans with one strategy for the first (or last) ``count`` items and another for the rest."""
 
     def __init__(self, items: dict[int, list[Units]], first: int, rest: int, *, from_end: bool) -> None:
         self._items, self._first, self._rest, self._from_end = items, first, rest, from_end
@@ -72,7 +73,7 @@ class _Pattern:
 
 
 def item_patterns(space: Space) -> list[list[Units]]:
-    """Each item in each of the ways that plans start from."""
+    """Each item with each of the strategies used in initial plans."""
     return [in_way(space, way) for way in _ways_and_pairs(space)[0]]
 
 
@@ -85,9 +86,10 @@ def _patterns(space: Space) -> Iterator[_Pattern]:
 
 
 def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ways of whole items, and the pairs of them that plans start from."""
+    """Strategies of whole items, and the pairs of them used in initial plans."""
     ways = list(_MODES)
     pairs = list(combinations(ways, 2))
+    # Each further choice in the space adds its strategies and the pairs that lead to them.
     again = RECOMPUTED * bool((space.way & RECOMPUTED).any())
     if again:
         ways += [NO_SHARD + again, FULL_SHARD + again]
@@ -108,10 +110,11 @@ def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def in_way(space: Space, way: int) -> list[Units]:
-    """Each item as one unit of ``way``, or as near to that as its candidates come."""
+    """Each item as one unit with strategy ``way``, or the nearest its candidates allow."""
     known: dict[bytes, Units] = {}
     found = []
     for (first, end), inner in zip(pairwise(space.bounds), space.inner, strict=True):
+        # Items with equal candidates get equal units, computed once.
         columns = np.stack([space.start[inner] - first, space.stop[inner] - first, space.way[inner]], axis=1)
         key = columns.tobytes()
         if key not in known:
@@ -121,16 +124,17 @@ def in_way(space: Space, way: int) -> list[Units]:
 
 
 def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> Units:
-    """Candidates of ``way`` as long as possible; where there is none, of any, its plain way first.
+    """The longest candidates with strategy ``way``; without one, any, its plain strategy first.
 
-    What cannot run in slices is replicated operator by operator, which leaves the others to be cut.
+    Operators that cannot run in slices are replicated one by one, so that the others can still be sliced.
 
     Args:
-        candidates: Those of one item, counted from its beginning.
+        candidates: Candidates of one item, counted from its beginning.
         size: Its number of operators.
-        way: The way.
+        way: The wanted strategy.
     """
     if plain(way) > SLICED:
+        # Single operators, if they cover the item; first those with the wanted recomputation.
         single = [unit for unit in candidates if unit[1] == unit[0] + 1]
         alike = [unit for unit in single if is_recomputed(unit[2]) == is_recomputed(way)]
         complete = (some for some in (alike, single) if len({unit[0] for unit in some}) == size)

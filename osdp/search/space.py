@@ -1,14 +1,20 @@
-"""The decision space of sharding: which units may be formed, and how they may live.
+"""Decision space of the sharding search: which units may be formed, with which strategies.
 
 The chain's operators are grouped into *items*: the operators of one block, or a stretch of operators outside
 blocks and of blocks with a single operator. A unit is any contiguous range of operators inside one item, in
-any mode its operators allow. An operator outside blocks may also join the root's unit. One that can be cut,
-and is not much smaller than the largest, may run in slices, of which none or half stay gathered from forward
-to backward. A block may be recomputed in backward if it is one unit, or if its operators are replicated or
-run in slices of which none is kept. Where nothing else fits, sharded units outside the root's and not in
-slices may live in host memory. A plan is any set of units that partitions the chain, with the operators
-outside the chain replicated or in the root's unit. The root's unit lies over all ranks and goes the faster
-way (:mod:`osdp.search.root`); it lies inside groups only where every unit must.
+any mode its operators allow.
+
+- An operator outside blocks may also join the root unit.
+- An operator that can be cut, and is not much smaller than the largest, may run in slices; none or half of
+  them stay gathered from forward to backward.
+- A block may be recomputed in backward if it is one unit, or if its operators are replicated or run in slices
+  none of which is kept.
+- Where nothing else fits, sharded units may be offloaded to host memory, except the root unit and sliced
+  operators.
+
+A plan is any set of units that partitions the chain, with each operator outside the chain replicated or in
+the root unit. The root unit is sharded over all ranks and uses the faster route (:mod:`osdp.search.root`); it
+is sharded inside groups only where every unit must be.
 """
 
 from collections import Counter
@@ -38,16 +44,17 @@ from osdp.layout import can_shard
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
 
-#: A stretch of operators outside blocks is cut into items of at most this many.
+#: Maximum number of operators of an item that is a stretch of operators outside blocks.
 LONGEST_STRETCH = 8
 
-#: Operators of so small a part of the largest that can be cut are not: their slices would spare little.
+#: Minimum size of a sliced operator, relative to the largest that can be cut: slices of smaller ones would
+#: save little.
 SMALLEST_CUT = 1 / 4
 
 
 Places = tuple[NDArray[np.int64], NDArray[np.int64], int]
 
-#: Units as first operator, one past the last, and way.
+#: Units as tuples (first operator, one past the last, strategy).
 Candidates = list[tuple[int, int, int]]
 
 
@@ -55,15 +62,19 @@ Candidates = list[tuple[int, int, int]]
 class Space:
     """Candidate units over ``K`` chain operators in ``n`` items.
 
+    Inside an item, candidates are edges between *places*: the item's beginning, each inner boundary twice
+    (once for units that keep their activations and once for recomputed ones, so that no path mixes the two),
+    and the item's end. With ``s`` operators these are 0 to ``2 s - 1``::
+
+        kept          0 -> 1 -> ... -> s - 1   -> 2s - 1
+        recomputed    0 -> s -> ... -> 2s - 2  -> 2s - 1
+
     Attributes:
         bounds: First operator of each item and ``K``; length ``n + 1``.
         start: First operator of each candidate.
         stop: One past its last operator.
-        way: How it lives (:mod:`osdp.cost.ways`).
+        way: Its strategy (:mod:`osdp.cost.ways`).
         inner: For each item, the slice of its candidates.
-
-    Inside an item candidates are edges between *places*, 0 to ``num_places``: its beginning, its boundaries
-    once for what is kept and once for what is recomputed, so that no path mixes the two, and its end.
     """
 
     bounds: tuple[int, ...]
@@ -79,7 +90,7 @@ class Space:
 
     @cached_property
     def places(self) -> tuple[Places, ...]:
-        """For each item, the places its candidates start and end at, and the place of its end."""
+        """For each item, the places at which its candidates start and end, and the place of its end."""
         return tuple(self._places(item) for item in range(self.num_items))
 
     def _places(self, item: int) -> Places:
@@ -113,21 +124,23 @@ def build_space(
 
     Args:
         chain: Operators in trace order.
-        allowed: Modes that may be used; operators that cannot be sharded stay NO_SHARD whatever it says.
-        root_unit: Whether operators outside blocks may join the root's unit.
-        root_way: The way of those that do.
-        root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
-        slices: Numbers of slices an operator may run in.
+        allowed: Allowed modes; operators that cannot be sharded stay NO_SHARD regardless.
+        root_unit: Whether operators outside blocks may join the root unit.
+        root_way: Strategy of those that do.
+        root_dtype: Dtype of the trainable parameters in the root unit; FSDP2 requires a single one.
+        slices: Allowed numbers of slices of an operator.
         keep: Whether some of them may stay gathered from forward to backward.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
-        offload: Whether units with collectives of their own may live in host memory.
-        wires: Over which ranks and links units may lie; only flat over all ranks if empty.
-        two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
+        offload: Whether units with collectives of their own may be offloaded to host memory.
+        wires: Shard groups that units may use; only flat over all ranks if empty.
+        two_step: Whether collectives over all ranks must go in two steps (``True``) or must not (``False``);
+            ``None`` allows both.
 
     Returns:
-        The space.
+        The candidates.
     """
     bounds = item_bounds(chain)
+    # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     ways = [way for way in flat if mode_of(way) in allowed]
     ways += [
@@ -136,6 +149,7 @@ def build_space(
         if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
+    # 2. What decides the candidates of each operator.
     cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed else ())
     facts = [
         _Facts.of(
@@ -145,7 +159,7 @@ def build_space(
         )
         for operator, cut in zip(chain, cuts, strict=True)
     ]
-    # Equal items have equal candidates: a chain has many of few kinds.
+    # 3. Candidates of each item. Equal items have equal candidates, and a chain has many items of few kinds.
     known: dict[tuple[tuple[_Facts, ...], bool], Candidates] = {}
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     for first, end in pairwise(bounds):
@@ -164,7 +178,7 @@ def build_space(
 def _item_candidates(
     facts: "Sequence[_Facts]", ways: list[int], root_way: int, *, recompute: bool
 ) -> Candidates:
-    """First operator, one past the last and way of each unit inside one item, counted from its beginning."""
+    """Candidate units inside one item, with operators counted from its beginning."""
     size, found = len(facts), []
     for a in range(size):
         joint = facts[a]
@@ -180,27 +194,27 @@ def _item_candidates(
 
 
 def _offloaded(candidates: Candidates) -> Candidates:
-    """Those with collectives of their own, in host memory."""
+    """Offloaded versions of the candidates that have collectives of their own."""
     return [(a, b, way + OFFLOADED) for a, b, way in candidates if plain(way) in (SHARD_GRAD_OP, FULL_SHARD)]
 
 
 def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
-    """Ways of units that lie on a wire with groups."""
+    """Strategies of units in a shard group other than the flat one."""
     if wire.hybrid:
         return [FULL_SHARD + WIRE * number] if Mode.HYBRID_SHARD in allowed else []
     return [way + WIRE * number for way in (SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
 
 
 def _recomputable(way: int, *, whole: bool) -> bool:
-    """Whether a unit, the whole block or not, may be recomputed.
+    """Whether a unit, the ``whole`` block or a part of it, may be recomputed.
 
-    FSDP2 would gather a part again; kept slices would be gathered again for nothing.
+    FSDP2 would gather a part twice; kept slices would be gathered twice, too, for no gain.
     """
     return (plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or whole) and not kept_of(way)
 
 
 def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ways in slices that each operator may have."""
+    """Strategies in slices of each operator."""
     weights = [_cut_weight(operator) for operator in chain]
     least = SMALLEST_CUT * max((weight.nbytes for weight in weights if weight is not None), default=0.0)
     return [
@@ -221,13 +235,13 @@ def _may_be_cut(operator: Operator, weight: Parameter | None, count: int, least:
 
 
 def _keeps(operator: Operator, count: int, *, keep: bool) -> list[int]:
-    """How many of so many slices may stay gathered: none or half, where backward needs them."""
+    """Allowed numbers of kept slices, out of ``count``: none, or half where backward needs them."""
     needed = operator.cut is not None and operator.cut.in_backward
     return [0, count // 2] if keep and needed else [0]
 
 
 def _cut_weight(operator: Operator) -> Parameter | None:
-    """The weight that can be cut."""
+    """The weight of the operator that can be cut, or ``None``."""
     name = operator.cut.weight if operator.cut is not None else None
     return next((parameter for parameter in operator.parameters if parameter.name == name), None)
 
@@ -247,13 +261,13 @@ def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What decides which units operators may form.
+    """Properties of operators that decide which units they may form.
 
     Attributes:
-        shardable: Whether FSDP2 can shard each of them.
+        shardable: Whether FSDP2 can shard all of them.
         dtypes: Dtypes of their trainable parameters.
-        cuts: The ways of a single one in slices.
-        joins_root: Whether a single one may join the root's unit.
+        cuts: Strategies in slices, of a single operator.
+        joins_root: Whether a single operator may join the root unit.
     """
 
     shardable: bool
@@ -271,7 +285,10 @@ class _Facts:
 
 
 def _ways(facts: _Facts, allowed: list[int], *, only: bool) -> list[int]:
-    """Ways of a unit: FSDP2 wants one dtype and no 0-dim parameter. The ``only`` unit needs one anyway."""
+    """Strategies of a unit; FSDP2 requires one dtype and no 0-dim parameter.
+
+    If ``only`` is set, it is the operator's one unsliced unit and needs a strategy in any case.
+    """
     if facts.shardable and len(facts.dtypes) <= 1:
         return allowed
     return [NO_SHARD] if NO_SHARD in allowed or only else []
@@ -286,7 +303,7 @@ def _joins_root(operator: Operator, allowed: Sequence[Mode], dtype: str | None) 
 
 
 def root_dtype(operators: Sequence[Operator]) -> str | None:
-    """The dtype of the root's unit: that of the first operator of one trainable dtype; FSDP2 wants one."""
+    """Dtype of the root unit: that of the first operator with a single one; FSDP2 requires one."""
     return next(
         (dtype for op in operators for dtype in trainable_dtypes(op) if len(trainable_dtypes(op)) == 1), None
     )

@@ -1,4 +1,4 @@
-"""The description of a stage: what is left of a model's when it is cut."""
+"""Model description of a pipeline stage: the part of the model's description that belongs to it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -36,11 +36,12 @@ def step_segments(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
 
 
 def segment_bounds(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
-    """First segment of each step, the first one's being the first of all, and the number of segments."""
+    """First segment of each step (0 for the first step), and the number of segments."""
     return (0, *step_segments(model_desc, flow)[1:], len(model_desc.segments))
 
 
 def _length(segments: Sequence[Segment], start: int, step: Step) -> int:
+    """Number of consecutive segments from ``start`` on that are inside the step's module."""
     stop = start
     while stop < len(segments) and is_inside(segments[stop].module, step.module):
         stop += 1
@@ -48,20 +49,19 @@ def _length(segments: Sequence[Segment], start: int, step: Step) -> int:
 
 
 def stage_modules(model_desc: ModelDesc, flow: Flow, start: int, stop: int) -> tuple[str, ...]:
-    """FQNs of the modules that a stage of the steps ``start`` to ``stop`` keeps, idle ones included.
+    """FQNs of the modules of a stage with the steps ``start`` to ``stop - 1``, idle modules included.
 
-    A module that is never called stays where a parameter of it is used, or in the first stage.
+    A module that is never called stays where one of its parameters is used, or in the first stage.
     """
     own = tuple(dict.fromkeys(step.module for step in flow.steps[start:stop]))
     homes = {}
     for module in flow.idle:
-        ties = [
-            name
-            for parameter in _parameters(model_desc)
-            for names in [(parameter.name, *parameter.aliases)]
-            if any(is_inside(name, module) for name in names)
-            for name in names
-        ]
+        # All names of the parameters that have one in this module.
+        ties: list[str] = []
+        for parameter in _parameters(model_desc):
+            names = (parameter.name, *parameter.aliases)
+            if any(is_inside(name, module) for name in names):
+                ties += names
         users = [
             index for index, step in enumerate(flow.steps) if any(is_inside(n, step.module) for n in ties)
         ]
@@ -76,15 +76,16 @@ def stage_desc(
     loose: Collection[str],
     movable: Collection[str],
 ) -> ModelDesc:
-    """The description of a stage.
+    """Model description of a stage.
 
     Args:
-        model_desc: That of the whole model.
-        segments: Its first segment, and the one after its last.
+        model_desc: Description of the whole model.
+        segments: First segment of the stage, and one past its last.
         modules: FQNs of the modules it keeps.
-        loose: Parameters beside them that it keeps.
+        loose: Names of parameters outside these modules that it keeps.
         movable: FQNs of the modules of all stages.
     """
+    # 1. Operators of the stage, named by the first of their modules in it.
     first, last = segments
     gone = set(movable) - set(modules)
     kept = model_desc.segments[first:last]
@@ -95,6 +96,7 @@ def stage_desc(
         if own is not None:
             renamed[operator.name] = own.name
             operators.append((operator, own))
+    # 2. Segments, with the operators' new names.
     kept = tuple(
         replace(segment, operators=tuple(renamed[name] for name in segment.operators if name in renamed))
         for segment in kept
@@ -120,6 +122,7 @@ def _parameters(model_desc: ModelDesc) -> list[Parameter]:
 def _restricted(
     operator: Operator, modules: Collection[str], loose: Collection[str], gone: Collection[str]
 ) -> Operator | None:
+    """The operator with the parameters and modules that the stage keeps, or ``None``."""
     parameters = []
     for parameter in operator.parameters:
         names = [
@@ -134,6 +137,7 @@ def _restricted(
     users = tuple(
         module for module in operator.modules if not any(is_inside(module, other) for other in gone)
     )
+    # An operator that another stage uses too cannot run in slices.
     cut = operator.cut if users == operator.modules else None
     return replace(
         operator,
@@ -145,7 +149,7 @@ def _restricted(
 
 
 def _placed(operators: Sequence[Operator], segments: Sequence[Segment]) -> tuple[Operator, ...]:
-    """The operators with their places among ``segments``, in order of first use."""
+    """The operators with their positions among ``segments``, in order of first use."""
     found = []
     for operator in operators:
         inside = [
@@ -163,10 +167,10 @@ def _placed(operators: Sequence[Operator], segments: Sequence[Segment]) -> tuple
 
 
 def ties_of(model_desc: ModelDesc, homes: Sequence[Collection[str]]) -> tuple[Tie, ...]:
-    """Parameters that several stages hold.
+    """Tied parameters that several stages hold.
 
     Args:
-        model_desc: The description of the model.
+        model_desc: Description of the model.
         homes: FQNs of the modules of each stage.
     """
     found = []
@@ -174,6 +178,7 @@ def ties_of(model_desc: ModelDesc, homes: Sequence[Collection[str]]) -> tuple[Ti
         names = (parameter.name, *parameter.aliases)
         first = {}
         for stage, modules in enumerate(homes):
+            # A parameter goes by its first name inside each stage.
             here = [name for name in names if any(is_inside(name, module) for module in modules)]
             if here:
                 first[stage] = here[0]

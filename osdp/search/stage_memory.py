@@ -1,4 +1,4 @@
-"""What a stage needs in memory, of the judge's word on its step alone."""
+"""Memory required by a pipeline stage, derived from the simulation of its step alone."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -23,14 +23,14 @@ _FORWARD = ("forward", "unshard")
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Bytes of one microbatch that a stage exchanges with others.
+    """Bytes that a stage exchanges with other stages per microbatch.
 
     Attributes:
-        received: What comes from stages of other ranks.
-        sent: Gradients that come back for what it sent.
+        received: Activations from stages of other ranks.
+        sent: Gradients that come back for the outputs it sent.
         returned: Gradients that go back to other ranks.
         splits: Whether gradients go back to any stage.
-        again: What the code around its modules makes once more for it.
+        again: Activations that the code around its modules makes once more for it.
     """
 
     received: int = 0
@@ -43,7 +43,7 @@ class Messages:
 def messages_of(
     stage: int, transfers: Sequence[Transfer], placement: Sequence[int], flow: Flow, local_batch: int
 ) -> Messages:
-    """What stage ``stage`` exchanges; between stages of one rank nothing is copied."""
+    """Bytes that stage ``stage`` exchanges; between stages of one rank nothing is copied."""
 
     def nbytes(found: Sequence[Transfer]) -> int:
         return sum(flow.values[transfer.value].nbytes(local_batch) for transfer in found)
@@ -61,8 +61,8 @@ def messages_of(
 def made_again(desc: ModelDesc, profile: Profile, flow: Flow, movable: Collection[str]) -> float:
     """Activations of the code around the modules that are not in the segments of a later stage.
 
-    Every stage makes masks and the like for itself. And what that code frees at its end the profile counts in
-    the last stage, though it was made in the first.
+    Every stage makes masks and the like for itself. In addition, what that code frees at its end is counted
+    in the last stage by the profile, although it was made in the first.
     """
     around = [s for s in desc.segments if not any(is_inside(s.module, module) for module in movable)]
     freed = sum(max(-profile.by_signature[s.signature].forward.live_bytes, 0) for s in around)
@@ -72,12 +72,12 @@ def made_again(desc: ModelDesc, profile: Profile, flow: Flow, movable: Collectio
 def without_shared(
     memories: Sequence[StageMemory], shared: Sequence[tuple[int, int]], states: int
 ) -> list[StageMemory]:
-    """The stages with each parameter that a rank holds for several of them counted once.
+    """The memory of the stages with each parameter that a rank holds for several of them counted once.
 
     Args:
-        memories: The stages.
-        shared: Each such parameter, as a stage that has it of another one, and its bytes.
-        states: Optimizer states of a parameter's size.
+        memories: Memory of each stage.
+        shared: Each such parameter as a pair: a stage that shares it with an earlier one, and its bytes.
+        states: Number of optimizer states of a parameter's size.
     """
     found = list(memories)
     for stage, nbytes in shared:
@@ -90,12 +90,12 @@ def without_shared(
 
 
 def captured_bytes(desc: ModelDesc, local_batch: int) -> int:
-    """Gradients that a split backward keeps: of the outputs of all segments with parameters."""
+    """Gradients that a split backward keeps: those of the outputs of all segments with parameters; bytes."""
     return math.ceil(float(_captured(desc, local_batch).sum()))
 
 
 def _captured(desc: ModelDesc, local_batch: int) -> Floats:
-    """The same by segment."""
+    """Gradient bytes that a split backward keeps, by segment."""
     found = [
         sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in segment.outputs)
         if segment.operators
@@ -106,7 +106,7 @@ def _captured(desc: ModelDesc, local_batch: int) -> Floats:
 
 
 def _freed_first(desc: ModelDesc, profile: Profile) -> float:
-    """Activations of the loss, which end with the first part: what it was handed, and what it made."""
+    """Activations of the loss that the first part of a backward frees: its input, and what it made."""
     last = max((index for index, segment in enumerate(desc.segments) if segment.operators), default=0)
     handed, *after = (profile.by_signature[s.signature].forward.live_bytes for s in desc.segments[last:])
     scale = profile.local_batch / desc.local_batch
@@ -115,7 +115,7 @@ def _freed_first(desc: ModelDesc, profile: Profile) -> float:
 
 
 def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
-    """The most that the first part of a backward needs beyond the activations, none of which it frees."""
+    """Most bytes that the first part of a backward needs beyond the activations; it frees none of them."""
     lives = np.array([profile.by_signature[s.signature].forward.live_bytes for s in desc.segments])
     before = np.cumsum(lives) - np.maximum(lives, 0)
     captured = np.cumsum(_captured(desc, profile.local_batch)[::-1])[::-1]
@@ -125,7 +125,9 @@ def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
 def stage_memory(
     desc: ModelDesc, profile: Profile, situation: Situation, found: Assignment, messages: Messages
 ) -> StageMemory:
-    """What a stage needs that was planned as ``found`` in ``situation`` and exchanges ``messages``."""
+    """Memory required by a stage planned as ``found`` in ``situation`` that exchanges ``messages``."""
+    # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
+    #    Resident bytes belong to the rank, not to the stage.
     bare = replace(profile, resident_bytes=0)
     if situation.device.world_size == 1:
         found = _one_by_one(found)
@@ -139,6 +141,7 @@ def stage_memory(
     )
     first, later = (_highest(each, found) for each in (once, again))
     gradients = later["always"] - first["always"]
+    # 2. What recomputation drops, and what a split backward captures.
     timeline, (units, _) = once.timeline, priced(once, found)
     dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
     captured = captured_bytes(desc, profile.local_batch)
@@ -161,7 +164,10 @@ def stage_memory(
 
 
 def _one_by_one(found: Assignment) -> Assignment:
-    """Units of single operators: gradients that nothing reduces come one by one."""
+    """The assignment with replicated units split into single operators.
+
+    Gradients that nothing reduces arrive one by one.
+    """
     units = [
         (k, k + 1, way) if plain(way) == NO_SHARD else (start, stop, way)
         for start, stop, way in found.units
@@ -171,11 +177,12 @@ def _one_by_one(found: Assignment) -> Assignment:
 
 
 def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
-    """The highest moments of a step by pass, and what is there in every moment of forward and backward."""
+    """Peak bytes by pass, and the bytes that are alive throughout forward and backward."""
     units, root = priced(situation, found)
     highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     for nbytes, moment in judge(situation, units, root).moments:
         kind = "forward" if moment.kind in _FORWARD else moment.kind
+        # Every kind but "step" that is not of forward is of backward.
         kind = kind if kind in highest else "backward"
         highest[kind] = max(highest[kind], nbytes)
     return highest | {"always": root_always(situation, root) + float(always(units, situation).sum())}

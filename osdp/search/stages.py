@@ -1,19 +1,19 @@
-"""The best way to cut a chain into stages, exactly, with as few exact prices as that takes.
+"""Optimal partition of a chain into stages, with as few exact stage costs as possible.
 
 Problem: cut ``num_items`` items into contiguous stages so that ::
 
-    bottleneck * max_s t_s + sum_s t_s + sum of the prices of the cuts
+    bottleneck * max_s t_s + sum_s t_s + sum of the costs of the cuts
 
-is least. With ``bottleneck = m - 1`` that is the time of a synchronous pipeline of *m* microbatches: each
-passes all stages, and the slowest sets the pace of all but one. GPipe with free sends takes just that where
-one stage is the slowest in forward and backward; what another schedule makes of the stages,
-:func:`osdp.cost.pipeline.simulate` says.
+is minimal. With ``bottleneck = m - 1`` that is the time of a synchronous pipeline of *m* microbatches: each
+passes all stages, and the slowest stage sets the pace of all but one. GPipe with free sends takes exactly
+that if one stage is the slowest in forward and backward; for other schedules see
+:func:`osdp.cost.pipeline.simulate`.
 
-Algorithm: under a limit on the slowest stage the least sum is a shortest path, found from the end of the
-chain. Lowering the limit below the slowest stage of each answer gives every pair (slowest, sum) that no other
-beats in both; it stops where no lower limit can give a better value.
+Algorithm: under a limit on the slowest stage the minimum sum is a shortest path, found from the end of the
+chain. Lowering the limit below the slowest stage of each answer gives every Pareto-optimal pair (slowest,
+sum); it stops where no lower limit can give a better value.
 
-Exact seconds of a stage are expensive, as each is a search of its own. So the first paths go by lower bounds;
+Exact seconds of a stage are expensive, as each is a search of its own. So the first paths use lower bounds;
 the stages of the best path get their exact seconds, and so on until the best path is exact in all its stages:
 all others are at least as slow by their bounds, which is the proof.
 """
@@ -26,23 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-#: Seconds of a stage, by its number and the first item and the one after its last; infinite if it cannot fit.
+#: Function (stage, first item, one past the last) -> seconds of that stage; infinite if it cannot fit.
 StageSeconds = Callable[[int, int, int], float]
 
-#: By how much, relatively, an exact price may lie below its bound: the rounding of two ways to one number.
+#: Relative amount by which exact seconds may be below their bound: rounding of two computations.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Stages of a chain.
+    """Partition of a chain into stages.
 
     Attributes:
-        bounds: Where stages begin and end: stage *s* has the items ``bounds[s] .. bounds[s + 1] - 1``.
+        bounds: Boundaries of the stages: stage *s* has the items ``bounds[s] .. bounds[s + 1] - 1``.
         seconds: Exact seconds of each stage.
-        value: What was minimised, in seconds.
-        bound: No partition has a lower value.
-        evaluations: How many stages were priced exactly.
+        value: The minimised value, in seconds.
+        bound: Lower bound of the value of any partition.
+        evaluations: Number of stages whose exact seconds were computed.
     """
 
     bounds: tuple[int, ...]
@@ -71,23 +71,25 @@ def partition(
 
     Args:
         num_items: Items of the chain.
-        num_stages: Stages, of one item or more each.
+        num_stages: Stages, of one or more items each.
         lower: A cheap lower bound of each stage's seconds.
-        evaluate: Its exact seconds; asked at most once for each stage, and only where it may matter.
-        bottleneck: What the slowest stage counts beside the sum; *m - 1* for *m* microbatches.
-        cuts: Where stages may begin, with the seconds that each cut adds; ``None``: before any item, free.
-        max_evaluations: How many exact prices are enough: the best partition known then is returned, with the
-            bound proven so far. The search ends neither within a partition nor before it has one.
+        evaluate: Its exact seconds; called at most once per stage, and only where it may matter.
+        bottleneck: Weight of the slowest stage in addition to the sum; *m - 1* for *m* microbatches.
+        cuts: Items before which a stage may begin, with the seconds that each cut adds; ``None``: before any
+            item, free of cost.
+        max_evaluations: Number of exact evaluations after which the best known partition is returned, with
+            the bound proven so far. The search stops neither within a partition nor before it has one.
 
     Returns:
         The partition; ``None`` if every one has a stage that cannot fit.
 
     Raises:
-        ValueError: There are fewer places to cut than stages need, or an exact price lies below its bound.
+        ValueError: There are fewer places to cut than stages need, or exact seconds are below their bound.
     """
     prices = _prices(num_items, num_stages, bottleneck, cuts)
     search = _Search(prices, num_stages, bottleneck, lower)
     best: tuple[float, tuple[int, ...]] | None = None
+    # Best path by what is known; if it is exact it is proven, otherwise compute the seconds of its stages.
     while (chosen := search.shortest()) is not None:
         bound, path = chosen
         if search.is_exact(path):
@@ -103,7 +105,7 @@ def partition(
 def _prices(
     num_items: int, num_stages: int, bottleneck: float, cuts: Mapping[int, float] | None
 ) -> dict[int, float]:
-    """The price of a stage's end at each place where one may be, the chain's own two ends included."""
+    """Cost of a boundary at each place where one may be, including the chain's own two ends."""
     places = dict.fromkeys(range(1, num_items), 0.0) if cuts is None else cuts
     if num_stages < 1 or bottleneck < 0:
         raise ValueError(f"{num_stages} stages and a bottleneck of {bottleneck}; at least 1 and 0 are needed")
@@ -119,7 +121,7 @@ def _prices(
 
 
 class _Search:
-    """Paths through the places where stages may begin and end, and what is known of each stage's seconds."""
+    """Paths through the possible boundaries, with exact or lower-bound seconds of each stage."""
 
     def __init__(
         self, prices: Mapping[int, float], num_stages: int, bottleneck: float, lower: StageSeconds
@@ -130,7 +132,7 @@ class _Search:
         self._seconds = np.full((num_stages, len(prices), len(prices)), np.inf)
         for stage in range(num_stages):
             self._bound_stage(stage, lower)
-        #: The stages, with indices of their places, whose seconds are exact.
+        #: Stages (stage, index of first place, index of last) whose seconds are exact.
         self.exact: set[tuple[int, int, int]] = set()
 
     def _bound_stage(self, stage: int, lower: StageSeconds) -> None:
@@ -142,7 +144,7 @@ class _Search:
                 self._seconds[stage, start, stop] = bound
 
     def shortest(self) -> tuple[float, tuple[int, ...]] | None:
-        """The least value by what is known, with the indices of the path's places; ``None`` without one."""
+        """The minimum value by what is known, with the path as indices of places; ``None`` without a path."""
         least = self._least_bottleneck()
         if math.isinf(least):
             return None
@@ -150,7 +152,7 @@ class _Search:
         found = (self._bottleneck * least + total, path)
         limit = math.inf
         if self._bottleneck:
-            # A slower stage than this makes even the least sum of all too much.
+            # With a slower stage than this, even the minimum sum without limit gives a higher value.
             spare = found[0] - self._least_sum(math.inf)[0]
             limit = max(least, (spare + TOLERANCE * abs(found[0])) / self._bottleneck)
         while True:
@@ -162,11 +164,11 @@ class _Search:
             limit = math.nextafter(slowest, -math.inf)
 
     def is_exact(self, path: tuple[int, ...]) -> bool:
-        """Whether all of its stages have exact seconds."""
+        """Whether all stages of the path have exact seconds."""
         return self.exact.issuperset(self._stages(path))
 
     def price(self, path: tuple[int, ...], evaluate: StageSeconds) -> bool:
-        """Price its stages exactly up to the first that cannot fit; whether all do."""
+        """Compute the exact seconds of the path's stages; stops, with ``False``, at one that cannot fit."""
         for stage, start, stop in self._stages(path):
             if (stage, start, stop) not in self.exact:
                 first, end = self._places[start], self._places[stop]
@@ -174,7 +176,7 @@ class _Search:
                 if seconds < bound - TOLERANCE * abs(bound):
                     raise ValueError(
                         f"stage {stage} of the items {first} to {end - 1} takes {seconds} s, less than its "
-                        f"lower bound of {bound} s: nothing can be proven by such bounds"
+                        f"lower bound of {bound} s: lower= must not exceed evaluate="
                     )
                 self._seconds[stage, start, stop] = seconds
                 self.exact.add((stage, start, stop))
@@ -183,16 +185,16 @@ class _Search:
         return True
 
     def value(self, path: tuple[int, ...]) -> float:
-        """What a path comes to by what is known."""
+        """Value of a path by what is known."""
         seconds = self._of(path)
         total = 0.0
-        # From the end, as shortest paths are summed: equal paths get equal values.
+        # Summed from the end, as in the shortest path, so that equal paths get equal values.
         for stage in reversed(range(len(seconds))):
             total = float(seconds[stage] + (self._prices[path[stage + 1]] + total))
         return self._bottleneck * float(seconds.max()) + total
 
     def partition(self, path: tuple[int, ...], value: float, bound: float) -> Partition:
-        """A path of exact stages as the caller knows it."""
+        """The partition of a path whose stages are exact."""
         bounds = tuple(self._places[index] for index in path)
         return Partition(bounds, tuple(self._of(path).tolist()), value, bound, len(self.exact))
 
@@ -203,14 +205,14 @@ class _Search:
         return self._seconds[range(len(self._seconds)), path[:-1], path[1:]]
 
     def _least_bottleneck(self) -> float:
-        """The least that the slowest stage of any path takes."""
+        """Minimum over all paths of the slowest stage's seconds."""
         rest = self._at_the_end()
         for seconds in self._seconds[::-1]:
             rest = np.maximum(seconds, rest).min(axis=1)
         return float(rest[0])
 
     def _least_sum(self, limit: float) -> tuple[float, tuple[int, ...]]:
-        """The least sum of the paths whose stages all keep a limit, and the first such path."""
+        """Minimum sum of the paths whose stages all keep ``limit``, and the first such path."""
         rest = self._at_the_end()
         nexts: list[NDArray[np.int64]] = []
         for seconds in self._seconds[::-1]:

@@ -1,10 +1,10 @@
-"""How a pipeline works on long sequences: microbatches, slices, stages and schedule, together.
+"""Joint search for microbatches, token slices, stages and schedule of a pipeline on long sequences.
 
 Decision space: microbatches of equally many sequences; one slicing for all of them, on the grid of the
 tables; the stages and schedules that the caller lists. For each number of microbatches
-:mod:`osdp.search.token_slices` finds the slices with the least lower bound of a step. The simulated schedule
-judges them in the order of that bound, until none that is left can beat the best judged. What the search
-proves is the bound, so the gap between the two is that of the answer.
+:mod:`osdp.search.token_slices` finds the slices with the minimum lower bound of a step. They are simulated in
+the order of that bound, until no remaining one can beat the best simulated. The search proves the bound, so
+the gap of the answer is the difference between its simulated time and the bound.
 """
 
 import math
@@ -20,21 +20,21 @@ from osdp.schedule import Schedule, make_schedule
 from osdp.search.token_slices import slice_grid
 from osdp.token_slices import TokenSlices
 
-#: Slicings that are judged at most for each number of microbatches, and the actions after which no more are.
+#: Maximum number of slicings simulated per number of microbatches, and of actions after which none is added.
 _JUDGED, _JUDGED_ACTIONS = 12, 8_000
 
 
 @dataclass(frozen=True)
 class TokenProblem:
-    """Equal stages and the sequences that go through them.
+    """Equal stages, and the sequences that pass through them.
 
     Attributes:
-        tables: Costs of slices, by the sequences of a microbatch; what is not there is not considered.
+        tables: Costs of slices, by number of sequences of a microbatch; other numbers are not considered.
         batch: Sequences of a step, of one pipeline.
-        num_stages: Stages, one to a rank.
+        num_stages: Number of stages, one per rank.
         schedule: ``"gpipe"`` or ``"1f1b"``.
         end_seconds: After the last slice: reductions of gradients and the optimizer.
-        memory_limit: Bytes of activations that a rank may keep; ``None`` is any number.
+        memory_limit: Bytes of activations that a rank may keep; ``None`` for no limit.
     """
 
     tables: Mapping[int, SliceTables]
@@ -51,7 +51,7 @@ class TokenProblem:
             )
         if self.schedule not in RECIPES or not RECIPES[self.schedule].slices:
             able = ", ".join(name for name, recipe in RECIPES.items() if recipe.slices)
-            raise ValueError(f"schedule {self.schedule!r} takes sequences whole; slices go with {able}")
+            raise ValueError(f"schedule {self.schedule!r} cannot run on slices of sequences; use {able}")
         if not self.parts:
             raise ValueError(
                 f"a batch of {self.batch} sequences cannot be cut into microbatches of "
@@ -64,7 +64,7 @@ class TokenProblem:
         return tuple(sorted(self.batch // size for size in self.tables if self.batch % size == 0))
 
     def bound(self, parts: int) -> StepBound:
-        """The lower bound of a step of so many microbatches, without its end."""
+        """Lower bound of a step of ``parts`` microbatches, without the seconds at its end."""
         return step_bound(
             self.tables[self.batch // parts],
             num_stages=self.num_stages,
@@ -75,15 +75,15 @@ class TokenProblem:
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """One way to do a step.
+    """Microbatches, slices, stages and schedule of a step, with its simulated time and memory.
 
     Attributes:
         schedule: The schedule.
         num_stages: Stages.
         num_microbatches: Microbatches.
         slices: Slices of each sequence.
-        seconds: Of the step, simulated.
-        activation_bytes: Most activations that a rank keeps.
+        seconds: Simulated time of the step.
+        activation_bytes: Peak activation bytes of any rank.
     """
 
     schedule: str
@@ -96,14 +96,14 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutcome:
-    """What the search found for one problem.
+    """Result of the search for one problem.
 
     Attributes:
-        best: The fastest way that was judged.
-        uniform: The fastest of those judged with slices as equal as can be.
-        whole: The fastest without slices; ``None`` if whole sequences are not allowed.
-        bound: No way takes less.
-        num_paths: Shortest paths that it took.
+        best: The fastest choice that was simulated.
+        uniform: The fastest simulated choice with slices of equal length, up to rounding.
+        whole: The fastest choice without slices; ``None`` if whole sequences are not allowed.
+        bound: Lower bound of the seconds of any choice.
+        num_paths: Number of shortest paths computed.
     """
 
     best: TokenChoice
@@ -114,7 +114,7 @@ class TokenOutcome:
 
     @property
     def gap(self) -> float:
-        """By how much of its time the answer may be too slow at most."""
+        """Upper bound of the relative time by which the answer may be slower than the optimum."""
         return max(0.0, 1 - self.bound / self.best.seconds) if self.best.seconds else 0.0
 
 
@@ -126,18 +126,18 @@ class _Candidate:
 
 
 class InfeasibleSlicesError(ValueError):
-    """No slices keep the limit of activations.
+    """No slices keep the limit of activation memory.
 
     Attributes:
         limit: Bytes of activations that a rank may keep.
-        least: The fewest that any judged way keeps.
+        least: The minimum over all simulated choices.
     """
 
     def __init__(self, limit: int, least: int) -> None:
         self.limit, self.least = limit, least
         super().__init__(
-            f"no slices keep {limit} bytes of activations: the fewest found are {least} bytes, "
-            f"{least - limit} too much. The schedule '1f1b', smaller microbatches, more stages or "
+            f"no slices keep the limit of {limit} bytes of activations: the minimum found is {least} bytes, "
+            f"{least - limit} too many. The schedule '1f1b', smaller microbatches, more stages or "
             "recomputation need fewer"
         )
 
@@ -155,16 +155,18 @@ def solve_tokens(problem: TokenProblem) -> TokenOutcome:
     judge = _Judge(problem)
     num_paths, bounds = 0, []
     best: TokenChoice | None = None
-    # Most microbatches first: where they are many, slices have little to win, and the proof is short.
+    # Most microbatches first: with many of them slices gain little, and the proof is short.
     for parts in reversed(problem.parts):
         tables = problem.tables[problem.batch // parts]
         upper = best.seconds - problem.end_seconds if best else math.inf
         least = problem.bound(parts)
+        # Only slices whose bound beats the best simulated step so far can be better.
         found = slice_grid(least.weights, least.times, least.bottleneck, upper=upper)
         num_paths += found.num_paths
         bounds.append(found.bound)
         candidates = [_Candidate(path.value, parts, tables.slices(path.bounds)) for path in found.paths]
         best = judge.fastest(candidates, best)
+    # Equal slices and whole sequences are compared, too: the bound alone does not order simulated steps.
     uniform = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts)])
     whole = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts, 1)])
     choices = [choice for choice in (best, uniform, whole) if choice is not None]
@@ -176,13 +178,13 @@ def solve_tokens(problem: TokenProblem) -> TokenOutcome:
 
 
 def solve_jointly(problems: Sequence[TokenProblem]) -> tuple[TokenOutcome, ...]:
-    """The outcome of each problem, fastest first: stages and schedules are chosen by listing them.
+    """The outcome of each problem, fastest first; stages and schedules are chosen by listing problems.
 
     Problems that cannot keep their memory limit are left out.
 
     Raises:
-        InfeasibleSlicesError: No problem can; the one that needs least says so.
-        ValueError: There is none, or one has no slices.
+        InfeasibleSlicesError: No problem can keep its limit; reports the one that comes closest.
+        ValueError: There is no problem, or one of them allows no slices.
     """
     outcomes, failures = [], []
     for problem in problems:
@@ -198,13 +200,13 @@ def solve_jointly(problems: Sequence[TokenProblem]) -> tuple[TokenOutcome, ...]:
 
 
 class _Judge:
-    """Simulates candidates, best bound first, until no other can be faster."""
+    """Simulates candidates in the order of their bounds, until no other can be faster."""
 
     def __init__(self, problem: TokenProblem) -> None:
         self._problem = problem
         self._known: dict[_Candidate, TokenChoice] = {}
         self._schedules: dict[tuple[int, int], Schedule] = {}
-        #: The fewest bytes of activations of any candidate so far.
+        #: Minimum bytes of activations of any candidate so far.
         self.least_bytes = 2**63
 
     def fastest(
@@ -230,6 +232,7 @@ class _Judge:
         return best
 
     def _judge(self, candidate: _Candidate) -> TokenChoice:
+        # The same slices may come with several bounds.
         same = replace(candidate, value=0.0)
         if same not in self._known:
             problem = self._problem
@@ -257,7 +260,7 @@ class _Judge:
 
 
 def _uniform(problem: TokenProblem, parts: int, most: int | None = None) -> list[_Candidate]:
-    """Every number of slices as equal as can be, up to ``most``, that the tables allow."""
+    """Candidates with equal slices (up to rounding), for each number up to ``most`` that the tables allow."""
     tables = problem.tables[problem.batch // parts]
     least = problem.bound(parts)
     found = []

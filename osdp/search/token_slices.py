@@ -1,20 +1,20 @@
-"""The best slices of a sequence, exactly, with as few shortest paths as that takes.
+"""Optimal token slices of a sequence, with as few shortest paths as possible.
 
 Problem: cut the grid ``0 .. n`` of a sequence into contiguous slices so that ::
 
     sum of the slices' weights + bottleneck * the largest of their times
 
-is least. With weights and times both the seconds of a slice on one stage, and ``bottleneck = K - 1``, that is
-the time of *K* equal stages which work on the slices one after the other (TeraPipe, Li et al., ICML 2021,
+is minimal. With weights and times both the seconds of a slice on one stage, and ``bottleneck = K - 1``, that
+is the time of *K* equal stages which process the slices one after the other (TeraPipe, Li et al., ICML 2021,
 section 3.3), and a lower bound for every synchronous schedule; see :mod:`osdp.cost.token_pipeline`.
 
-Algorithm: under a limit on the largest time the least sum is a shortest path, *O(n^2)*. Limits are the times
-in the tables; between two of them nothing changes. An interval of limits cannot give less than the sum under
-its upper end and *bottleneck* times its lower end; the interval with the least such bound is halved, until
-none is below the best slices found. The original tries limits in ascending order and skips those closer than
-a tolerance; here none is skipped, and most fall with their interval.
+Algorithm: under a limit on the largest time the minimum sum is a shortest path, *O(n^2)*. Limits are the
+times in the tables; between two of them nothing changes. No limit of an interval can give less than the sum
+under the interval's upper end plus *bottleneck* times its lower end; the interval with the lowest such bound
+is halved, until none is below the best slices found. The original algorithm tries limits in ascending order
+and skips those closer than a tolerance; here none is skipped, and most are pruned with their interval.
 
-Decision space: slices that begin and end on the grid, of which the tables allow some.
+Decision space: slices that begin and end on the grid and are allowed by the tables.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: Relative difference of two values that are one: sums in another order.
+#: Relative difference of values that count as equal: sums in another order.
 TOLERANCE = 1e-12
 
 
@@ -38,7 +38,7 @@ class Path:
         bounds: Grid points where slices begin and end, from 0 to *n*.
         total: Sum of their weights.
         largest: The largest of their times.
-        value: What was minimised.
+        value: The minimised value.
     """
 
     bounds: tuple[int, ...]
@@ -49,12 +49,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """What the search found.
+    """Result of the search.
 
     Attributes:
-        paths: The slices that were met with a value below ``upper``, best first.
-        bound: No slices have a lower value.
-        num_paths: Shortest paths that it took.
+        paths: The slices found with a value below ``upper``, best first.
+        bound: Lower bound of the value of any slices.
+        num_paths: Number of shortest paths computed.
     """
 
     paths: tuple[Path, ...]
@@ -70,15 +70,16 @@ def slice_grid(
     upper: float = math.inf,
     max_paths: int | None = None,
 ) -> Slicing:
-    """The best slices; among equals those that were met first, which have the longer slices.
+    """The best slices; among equals those found first, which have the longer slices.
 
     Args:
-        weights: ``[end, begin]`` of a slice between two grid points, shape ``(n + 1, n + 1)``; entries with
-            ``begin >= end`` are not read.
-        times: The same for its time, infinite where a slice is not allowed.
-        bottleneck: What the largest time counts beside the sum.
-        upper: Only better values are looked for.
-        max_paths: How many shortest paths are enough: the best slices met are returned, with what is proven.
+        weights: Weight ``[end, begin]`` of a slice between two grid points, shape ``(n + 1, n + 1)``; entries
+            with ``begin >= end`` are not read.
+        times: Time of each slice, same shape; infinite where a slice is not allowed.
+        bottleneck: Weight of the largest time in addition to the sum.
+        upper: Only slices with a lower value are searched for.
+        max_paths: Number of shortest paths after which the best slices found are returned, with the bound
+            proven so far.
 
     Raises:
         ValueError: The tables have other shapes, the bottleneck is negative, or no slices are allowed.
@@ -95,7 +96,7 @@ def slice_grid(
 
 
 class _Search:
-    """Intervals of limits, the one with the least bound first."""
+    """Best-first search over intervals of limits, ordered by their bounds."""
 
     def __init__(self, weights: Floats, times: Floats, bottleneck: float) -> None:
         self._weights, self._times, self._bottleneck = weights, times, bottleneck
@@ -103,14 +104,18 @@ class _Search:
         self._found: dict[tuple[int, ...], Path] = {}
 
     def run(self, upper: float, max_paths: int | None) -> Slicing:
+        # 1. The range of limits: from the smallest possible largest time to that of the minimum sum.
         smallest = self._smallest()
         if math.isinf(smallest):
-            raise ValueError("no slices are allowed: every way through the grid has one of infinite time")
+            raise ValueError(
+                "no slices are allowed: every path through the grid has a slice of infinite time"
+            )
         below = np.tri(len(self._times), k=-1, dtype=bool)
         limits = np.unique(self._times[below & np.isfinite(self._times)])
         whole = self._shortest(math.inf)
         best, least = min(upper, whole.value), whole.total
-        #: (bound, first limit, last limit, least sum): slices whose largest time is one of these limits.
+        #: 2. Halve the interval of the lowest bound. An interval is (bound, first limit, last limit, minimum
+        #: sum) of slices whose largest time is one of these limits.
         first, last = (int(np.searchsorted(limits, time)) for time in (smallest, whole.largest))
         intervals = [(self._bound(least, limits[first]), first, last, least)]
         while intervals and intervals[0][0] < best * (1 - TOLERANCE):
@@ -120,10 +125,11 @@ class _Search:
             middle = (first + last) // 2
             path = self._shortest(limits[middle])
             best = min(best, path.value)
-            # At its own largest time a path is the best there is.
+            # A path is the best one for its own largest time, so only lower limits are left below it.
             lower = int(np.searchsorted(limits, path.largest)) - 1
             self._push(intervals, limits, first, lower, path.total, best)
             self._push(intervals, limits, middle + 1, last, least, best)
+        # 3. What is left is proven not to beat the lowest bound.
         paths = sorted((p for p in self._found.values() if p.value < upper), key=lambda p: p.value)
         bound = min(best, intervals[0][0]) if intervals else best
         return Slicing(tuple(paths), bound, self._num_paths)
@@ -144,7 +150,7 @@ class _Search:
             heapq.heappush(intervals, (bound, first, last, least))
 
     def _smallest(self) -> float:
-        """The least that the largest time of any slices is; infinite if none are allowed."""
+        """Minimum over all slicings of the largest time; infinite if no slices are allowed."""
         size = len(self._times)
         reach = np.full(size, np.inf)
         reach[0] = 0.0
@@ -153,7 +159,7 @@ class _Search:
         return float(reach[-1])
 
     def _shortest(self, limit: float) -> Path:
-        """The least sum of the paths whose times all keep a limit that some keep."""
+        """Minimum sum of the paths all of whose times keep ``limit``; some path must."""
         self._num_paths += 1
         size = len(self._weights)
         allowed = self._times <= limit if math.isfinite(limit) else np.isfinite(self._times)
