@@ -70,6 +70,7 @@ class AppliedPlan:
         double_backward: bool,
         norm_group: dist.ProcessGroup,
         lockstep: Lockstep,
+        param_dtype: torch.dtype | None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -102,6 +103,7 @@ class AppliedPlan:
             self._before_forward,
             self._after_forward,
             around=wrapped_around(model, self._sharded.units),
+            param_dtype=param_dtype,
         )
         swapped = (*self._replicated, *self._in_slices.parameters)
         for module in {id(m): m for p in swapped for m, _ in p.owned.places}.values():
@@ -268,7 +270,7 @@ class AppliedPlan:
             )
         self._trainable = trainable
         self._reducer.rebuild()
-        self._sharded.watch()
+        self._sharded.follow_trainable()
         self._in_slices.watch()
         self.follow_settings()
 

@@ -149,6 +149,7 @@ def _assemble(
         in_slices=in_slices,
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
+        param_dtype=policy.param_dtype,
         **options,
     )
     accept_plain_states(model)  # after what puts stored parameters in their places first

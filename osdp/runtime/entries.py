@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.torch_private.autograd import in_backward
@@ -36,6 +37,8 @@ class Entries:
         leave: Called after it with its output, and whether it raised; returns what the caller gets.
         around: For a module, the wrapped modules around it whose units hold parameters of it, the outermost
             first; modules that are left out need none.
+        param_dtype: What floating-point inputs are cast to, as FSDP2 does for the root and for modules that it
+            wraps; ``None`` for what they are.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class Entries:
         leave: Callable[[Any, bool], Any],
         *,
         around: Mapping[nn.Module, Sequence[nn.Module]],
+        param_dtype: torch.dtype | None,
     ) -> None:
+        self._param_dtype = param_dtype
         self._enter, self._leave = enter, leave
         self._around = dict(around)
         self._module: nn.Module | None = None
@@ -97,7 +102,18 @@ class Entries:
         self._module, self._caller, self._depth = module, caller, 1
         for outer in self._around.get(module, ()):
             args, kwargs = before_forward(outer, module, args, kwargs)
-        return args, kwargs
+        return self._cast(args, kwargs)
+
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # Whether a module is wrapped depends on the plan; what it is given must not.
+        if self._param_dtype is None:
+            return args, kwargs
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._param_dtype) if tensor.is_floating_point() else tensor
+
+        found: Arguments = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        return found
 
     def end(self, module: nn.Module, args: object, output: Any, *, raised: bool = False) -> Any:
         """After it; what the caller is to get."""

@@ -32,6 +32,7 @@ from osdp.runtime.torch_private.autograd import version_of
 from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
 from osdp.runtime.torch_private.fsdp import (
     drop_kept_gradient,
+    find_dtypes,
     parameter_groups,
     sharding_state,
     unsharded_parameters,
@@ -252,6 +253,12 @@ class ShardedParameters:
     def watch(self) -> None:
         """Let all that are trainable now report their gradients, once they are found."""
         self._silent = tuple(p for p in self.parameters if p.stored.requires_grad and not p.reports)
+
+    def follow_trainable(self) -> None:
+        """After parameters were frozen or unfrozen: reduce and report what is trainable now."""
+        for unit in self.units:
+            find_dtypes(unit.group)
+        self.watch()
 
     def find(self) -> None:
         """After a forward: make the whole parameters report that FSDP2 has made since the last one."""

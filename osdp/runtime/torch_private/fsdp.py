@@ -130,6 +130,15 @@ def drop_kept_gradient(group: Any, stored: nn.Parameter) -> None:
                 unsharded.grad = None
 
 
+def find_dtypes(group: Any) -> None:
+    """Let one of FSDP2's groups find the dtype of its gradients anew.
+
+    It looks once, at parameters that are trainable then: gradients of a group that had none would stay in the
+    dtype that they are reduced in.
+    """
+    group._init_mp_dtypes()
+
+
 def unsharded_parameters(group: Any) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
     """For each parameter of one of FSDP2's groups what is stored, and what computes while it is whole.
 
