@@ -37,6 +37,7 @@ from osdp.cost.wires import Wire
 from osdp.layout import can_shard
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
+from osdp.search.rules import SHARDING, Rules
 
 #: A stretch of operators outside blocks is cut into items of at most this many.
 LONGEST_STRETCH = 8
@@ -97,37 +98,29 @@ class Space:
 
 def build_space(
     chain: Sequence[Operator],
+    rules: Rules = SHARDING,
     *,
-    allowed: Sequence[Mode] = tuple(Mode),
     root_unit: bool,
     root_way: int = ROOT,
     root_dtype: str | None = "float32",
-    slices: Sequence[int] = (),
-    keep: bool = True,
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
-    offload: bool = False,
     wires: Sequence[Wire] = (),
-    two_step: bool | None = None,
 ) -> Space:
     """All candidate units over ``chain``.
 
     Args:
         chain: Operators in trace order.
-        allowed: Modes that may be used; operators that cannot be sharded stay NO_SHARD whatever it says.
+        rules: What may be used; operators that cannot be sharded stay NO_SHARD whatever it allows.
         root_unit: Whether operators outside blocks may join the root's unit.
         root_way: The way of those that do.
         root_dtype: Dtype of the trainable parameters in the root's unit, which FSDP2 wants to be one.
-        slices: Numbers of slices an operator may run in.
-        keep: Whether some of them may stay gathered from forward to backward.
-        recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
-        offload: Whether units with collectives of their own may live in host memory.
+        recompute: Whether each operator is the first of a block that can be recomputed; none if empty.
         wires: Over which ranks and links units may lie; only flat over all ranks if empty.
-        two_step: Whether collectives over all ranks must go in two steps, or must not; ``None``: they may.
 
     Returns:
         The space.
     """
-    bounds = item_bounds(chain)
+    bounds, allowed, two_step = item_bounds(chain), rules.allowed, rules.two_step
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     ways = [way for way in flat if mode_of(way) in allowed]
     ways += [
@@ -136,7 +129,7 @@ def build_space(
         if wires[number].searched and (wires[number].hybrid or two_step is not False)
         for way in _ways_on(wires[number], number, allowed)
     ]
-    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed else ())
+    cuts = _cuts(chain, rules.keep, rules.slices if Mode.FULL_SHARD in allowed else ())
     facts = [
         _Facts.of(
             operator,
@@ -149,10 +142,10 @@ def build_space(
     known: dict[tuple[tuple[_Facts, ...], bool], Candidates] = {}
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     for first, end in pairwise(bounds):
-        key = tuple(facts[first:end]), bool(len(recompute) and recompute[first])
+        key = tuple(facts[first:end]), bool(rules.recompute and len(recompute) and recompute[first])
         if key not in known:
             known[key] = _item_candidates(key[0], ways, root_way, recompute=key[1])
-            known[key] += _offloaded(known[key]) if offload else []
+            known[key] += _offloaded(known[key]) if rules.offload else []
         shift = np.array([first, first, 0])
         columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
         inner.append(slice(begin, begin + len(known[key])))
