@@ -65,7 +65,7 @@ def make_plan(
         training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
         mesh: The data-parallel mesh; one over all ranks of a live process group if ``None``.
         loss_fn: How the loss is made of the model's output.
-        **options: Of :class:`osdp.options.PlanOptions`:
+        **options: Any of these, which are among :class:`osdp.options.PlanOptions`:
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.
@@ -106,7 +106,7 @@ def make_pipeline_plan(
         training: As for :func:`make_plan`.
         mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; one over all ranks if ``None``.
         loss_fn: How the loss is made of the model's output.
-        **options: Of :class:`osdp.options.PlanOptions`:
+        **options: Any of these, which are among :class:`osdp.options.PlanOptions`:
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.

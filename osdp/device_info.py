@@ -297,8 +297,8 @@ class DeviceInfo:
                 are told by their names; ranks that are spread unevenly count as one machine.
             group_sizes: Ranks of the groups that plans may have; by default those of one machine, if there
                 are several machines of several ranks. Takes three times ``seconds`` for each.
-            sizes: Bytes of the units to measure, ascending; by default from small to large ones
-                (:data:`osdp.profiler.collectives.SIZES`).
+            sizes: Bytes of the units to measure, ascending; by default
+                :data:`osdp.profiler.collectives.SIZES`.
             repeats: Most samples of each size.
             seconds: About how long each group is measured; slow networks are measured with fewer sizes.
 

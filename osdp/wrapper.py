@@ -55,7 +55,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         mesh: A mesh with one axis; for stages and tensor parallelism one with the axes ``pp``, ``dp`` and
             ``tp``; one over all ranks if ``None``.
         loss_fn: How the loss is made of the model's output, for planning.
-        **options: :class:`osdp.options.PlanOptions`:
+        **options: Any of :class:`osdp.options.PlanOptions`:
 
     Attributes:
         module: The model.
