@@ -1,5 +1,6 @@
 """Packaging of osdp; tool settings are in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -7,16 +8,21 @@ from setuptools import find_packages, setup
 HF = ["transformers>=5"]
 CLI = ["typer>=0.12", "rich>=13", "tqdm>=4.66", "pyyaml>=6"]
 REPORT = ["matplotlib>=3.8", "plotly>=5.20"]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"]
 DEV = [
     "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14",
     "scipy>=1.12", "allpairspy>=2.5", "peft>=0.17",
 ]  # fmt: skip
 
+# A package index has no files beside the README: links to them become the names that they show.
+README = Path(__file__).with_name("README.md").read_text(encoding="utf8")
+DESCRIPTION = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", README)
+
 setup(
     name="osdp",
     version="0.1.0",
     description="Per-operator sharding for PyTorch data parallelism: the fastest plan that fits the memory",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf8"),
+    long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -24,6 +30,12 @@ setup(
     packages=find_packages(include=["osdp", "osdp.*"]),
     package_data={"osdp": ["py.typed", "data/*.json"]},
     install_requires=["torch>=2.11", "numpy", "networkx>=3", "fairscale>=0.4.13"],
-    extras_require={"hf": HF, "cli": CLI, "report": REPORT, "dev": [*DEV, *CLI, *HF, *REPORT]},
+    extras_require={
+        "hf": HF,
+        "cli": CLI,
+        "report": REPORT,
+        "docs": DOCS,
+        "dev": [*DEV, *CLI, *HF, *REPORT, *DOCS],
+    },
     entry_points={"console_scripts": ["osdp=osdp.cli:main"]},
 )

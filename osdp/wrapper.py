@@ -121,7 +121,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
         self.__dict__["_optimizer_check"] = OptimizerCheck(
-            stored.values(), applied.plan, replaced, lambda: applied.awaits_backward, applied.computing
+            stored.values(),
+            applied.plan,
+            replaced,
+            lambda: applied.awaits_backward,
+            applied.computing,
+            lambda: applied.model.named_parameters(),
         )
         self.training = applied.model.training
 

@@ -37,6 +37,7 @@ class OptimizerCheck:
         replaced: The parameters that the model had before it was wrapped.
         awaits_backward: Whether the model ran with gradients and no backward has come back to it since.
         computing: What forwards compute with in place of the parameters, for ``Replaced.exchange_in``.
+        registered: All parameters that the model has now, by name.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class OptimizerCheck:
         replaced: Replaced,
         awaits_backward: Callable[[], bool],
         computing: Callable[[], Mapping[int, Successor]],
+        registered: Callable[[], Iterable[tuple[str, nn.Parameter]]],
     ) -> None:
+        self._registered = registered
         self._computing = computing
         self._plan = plan
         self._replaced = replaced
@@ -75,6 +78,7 @@ class OptimizerCheck:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._replaced.exchange_in(optimizer, self._computing())
+        self._refuse_added(optimizer)
         if not any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
             return
         reason = unsupported_step(optimizer)
@@ -99,6 +103,18 @@ class OptimizerCheck:
         if surplus is not None and dist.get_rank() == 0 and not self._told_surplus:
             self._told_surplus = True
             logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
+
+    def _refuse_added(self, optimizer: Optimizer) -> None:
+        """Refuse what came into the model after it was wrapped: nothing reduces its gradient."""
+        others = {id(p) for group in optimizer.param_groups for p in group["params"] if not self._is_mine(p)}
+        others -= self._computing().keys()
+        added = [name for name, parameter in self._registered() if id(parameter) in others]
+        if added:
+            raise RuntimeError(
+                f"{len(added)} parameters came into the model after it was wrapped, the first is "
+                f"{added[0]!r}: their gradients are not reduced over the ranks, whose copies would drift "
+                "apart. Add layers and adapters to the plain model, and wrap it then"
+            )
 
     def _look_for_gradients(self, optimizer: Optimizer) -> None:
         self._had_gradients = any(p.grad is not None for p in self._parameters.values())

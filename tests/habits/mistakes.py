@@ -101,3 +101,16 @@ def copied_after_wrapping(ctx: Context) -> None:
         with _refused("before wrapping"):
             copy.deepcopy(model)
     _trained(ctx)
+
+
+@habit(skips=_OF_OSDP)
+def layer_added_after_wrapping(ctx: Context) -> None:
+    """Gives a wrapped model one more layer, whose gradients nothing would reduce."""
+    if ctx.osdp:
+        model = ctx.wrap(Net())
+        model.extra = torch.nn.Linear(3, 3, dtype=torch.get_default_dtype())
+        x, _ = ctx.batch(0)
+        model.extra(model(x).to(torch.get_default_dtype())).sum().backward()
+        with _refused("after it was wrapped"):
+            ctx.sgd(model).step()
+    _trained(ctx)
