@@ -8,11 +8,12 @@ a ring, because backends differ: gloo's reduce-scatter costs as much as an all-r
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from osdp import codec
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -271,10 +272,49 @@ class DeviceInfo:
 
     @classmethod
     def detect(
-        cls, memory_limit: str | int | None = None, *, mesh: "DeviceMesh | None" = None, **options: Any
+        cls,
+        memory_limit: str | int | None = None,
+        *,
+        mesh: "DeviceMesh | None" = None,
+        device: "str | torch.device | None" = None,
+        devices_per_node: int | None = None,
+        group_sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        repeats: int = 12,
+        seconds: float = 4.0,
     ) -> "DeviceInfo":
-        """Measure the live process group; see :func:`osdp.profiler.collectives.detect`."""
-        # Measuring needs torch; values stay importable without it.
-        from osdp.profiler.collectives import detect
+        """Measure the devices of the live process group and the links between them.
 
-        return detect(memory_limit, mesh=mesh, **options)
+        All ranks must call it together, and all get the same answer. Without a mesh and without a process
+        group it describes this one device.
+
+        Args:
+            memory_limit: Bytes per device, or text such as ``"8GiB"``. By default an accelerator's whole
+                memory; on CPU the machine's free memory divided among its ranks.
+            mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
+            device: Where to measure; by default the mesh's device type, else that of the group's backend.
+            devices_per_node: Ranks of each machine, if the mesh does not say it. If neither does, machines
+                are told by their names; ranks that are spread unevenly count as one machine.
+            group_sizes: Ranks of the groups that plans may have; by default those of one machine, if there
+                are several machines of several ranks. Takes three times ``seconds`` for each.
+            sizes: Bytes of the units to measure, ascending; by default
+                :data:`osdp.profiler.collectives.SIZES`.
+            repeats: Most samples of each size.
+            seconds: About how long each group is measured; slow networks are measured with fewer sizes.
+
+        Raises:
+            ValueError: An argument cannot be read or does not fit the mesh.
+        """
+        # Measuring needs torch; values stay importable without it.
+        from osdp.profiler.collectives import SIZES, detect
+
+        return detect(
+            memory_limit,
+            mesh=mesh,
+            device=device,
+            devices_per_node=devices_per_node,
+            group_sizes=group_sizes,
+            sizes=SIZES if sizes is None else sizes,
+            repeats=repeats,
+            seconds=seconds,
+        )

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.layout import Degrees, degrees
 from osdp.model_desc import ModelDesc
+from osdp.options import PlanOptions
 from osdp.plan import Mode
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
@@ -156,10 +156,9 @@ def profiler_of(
     description: ModelDesc,
     sample: SampleBatch | None,
     device: DeviceInfo,
-    given: Profile | Sequence[Profile] | None,
+    options: PlanOptions,
     mesh: "DeviceMesh | None",
     loss_fn: Callable[..., Any] | None,
-    cache_dir: str | Path | None,
     whole: ModelDesc | None = None,
 ) -> Callable[[Training], Profile]:
     """How to get the profile of a training: as given, measured on the model, or estimated without one.
@@ -169,6 +168,7 @@ def profiler_of(
     Raises:
         ValueError: What is given, or would be measured, is of other devices or of another model.
     """
+    given = options["profile"]
     profiles = [given] if isinstance(given, Profile) else list(given or ())
     where = device_of(mesh) if mesh is not None else default_device()
     if profiles or model is not None:
@@ -189,7 +189,7 @@ def profiler_of(
         with allowed_to_run(model):
             return profile_model(
                 model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
-                cache_dir=cache_dir, progress=rank_of(mesh) == 0,
+                cache_dir=options["cache_dir"], progress=rank_of(mesh) == 0,
             )  # fmt: skip
 
     return profiled
@@ -253,19 +253,14 @@ def described(
     return description, batch
 
 
-def trained(
-    training: Training | None,
-    description: ModelDesc,
-    param_dtype: str | torch.dtype | None,
-    reduce_dtype: str | torch.dtype | None,
-) -> Training:
+def trained(training: Training | None, description: ModelDesc, options: PlanOptions) -> Training:
     """The training, with a local batch and the dtypes that were asked for."""
     training = training or Training()
     training = replace(training, local_batch=training.local_batch or description.local_batch)
-    if param_dtype is not None:
-        training = replace(training, param_dtype=_dtype_name(param_dtype))
-    if reduce_dtype is not None:
-        training = replace(training, reduce_dtype=_dtype_name(reduce_dtype))
+    if options["param_dtype"] is not None:
+        training = replace(training, param_dtype=_dtype_name(options["param_dtype"]))
+    if options["reduce_dtype"] is not None:
+        training = replace(training, reduce_dtype=_dtype_name(options["reduce_dtype"]))
     return training
 
 
@@ -282,19 +277,13 @@ def detected(
     return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 
-def rules_of(
-    allowed: tuple[Mode, ...],
-    slices: Sequence[int],
-    recompute: bool,
-    offload: bool,
-    two_step: bool | None,
-    device: DeviceInfo,
-) -> Rules:
+def rules_of(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> Rules:
     """What the search may use.
 
     Raises:
         ValueError: What is forced needs links that are unknown.
     """
+    two_step = options["two_step"]
     if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
         asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
         raise ValueError(
@@ -304,22 +293,21 @@ def rules_of(
     free = allowed == tuple(Mode) and not two_step
     return Rules(
         allowed=allowed,
-        slices=tuple(slices) if free else (),
-        recompute=recompute and free,
-        offload=offload,
+        slices=tuple(options["slices"]) if free else (),
+        recompute=options["recompute"] and free,
+        offload=options["offload"],
         two_step=two_step,
     )
 
 
-def allowed_modes(
-    strategy: str | Mode | None, two_step: bool | None, double_backward: bool = False
-) -> tuple[Mode, ...]:
+def allowed_modes(options: PlanOptions) -> tuple[Mode, ...]:
     """The modes that may be used.
 
     Raises:
         ValueError: The strategy is unknown, has no collectives in two steps or no second backward.
     """
-    if double_backward:
+    strategy, two_step = options["strategy"], options["two_step"]
+    if options["double_backward"]:
         if two_step or str(strategy or Mode.NO_SHARD) != Mode.NO_SHARD:
             other = "two_step=True" if two_step else f"strategy={strategy}"
             raise ValueError(

@@ -11,7 +11,7 @@ Glossary, from which the names of the library are built:
 No hardware and no times are in here; sizes of activations are *as traced on fake tensors*.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -267,13 +267,38 @@ class ModelDesc:
         return codec.load(cls, path)
 
     @classmethod
-    def from_module(cls, model: "nn.Module", sample_inputs: Any, **options: Any) -> "ModelDesc":
-        """Trace ``model`` on fake tensors; see :func:`osdp.profiler.trace.describe` for the options."""
+    def from_module(
+        cls,
+        model: "nn.Module",
+        sample_inputs: Any,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        atoms: Sequence[str] = (),
+    ) -> "ModelDesc":
+        """The ordered execution trace of one forward of ``model``, and the operators in it.
+
+        The model may be on any device, ``meta`` included; it is neither run nor changed.
+
+        Args:
+            model: An unmodified module.
+            sample_inputs: One local batch: a tensor, a tuple or list (positional), or a mapping (keywords).
+                Only shapes and dtypes are read. Dim 0 of the first tensor is the batch.
+            loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own
+                ``loss``, else the sum of their first element (see :func:`osdp.profiler.loss.scalar_loss`).
+            atoms: FQNs of modules each of which is to be exactly one operator.
+
+        Returns:
+            The description. If the model rejects another batch size, all of it is for the sample's.
+
+        Raises:
+            TypeError: The sample inputs are none of the above.
+            ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
+        """
         # The one arrow against the grain, and only when called: values stay importable without torch.
         from osdp.profiler.trace import describe
         from osdp.runtime.split_modules import cut_of
 
-        return describe(model, sample_inputs, cut_of=cut_of, **options)
+        return describe(model, sample_inputs, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
 
 
 def edges(model_desc: ModelDesc) -> Iterable[tuple[int, int]]:

@@ -1,21 +1,20 @@
 """``OSDP``: the module that stands where ``FSDP(model)`` stood."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.embeddings import check_embeddings
-from osdp.integrations.fairscale import mark, marks_here, with_marked_options
+from osdp.integrations.fairscale import mark, marks_here
 from osdp.model_desc import ModelDesc
+from osdp.options import PlanOptions, check_known, complete, lists_options
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
-from osdp.profile import Profile
 from osdp.runtime import AppliedPlan
 from osdp.runtime.mesh import device_of
 from osdp.runtime.module_api import PlannedModule
@@ -26,15 +25,15 @@ from osdp.runtime.plain import Wrapped, check_plain
 from osdp.runtime.plain_states import load_into
 from osdp.runtime.replaced import PlainParameters
 from osdp.runtime.torch_private.modules import share_registries
-from osdp.search.rules import SLICES
 from osdp.stepped import Stepped
 from osdp.training import Training
-from osdp.wrapping import applied_model, check_reuse
+from osdp.wrapping import Asked, applied_model, check_reuse
 
 if TYPE_CHECKING:
     from osdp.device_info import DeviceInfo
 
 
+@lists_options()
 class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     """Optimal sharded data parallelism: plans for a model, shards it accordingly and runs it.
 
@@ -53,42 +52,19 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         device_info: The DeviceInfo, or a memory limit such as ``"8GiB"``.
         training: How it is trained; a default is derived if ``None``.
         plan: A plan to run, which saves planning.
-        profile: A profile to plan with, which saves measuring.
         mesh: A mesh with one axis; for stages and tensor parallelism one with the axes ``pp``, ``dp`` and
             ``tp``; one over all ranks if ``None``.
-        pp: Ranks of a pipeline: the model is cut into stages, of which each rank keeps its own.
-        dp: Data-parallel ranks; of ``pp`` and ``dp`` one follows from the other.
-        tp: Ranks that compute one layer together.
-        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
-        schedule: Order of forwards and backwards in a pipeline (:data:`osdp.schedule.SCHEDULES`); the fastest
-            if ``None``.
-        mode: Another name of ``schedule``.
-        strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
-        local_batches: Local batches to choose from; the plan with the most samples per second wins.
-        microbatches: Numbers of microbatches a step to choose from likewise.
-        slices: Numbers of slices, powers of two, that an operator may run in; empty: none does.
-        recompute: Whether blocks may be computed again in backward instead of keeping their activations.
-        offload: Whether states may live in host memory where nothing else fits.
-        group_sizes: Ranks of the groups that plans may have; all whose links are known if ``None``.
-        two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
-            and inside them one after the other; the search decides if ``None``.
-        auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
-        param_dtype: Dtype parameters are computed in.
-        reduce_dtype: Dtype gradients are reduced in.
         loss_fn: How the loss is made of the model's output, for planning.
-        find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
-            all; where ``False`` that is an error. Costs a small all-reduce a step.
-        double_backward: Whether backwards are differentiated (``create_graph=True``), as for gradient
-            penalties; everything is then replicated.
-        cache_dir: Where profiles are kept.
+        **options: Any of :class:`osdp.options.PlanOptions`:
 
     Attributes:
         module: The model.
         plan: The plan it runs under.
 
     Raises:
+        TypeError: An option does not exist.
         RuntimeError: There is no process group.
-        ValueError: The model is wrapped already.
+        ValueError: The model is wrapped already, or an option does not fit another.
         PlanMismatchError: ``plan`` was made for something else.
         InfeasibleError: Nothing fits the memory limit.
     """
@@ -98,10 +74,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     _applied: AppliedPlan | AppliedPipeline
     _optimizer_check: OptimizerCheck
 
-    def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Any:
+    def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
         if marks_here(cls):
-            return mark(model, options, _OPTIONS)
+            check_known(options, OSDP)
+            # fairscale says of its own wrap that it returns a module, which is what callers rely on there.
+            return cast(Self, mark(model, options))
         return nn.Module.__new__(cls)
 
     def __init__(
@@ -112,67 +90,21 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         *,
         training: Training | None = None,
         plan: Plan | PipelinePlan | None = None,
-        profile: Profile | None = None,
         mesh: DeviceMesh | None = None,
-        pp: int | None = None,
-        dp: int | None = None,
-        tp: int | None = None,
-        sequence_parallel: bool = False,
-        schedule: str | None = None,
-        mode: str | None = None,
-        strategy: str | None = None,
-        local_batches: Sequence[int] = (),
-        microbatches: Sequence[int] = (),
-        slices: Sequence[int] = SLICES,
-        recompute: bool = True,
-        offload: bool = True,
-        group_sizes: Sequence[int] | None = None,
-        two_step: bool | None = None,
-        auto_wrap_policy: Callable[..., Any] | None = None,
-        param_dtype: str | torch.dtype | None = None,
-        reduce_dtype: str | torch.dtype | None = None,
         loss_fn: Callable[..., Any] | None = None,
-        find_unused_parameters: bool = True,
-        double_backward: bool = False,
-        cache_dir: str | Path | None = None,
+        **options: Unpack[PlanOptions],
     ) -> None:
         super().__init__()
+        chosen = complete(options, OSDP)
         check_plain(model)
         check_embeddings(model)
-        given = {
-            "model_desc": model_desc,
-            "device_info": device_info,
-            "training": training,
-            "plan": plan,
-            "profile": profile,
-            "mesh": mesh,
-            "pp": pp,
-            "dp": dp,
-            "tp": tp,
-            "sequence_parallel": sequence_parallel,
-            "schedule": schedule,
-            "mode": mode,
-            "strategy": strategy,
-            "local_batches": local_batches,
-            "microbatches": microbatches,
-            "slices": slices,
-            "recompute": recompute,
-            "offload": offload,
-            "group_sizes": group_sizes,
-            "two_step": two_step,
-            "auto_wrap_policy": auto_wrap_policy,
-            "param_dtype": param_dtype,
-            "reduce_dtype": reduce_dtype,
-            "loss_fn": loss_fn,
-            "find_unused_parameters": find_unused_parameters,
-            "double_backward": double_backward,
-            "cache_dir": cache_dir,
-        }
-        options = with_marked_options(model, given, _DEFAULTS)
-        chosen = options.pop("plan")
-        check_reuse(model, chosen, options, _DEFAULTS)
+        asked = Asked(model_desc, device_info, training, plan, mesh, loss_fn, chosen).beside_marks(model)
+        check_reuse(model, asked)
         before = PlainParameters(model)
-        self._own(applied_model(model, chosen, options), before)
+        self._own(applied_model(model, asked), before)
+
+    # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
+    functools.update_wrapper(__new__, __init__, assigned=(), updated=())
 
     def _own(self, applied: AppliedPlan | AppliedPipeline, before: PlainParameters) -> None:
         # Registered as a child the model would put "module." before every name.
@@ -345,12 +277,6 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             "    get_ema_multi_avg_fn(decay)(average, [p.detach() for p in model.parameters()], None)"
         )
 
-
-#: What a caller can choose; fairscale's ``enable_wrap`` may be given them too.
-_OPTIONS = tuple(inspect.signature(OSDP.__init__).parameters)[2:]
-
-#: Their values where nothing is chosen.
-_DEFAULTS = {name: inspect.signature(OSDP.__init__).parameters[name].default for name in _OPTIONS}
 
 #: The long name, as in the paper's code.
 OptimalShardedDataParallel = OSDP

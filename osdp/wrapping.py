@@ -1,9 +1,8 @@
 """From what a caller of ``OSDP`` passes to a model that runs: whole, or in stages."""
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,10 @@ from osdp.device_info import DeviceInfo
 from osdp.errors import PlanMismatchError
 from osdp.first_batch import watch_first_batch
 from osdp.inputs import laid_out
-from osdp.integrations.fairscale import is_same, unmark
+from osdp.integrations.fairscale import is_same, unmark, with_marked_options
 from osdp.layout import degrees
 from osdp.model_desc import ModelDesc
+from osdp.options import PlanOptions, declared, defaults, schedule_of, taken_by
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.profiler.batch import SampleBatch
@@ -25,57 +25,75 @@ from osdp.profiler.machine import device_kind
 from osdp.runtime import AppliedPlan, apply
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.pipelined import AppliedPipeline, apply_pipeline
+from osdp.training import Training
 from osdp.units import parse_bytes
 
-#: Options that :func:`osdp.api.make_pipeline_plan` takes by keyword.
-_STAGE_OPTIONS = tuple(inspect.signature(make_pipeline_plan).parameters)[3:]
 
-#: Options that say how to plan: with a finished plan they would be ignored.
-_PLANNING = (
-    "strategy",
-    "sequence_parallel",
-    "schedule",
-    "mode",
-    "auto_wrap_policy",
-    "profile",
-    "param_dtype",
-    "reduce_dtype",
-    "local_batches",
-    "microbatches",
-    "slices",
-    "recompute",
-    "offload",
-    "group_sizes",
-    "two_step",
-)
+@dataclass(frozen=True)
+class Asked:
+    """What ``OSDP`` was called with beside the model.
+
+    Attributes:
+        model_desc: As ``OSDP`` takes it, as all others.
+        device_info: The devices or a memory limit.
+        training: How the model is trained.
+        plan: A finished plan.
+        mesh: The mesh.
+        loss_fn: How the loss is made of the output.
+        options: All options, defaults among them.
+    """
+
+    model_desc: Any
+    device_info: DeviceInfo | str | int | None
+    training: Training | None
+    plan: Plan | PipelinePlan | None
+    mesh: DeviceMesh | None
+    loss_fn: Callable[..., Any] | None
+    options: PlanOptions
+
+    def beside_marks(self, model: nn.Module) -> Self:
+        """The same, with what was left at its default taken from the marks of fairscale inside ``model``.
+
+        Raises:
+            ValueError: The marks disagree on it.
+        """
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "options"}
+        merged = with_marked_options(model, named | dict(self.options), defaults())
+        named = {name: merged.pop(name) for name in named}
+        return replace(self, **named, options=cast(PlanOptions, merged))
+
+    @property
+    def degrees(self) -> dict[str, int | None]:
+        """The degrees that were asked for."""
+        return {"pp": self.options["pp"], "dp": self.options["dp"], "tp": self.options["tp"]}
 
 
-def check_reuse(
-    model: nn.Module,
-    plan: Plan | PipelinePlan | None,
-    options: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-) -> None:
+def check_reuse(model: nn.Module, asked: Asked) -> None:
     """Refuse what would be ignored beside a finished plan, and a plan for something else than is given.
 
     Raises:
         ValueError: An option says how to plan.
         PlanMismatchError: Model, training, batch, devices or memory limit are not the plan's; lists all.
     """
+    plan, given = asked.plan, dict(asked.options)
     if plan is None:
         return
-    idle = [name for name in _PLANNING if name in options and not is_same(options[name], defaults[name])]
+    idle = [
+        name
+        for name, option in declared().items()
+        if option.planning and not is_same(given[name], option.default)
+    ]
     if idle:
         raise ValueError(
             f"plan= is finished: {', '.join(idle)} would change nothing; leave them out, or leave plan= out "
             "to plan again"
         )
-    described, training = options.get("model_desc"), options.get("training")
-    differences = _device_differences(model, plan, options)
+    described, training = asked.model_desc, asked.training
+    differences = _device_differences(model, plan, asked)
     differences += [
-        f"made for {name}={planned}, asked for {name}={options[name]}"
+        f"made for {name}={planned}, asked for {name}={asked.degrees[name]}"
         for name, planned in _layout_of(plan).items()
-        if options.get(name) not in (None, planned)
+        if asked.degrees[name] not in (None, planned)
     ]
     if isinstance(described, ModelDesc) and described.fingerprint != plan.model:
         differences.append(
@@ -88,11 +106,11 @@ def check_reuse(
             "out, or pass the training that was planned for, too"
         )
     if training is not None:
-        asked = replace(training, local_batch=training.local_batch or plan.local_batch)
+        completed = replace(training, local_batch=training.local_batch or plan.local_batch)
         differences += [
             f"made for a training with {field.name}={planned!r}, asked for {wanted!r}"
-            for field in fields(asked)
-            for planned, wanted in [(getattr(plan.training, field.name), getattr(asked, field.name))]
+            for field in fields(completed)
+            for planned, wanted in [(getattr(plan.training, field.name), getattr(completed, field.name))]
             if planned != wanted
         ]
     if differences:
@@ -106,9 +124,9 @@ def _samples(described: Any) -> int | None:
     return SampleBatch.of(described).local_batch
 
 
-def _device_differences(model: nn.Module, plan: Plan | PipelinePlan, options: Mapping[str, Any]) -> list[str]:
+def _device_differences(model: nn.Module, plan: Plan | PipelinePlan, asked: Asked) -> list[str]:
     """What of given devices, or of a memory limit, is not what ``plan`` was made for."""
-    given = options.get("device_info")
+    given = asked.device_info
     if given is None:
         return []
     limit = given.memory_limit if isinstance(given, DeviceInfo) else parse_bytes(given)
@@ -121,8 +139,8 @@ def _device_differences(model: nn.Module, plan: Plan | PipelinePlan, options: Ma
     if given.world_size not in sizes:
         found.append(f"made for {plan.world_size} ranks, device_info describes {given.world_size}")
     if dist.is_initialized():
-        mesh = options.get("mesh")
-        kind = device_kind(torch.device(mesh.device_type if mesh is not None else device_type(model)))
+        here = asked.mesh.device_type if asked.mesh is not None else device_type(model)
+        kind = device_kind(torch.device(here))
         if given.kind != kind:
             found.append(f"it is to run on {kind!r}, device_info describes {given.kind!r}")
     # The way from stage to stage is measured beside what is given.
@@ -141,44 +159,37 @@ def _layout_of(plan: Plan | PipelinePlan) -> dict[str, int]:
     return {"pp": 1, "dp": plan.world_size, "tp": 1}
 
 
-def applied_model(
-    model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str, Any]
-) -> AppliedPlan | AppliedPipeline:
-    """``model`` under ``plan``, or under one that is made by ``options``."""
-    return _in_stages(model, plan, options) or _whole(model, plan, options)
+def applied_model(model: nn.Module, asked: Asked) -> AppliedPlan | AppliedPipeline:
+    """``model`` under the plan that was given, or under one that is made as ``asked``."""
+    return _in_stages(model, asked) or _whole(model, asked)
 
 
-def _in_stages(
-    model: nn.Module, plan: Plan | PipelinePlan | None, options: Mapping[str, Any]
-) -> AppliedPipeline | None:
+def _in_stages(model: nn.Module, asked: Asked) -> AppliedPipeline | None:
     """The model in stages or tensor-parallel parts; ``None`` if neither is asked for."""
-    layout = {name: options[name] for name in ("pp", "dp", "tp")}
-    if isinstance(plan, Plan) or (plan is None and not _asks_for_stages(layout, options["mesh"])):
+    plan, layout, options = asked.plan, asked.degrees, asked.options
+    if isinstance(plan, Plan) or (plan is None and not _asks_for_stages(layout, asked.mesh)):
         return None
     if options["double_backward"]:
         raise ValueError("double_backward does not go with stages, which run their backwards apart")
     if plan is None:
-        chosen = {name: options[name] for name in _STAGE_OPTIONS}
-        chosen["schedule"] = _schedule_of(options)
-        plan = make_pipeline_plan(model, options["model_desc"], options["device_info"], **chosen)
+        plan = make_pipeline_plan(
+            model,
+            asked.model_desc,
+            asked.device_info,
+            training=asked.training,
+            mesh=asked.mesh,
+            loss_fn=asked.loss_fn,
+            **taken_by("stages", options),
+        )
     else:
         layout = dict(_layout_of(plan))
     unmark(model)
-    _, mesh = laid_out(model, options["mesh"], **layout)
+    _, mesh = laid_out(model, asked.mesh, **layout)
     assert mesh is not None
     return apply_pipeline(model, plan, mesh)
 
 
-def _schedule_of(options: Mapping[str, Any]) -> str | None:
-    """``schedule``, or its other name."""
-    schedule, mode = options["schedule"], options["mode"]
-    if None not in (schedule, mode) and schedule != mode:
-        raise ValueError(f"schedule={schedule!r} and mode={mode!r} are two names of one option: pass one")
-    found: str | None = schedule or mode
-    return found
-
-
-def _asks_for_stages(layout: Mapping[str, int | None], mesh: DeviceMesh | None) -> bool:
+def _asks_for_stages(layout: dict[str, int | None], mesh: DeviceMesh | None) -> bool:
     if mesh is not None:
         one = {"pp": 1, "dp": mesh.size(), "tp": 1}
         beyond = [f"{name}={degree}" for name, degree in layout.items() if degree not in (None, one[name])]
@@ -193,21 +204,32 @@ def _asks_for_stages(layout: Mapping[str, int | None], mesh: DeviceMesh | None) 
     return found.pp > 1 or found.tp > 1
 
 
-def _whole(model: nn.Module, plan: Plan | PipelinePlan | None, options: dict[str, Any]) -> AppliedPlan:
+def _whole(model: nn.Module, asked: Asked) -> AppliedPlan:
     """The whole model on data-parallel ranks."""
+    plan, options = asked.plan, asked.options
     assert not isinstance(plan, PipelinePlan)
-    if _schedule_of(options) is not None:
+    if schedule_of(options) is not None:
         raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
-    if options.pop("sequence_parallel"):
+    if options["sequence_parallel"]:
         raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
-    for name in ("pp", "dp", "tp", "schedule", "mode"):
-        options.pop(name)
-    options["mesh"] = data_parallel_mesh(model, options["mesh"])
-    runtime = {"find_unused_parameters": options.pop("find_unused_parameters")}
-    runtime["double_backward"] = options["double_backward"]
+    mesh = data_parallel_mesh(model, asked.mesh)
     if plan is None:
-        plan = make_plan(model, options.pop("model_desc"), options.pop("device_info"), **options)
+        plan = make_plan(
+            model,
+            asked.model_desc,
+            asked.device_info,
+            training=asked.training,
+            mesh=mesh,
+            loss_fn=asked.loss_fn,
+            **taken_by("whole", options),
+        )
     unmark(model)
-    applied = apply(model, plan, options["mesh"], **runtime)
+    applied = apply(
+        model,
+        plan,
+        mesh,
+        find_unused_parameters=options["find_unused_parameters"],
+        double_backward=options["double_backward"],
+    )
     watch_first_batch(model, plan)
     return applied

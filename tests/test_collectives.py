@@ -14,7 +14,7 @@ from osdp.cost.wires import wires_of
 from osdp.device_info import COLLECTIVES, DeviceInfo
 from osdp.plan import Route
 from osdp.profiler import collectives, machine
-from osdp.profiler.collectives import detect, fit
+from osdp.profiler.collectives import fit
 from osdp.profiler.overlap import hidden_part, measure_mixed_overlap, measure_overlap
 from osdp.profiler.probe import Probe, UnitTimes
 from tests.distributed import run
@@ -93,7 +93,7 @@ def test_hidden_part_stays_in_its_range() -> None:
 
 
 def test_one_device_needs_no_group() -> None:
-    info = detect("1GiB", device="cpu")
+    info = DeviceInfo.detect("1GiB", device="cpu")
     assert (info.memory_limit, info.world_size, info.links, info.kind) == (2**30, 1, (), "cpu")
     assert info.flops > 0 and info.memory_bandwidth == 2 * info.copy_bandwidth > 0
     assert info.measured
@@ -112,7 +112,7 @@ def test_memory_is_what_is_free_divided_among_ranks(tmp_path: Path) -> None:
 )
 def test_bad_limits(limit, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        detect(limit, device="cpu")
+        DeviceInfo.detect(limit, device="cpu")
 
 
 def _detected() -> tuple[DeviceInfo, list[str]]:
@@ -120,7 +120,7 @@ def _detected() -> tuple[DeviceInfo, list[str]]:
     refused = []
     for wrong in ({"sizes": (1024,)}, {"sizes": FEW[::-1]}, {"devices_per_node": 3}):
         try:
-            detect("1GiB", **wrong)
+            DeviceInfo.detect("1GiB", **wrong)
         except ValueError as error:
             refused.append(str(error))
     return info, refused
@@ -150,10 +150,10 @@ def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     mesh = init_device_mesh("cpu", (2, 2))
     refused = ""
     try:
-        detect("64MiB", mesh=mesh, devices_per_node=4)
+        DeviceInfo.detect("64MiB", mesh=mesh, devices_per_node=4)
     except ValueError as error:
         refused = str(error)
-    info = detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
+    info = DeviceInfo.detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
     return info, [(name, group.mesh.size()) for name, group in told.items()], refused
 
 

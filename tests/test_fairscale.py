@@ -21,9 +21,9 @@ from torch.distributed.fsdp.wrap import (
 from osdp import OSDP
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import marked_modules, with_marked_options
+from osdp.options import defaults
 from osdp.plan import Mode
 from osdp.search.rules import SLICES
-from osdp.wrapper import _DEFAULTS
 from tests.distributed import run
 from tests.nets import Block, Net, tokens
 from tests.plans import plan_by_hand
@@ -75,10 +75,10 @@ def test_options_of_the_context_are_defaults_of_the_root() -> None:
     with enable_wrap(wrapper_cls=OSDP, device_info="8GiB", find_unused_parameters=False):
         net = Marking()
     given = {"device_info": None, "find_unused_parameters": True, "strategy": "FULL_SHARD"}
-    merged = with_marked_options(net, given, _DEFAULTS)
+    merged = with_marked_options(net, given, defaults())
     assert merged == {"device_info": "8GiB", "find_unused_parameters": False, "strategy": "FULL_SHARD"}
-    assert with_marked_options(net, {**given, "device_info": "1GiB"}, _DEFAULTS)["device_info"] == "1GiB"
-    with pytest.raises(TypeError, match=r"no options \['flatten_parameters'\]"):
+    assert with_marked_options(net, {**given, "device_info": "1GiB"}, defaults())["device_info"] == "1GiB"
+    with pytest.raises(TypeError, match=r"OSDP has no option 'flatten_parameters'"):
         with enable_wrap(wrapper_cls=OSDP, flatten_parameters=True):
             Marking()
 
@@ -86,11 +86,11 @@ def test_options_of_the_context_are_defaults_of_the_root() -> None:
 def test_marks_turn_off_what_the_root_leaves_on_and_not_the_other_way_round() -> None:
     with enable_wrap(wrapper_cls=OSDP, recompute=False, slices=[]):
         net = Marking()
-    defaults = {"recompute": True, "slices": SLICES, "offload": True}
-    assert with_marked_options(net, defaults, _DEFAULTS) == {**defaults, "recompute": False, "slices": []}
+    left = {"recompute": True, "slices": SLICES, "offload": True}
+    assert with_marked_options(net, left, defaults()) == {**left, "recompute": False, "slices": []}
     with enable_wrap(wrapper_cls=OSDP, recompute=True):
         other = Marking()
-    assert with_marked_options(other, {"recompute": False}, _DEFAULTS) == {"recompute": False}
+    assert with_marked_options(other, {"recompute": False}, defaults()) == {"recompute": False}
 
 
 def test_marks_that_disagree_are_refused() -> None:
@@ -99,7 +99,7 @@ def test_marks_that_disagree_are_refused() -> None:
             wrap(nn.Linear(1, 1), device_info="1GiB"), wrap(nn.Linear(1, 1), device_info="2GiB")
         )
     with pytest.raises(ValueError, match=r"1 is marked with device_info='2GiB', others with '1GiB'"):
-        with_marked_options(net, {"device_info": None}, _DEFAULTS)
+        with_marked_options(net, {"device_info": None}, defaults())
 
 
 def root_runs() -> None:

@@ -50,15 +50,11 @@ def following(space, position, taken):
 
 
 def space_of(situation: Situation, has_unit: bool, rules: Rules):
-    possible = situation.timeline.recompute.possible if rules.recompute else ()
     return build_space(
         situation.timeline.chain,
+        rules,
         root_unit=has_unit,
-        allowed=rules.allowed,
-        slices=rules.slices,
-        keep=rules.keep,
-        recompute=possible,
-        offload=rules.offload,
+        recompute=situation.timeline.recompute.possible,
         wires=[prices.wire for prices in situation.prices.by_wire],
     )
 
@@ -191,7 +187,7 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rul
 def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
     situation = random_situation(seed, 2, 3)
     root = price_root(situation, (), situation.timeline.root, has_unit=False)
-    space = build_space(situation.timeline.chain, root_unit=False, allowed=(Mode.NO_SHARD,))
+    space = build_space(situation.timeline.chain, Rules(allowed=(Mode.NO_SHARD,)), root_unit=False)
     every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
     rng = random.Random(seed)
     paths = [random_path(space, rng) for _ in range(4)]
@@ -268,6 +264,6 @@ def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
     """It once left the search without a path, and looping."""
     mixed = (Parameter("a.w", (8, 8), "float32"), Parameter("a.v", (8, 8), "bfloat16"))
     space = build_space(
-        [Operator("a", ("a",), mixed, None, 0, 0)], allowed=(Mode.FULL_SHARD,), root_unit=False
+        [Operator("a", ("a",), mixed, None, 0, 0)], Rules(allowed=(Mode.FULL_SHARD,)), root_unit=False
     )
     assert space.way.tolist() == [0]

@@ -11,7 +11,7 @@ marks away. fairscale itself is not imported here: if nobody has, nobody is insi
 """
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -47,20 +47,13 @@ def marks_here(wrapper_cls: type) -> bool:
     return bool(context.in_autowrap_context) and context.wrapper_cls is wrapper_cls
 
 
-def mark(module: nn.Module, options: Mapping[str, Any], known: Collection[str]) -> nn.Module:
+def mark(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     """Mark ``module`` and return it.
 
     Args:
         module: A part of a model.
         options: What ``enable_wrap`` and ``wrap`` were given; defaults of the root's call.
-        known: Names of the root's options.
-
-    Raises:
-        TypeError: Some of ``options`` are not among ``known``.
     """
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"OSDP has no options {unknown}; there are {', '.join(known)}")
     if not hasattr(module, _MARK):
         setattr(module, _MARK, Mark(module.register_forward_pre_hook(_refuse), dict(options)))
     return module
@@ -71,10 +64,15 @@ def with_marked_options(
 ) -> dict[str, Any]:
     """``given``, with what the root left at its default taken from the marks inside ``model``.
 
+    Args:
+        model: The root.
+        given: What it is called with.
+        defaults: Those that are not ``None``.
+
     Raises:
         ValueError: The marks disagree on it.
     """
-    left_out = {option for option, value in given.items() if is_same(value, defaults[option])}
+    left_out = {option for option, value in given.items() if is_same(value, defaults.get(option))}
     marked: dict[str, Any] = {}
     for name, module in model.named_modules():
         for option, value in getattr(module, _MARK, _NO_MARK).options.items():

@@ -50,31 +50,11 @@ def detect(
     device: str | torch.device | None = None,
     devices_per_node: int | None = None,
     group_sizes: Sequence[int] | None = None,
-    sizes: Sequence[int] = SIZES,
-    repeats: int = 12,
-    seconds: float = 4.0,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
 ) -> DeviceInfo:
-    """Measure the devices of the live process group and the links between them.
-
-    All ranks must call it together, and all get the same answer. Without a mesh and without a process group
-    it describes this one device.
-
-    Args:
-        memory_limit: Bytes per device, or text such as ``"8GiB"``. By default an accelerator's whole memory;
-            on CPU the machine's free memory divided among its ranks.
-        mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
-        device: Where to measure; by default the mesh's device type, else that of the group's backend.
-        devices_per_node: Ranks of each machine, if the mesh does not say it. If neither does, machines are
-            told by their names; ranks that are spread unevenly count as one machine.
-        group_sizes: Ranks of the groups that plans may have; by default those of one machine, if there are
-            several machines of several ranks. Takes three times ``seconds`` for each.
-        sizes: Bytes of the units to measure, ascending.
-        repeats: Most samples of each size.
-        seconds: About how long each group is measured; slow networks are measured with fewer sizes.
-
-    Raises:
-        ValueError: An argument cannot be read or does not fit the mesh.
-    """
+    """What :meth:`osdp.device_info.DeviceInfo.detect` returns, which says what the arguments are."""
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     alone = mesh is None and not dist.is_initialized()
     where = _device(device, mesh)

@@ -62,26 +62,15 @@ def describe(
     atoms: Sequence[str] = (),
     cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> ModelDesc:
-    """The ordered execution trace of one forward of ``model``, and the operators in it.
-
-    The model may be on any device, ``meta`` included; it is neither run nor changed.
+    """What :meth:`osdp.model_desc.ModelDesc.from_module` returns.
 
     Args:
-        model: An unmodified module.
-        sample_inputs: One local batch: a tensor, a tuple or list (positional), or a mapping (keywords). Only
-            shapes and dtypes are read. Dim 0 of the first tensor is the batch.
-        loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own ``loss``,
-            else the sum of their first element (see :func:`osdp.profiler.loss.scalar_loss`).
-        atoms: FQNs of modules each of which is to be exactly one operator.
+        model: As there.
+        sample_inputs: As there.
+        loss_fn: As there.
+        atoms: As there.
         cut_of: How a module can run in slices: what is cut, the dimension of its weight that is cut, and the
             number of slices if that is set.
-
-    Returns:
-        The description. If the model rejects another batch size, all of it is for the sample's.
-
-    Raises:
-        TypeError: The sample inputs are none of the above.
-        ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
     """
     check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)

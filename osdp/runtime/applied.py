@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -45,6 +46,19 @@ from osdp.runtime.validate import fsdp_units
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Backwards:
+    """What backwards may do, the same on all ranks.
+
+    Attributes:
+        find_unused_parameters: Whether they may leave parameters without a gradient.
+        double_backward: Whether they may be differentiated themselves.
+    """
+
+    find_unused_parameters: bool
+    double_backward: bool
+
+
 class AppliedPlan:
     """A model under a plan; made by :func:`osdp.runtime.apply.apply`.
 
@@ -66,19 +80,17 @@ class AppliedPlan:
         reducer: GradientReducer,
         sharded: Sequence[ShardedParameter],
         in_slices: Sequence[SlicedParameter],
-        find_unused_parameters: bool,
-        double_backward: bool,
+        backwards: Backwards,
         norm_group: dist.ProcessGroup,
         lockstep: Lockstep,
-        param_dtype: torch.dtype | None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.mesh = mesh
         self._replicated = replicated
         self._reducer = reducer
-        self._find_unused = find_unused_parameters
-        self._double_backward = double_backward
+        self._find_unused = backwards.find_unused_parameters
+        self._double_backward = backwards.double_backward
         self._norm_group = norm_group
         self._lockstep = lockstep
         lockstep.on_backward = self._begin_backward
@@ -103,7 +115,7 @@ class AppliedPlan:
             self._before_forward,
             self._after_forward,
             around=wrapped_around(model, self._sharded.units),
-            param_dtype=param_dtype,
+            param_dtype=getattr(torch, plan.training.param_dtype) if plan.training.param_dtype else None,
         )
         swapped = (*self._replicated, *self._in_slices.parameters)
         for module in {id(m): m for p in swapped for m, _ in p.owned.places}.values():

@@ -5,7 +5,8 @@ it. Replicated operators stay outside FSDP2, whose own way to replicate copies t
 ranks start from rank 0's values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from osdp.comm.groups import Meshes
 from osdp.plan import Mode, Plan
 from osdp.runtime.agreement import check_alike, check_together
-from osdp.runtime.applied import AppliedPlan
+from osdp.runtime.applied import AppliedPlan, Backwards
 from osdp.runtime.buckets import Reduction
 from osdp.runtime.control import Control
 from osdp.runtime.initialise import check_initialisers, is_on_meta, materialise
@@ -67,9 +68,9 @@ def apply(
     mesh = data_parallel_mesh(model, mesh)
     control = Control.over(mesh)
     size, on_meta = mesh.size(), is_on_meta(model)
-    options = {"find_unused_parameters": find_unused_parameters, "double_backward": double_backward}
+    backwards = Backwards(find_unused_parameters, double_backward)
     check_together(control, lambda: _check_given(model, plan, size, double_backward))
-    check_alike(control, model, plan, **options)
+    check_alike(control, model, plan, **asdict(backwards))
     device = device_of(mesh)
     policy = _policy(plan)
     in_shards = set(_in_shards(model, plan))
@@ -106,7 +107,7 @@ def apply(
             "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later, or pass "
             "find_unused_parameters=False"
         )
-    return _assemble(model, plan, mesh, whole_mesh, policy, owned, control, options)
+    return _assemble(model, plan, mesh, whole_mesh, policy, owned, control, backwards)
 
 
 def _check_given(model: nn.Module, plan: Plan, world_size: int, double_backward: bool) -> None:
@@ -125,7 +126,7 @@ def _assemble(
     policy: MixedPrecisionPolicy,
     owned: dict[str, Owned],
     control: Control | None,
-    options: Mapping[str, bool],
+    backwards: Backwards,
 ) -> AppliedPlan:
     sharded = [ShardedParameter(owned[name], unit) for name, unit in _in_shards(model, plan).items()]
     in_slices = [SlicedParameter(owned[name]) for name in sharded_weights(model, plan)]
@@ -149,8 +150,7 @@ def _assemble(
         in_slices=in_slices,
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
-        param_dtype=policy.param_dtype,
-        **options,
+        backwards=backwards,
     )
     accept_plain_states(model)  # after what puts stored parameters in their places first
     return applied

@@ -14,7 +14,7 @@ moves as many bytes as a replicated one, a gather and a reduce-scatter being an 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,22 @@ class Turns(Protocol):
     @property
     def waits(self) -> bool:
         """Whether collectives are waited for on the host."""
+
+
+class SliceOptions(TypedDict, total=False):
+    """How slices are gathered and their gradients reduced; all may be left out.
+
+    Attributes:
+        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+        prefetch: Whether the next slice is gathered while one computes: two are whole then.
+        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
+        turns: Who knows when all ranks run the operator; ``None`` if all run it anyway.
+    """
+
+    reduce_dtype: torch.dtype | None
+    prefetch: bool
+    by_exchange: bool
+    turns: Turns | None
 
 
 @dataclass(frozen=True)

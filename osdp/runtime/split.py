@@ -13,7 +13,7 @@ Backward gathers each slice once more, but for those that are kept from forward,
 before the next one.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from osdp.runtime.slices import SlicedWeight, Turns, local_of
+from osdp.runtime.slices import SlicedWeight, SliceOptions, local_of
 
 
 def split_linear(
@@ -32,11 +32,8 @@ def split_linear(
     num_slices: int,
     by: str = "output",
     transposed: bool = False,
-    reduce_dtype: torch.dtype | None = None,
-    prefetch: bool = False,
-    by_exchange: bool = False,
     num_kept: int = 0,
-    turns: Turns | None = None,
+    **options: Unpack[SliceOptions],
 ) -> torch.Tensor:
     """``F.linear(x, weight, bias)`` in slices.
 
@@ -49,12 +46,9 @@ def split_linear(
         by: ``"output"`` or ``"input"``: which features are cut.
         transposed: Whether ``weight`` has shape ``(in_features, out_features)``, as in transformers'
             ``Conv1D``.
-        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
-        prefetch: Whether the next slice is gathered while one computes.
-        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
         num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
             recomputed, whose backward comes right after.
-        turns: Who knows when all ranks run the operator.
+        **options: How slices are gathered and reduced (:class:`osdp.runtime.slices.SliceOptions`).
 
     Returns:
         Output of shape ``(..., out_features)``.
@@ -78,11 +72,8 @@ def split_linear(
         num_slices,
         sliced_dim,
         dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        prefetch=prefetch,
-        by_exchange=by_exchange,
         num_kept=num_kept if _goes_back(x) else 0,
-        turns=turns,
+        **options,
     )
     flat = x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
@@ -96,10 +87,7 @@ def split_embedding(
     num_slices: int,
     padding_idx: int | None = None,
     dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    prefetch: bool = False,
-    by_exchange: bool = False,
-    turns: Turns | None = None,
+    **options: Unpack[SliceOptions],
 ) -> torch.Tensor:
     """``F.embedding(ids, weight, padding_idx)`` in slices of the vocabulary.
 
@@ -109,10 +97,7 @@ def split_embedding(
         num_slices: Number of slices.
         padding_idx: Row that gets no gradient.
         dtype: Dtype of the result; that of the weight if ``None``.
-        reduce_dtype: Dtype gradients are reduced in.
-        prefetch: Whether the next slice is gathered while one computes.
-        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
-        turns: Who knows when all ranks run the operator.
+        **options: How slices are gathered and reduced (:class:`osdp.runtime.slices.SliceOptions`).
 
     Returns:
         Rows of shape ``(*ids.shape, features)``; elsewhere than on the CPU, zeros for ids outside.
@@ -125,10 +110,7 @@ def split_embedding(
         num_slices,
         0,
         dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        prefetch=prefetch,
-        by_exchange=by_exchange,
-        turns=turns,
+        **options,
     )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     if _can_look(ids):
@@ -148,11 +130,8 @@ def split_cross_entropy(
     *,
     num_slices: int,
     ignore_index: int = -100,
-    reduce_dtype: torch.dtype | None = None,
-    prefetch: bool = False,
-    by_exchange: bool = False,
     num_kept: int = 0,
-    turns: Turns | None = None,
+    **options: Unpack[SliceOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
 
@@ -162,12 +141,9 @@ def split_cross_entropy(
         labels: Integers of shape ``(...)``; positions of ``ignore_index`` do not count.
         num_slices: Number of slices.
         ignore_index: The label of positions that do not count.
-        reduce_dtype: Dtype gradients are reduced in.
-        prefetch: Whether the next slice is gathered while one computes.
-        by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
         num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
             recomputed, whose backward comes right after.
-        turns: Who knows when all ranks run the operator.
+        **options: How slices are gathered and reduced (:class:`osdp.runtime.slices.SliceOptions`).
 
     Returns:
         The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
@@ -183,11 +159,8 @@ def split_cross_entropy(
         num_slices,
         0,
         dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        prefetch=prefetch,
-        by_exchange=by_exchange,
         num_kept=num_kept if _goes_back(hidden, weight) else 0,
-        turns=turns,
+        **options,
     )
     flat = labels.reshape(-1)
     counts = flat != ignore_index

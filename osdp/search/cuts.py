@@ -74,16 +74,12 @@ class PricedSpace:
         chain = situation.timeline.chain
         space = build_space(
             chain,
-            allowed=rules.allowed,
+            rules,
             root_unit=root_unit,
             root_way=situation.root_way,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
-            slices=rules.slices,
-            keep=rules.keep,
-            recompute=situation.timeline.recompute.possible if rules.recompute else (),
-            offload=rules.offload,
+            recompute=situation.timeline.recompute.possible,
             wires=[prices.wire for prices in situation.prices.by_wire],
-            two_step=rules.two_step,
         )
         units = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
         return cls(space, units)

@@ -43,6 +43,7 @@ from osdp.cost.wires import Wire
 from osdp.layout import can_shard
 from osdp.model_desc import Operator, Parameter
 from osdp.plan import Mode
+from osdp.search.rules import SHARDING, Rules
 
 #: Maximum number of operators of an item that is a stretch of operators outside blocks.
 LONGEST_STRETCH = 8
@@ -108,38 +109,29 @@ class Space:
 
 def build_space(
     chain: Sequence[Operator],
+    rules: Rules = SHARDING,
     *,
-    allowed: Sequence[Mode] = tuple(Mode),
     root_unit: bool,
     root_way: int = ROOT,
     root_dtype: str | None = "float32",
-    slices: Sequence[int] = (),
-    keep: bool = True,
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
-    offload: bool = False,
     wires: Sequence[Wire] = (),
-    two_step: bool | None = None,
 ) -> Space:
     """All candidate units over ``chain``.
 
     Args:
         chain: Operators in trace order.
-        allowed: Allowed modes; operators that cannot be sharded stay NO_SHARD regardless.
+        rules: Allowed choices; operators that cannot be sharded stay NO_SHARD regardless.
         root_unit: Whether operators outside blocks may join the root unit.
         root_way: Strategy of those that do.
         root_dtype: Dtype of the trainable parameters in the root unit; FSDP2 requires a single one.
-        slices: Allowed numbers of slices of an operator.
-        keep: Whether some of them may stay gathered from forward to backward.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
-        offload: Whether units with collectives of their own may be offloaded to host memory.
         wires: Shard groups that units may use; only flat over all ranks if empty.
-        two_step: Whether collectives over all ranks must go in two steps (``True``) or must not (``False``);
-            ``None`` allows both.
 
     Returns:
         The candidates.
     """
-    bounds = item_bounds(chain)
+    bounds, allowed, two_step = item_bounds(chain), rules.allowed, rules.two_step
     # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     ways = [way for way in flat if mode_of(way) in allowed]
@@ -150,7 +142,7 @@ def build_space(
         for way in _ways_on(wires[number], number, allowed)
     ]
     # 2. What decides the candidates of each operator.
-    cuts = _cuts(chain, keep, slices if Mode.FULL_SHARD in allowed else ())
+    cuts = _cuts(chain, rules.keep, rules.slices if Mode.FULL_SHARD in allowed else ())
     facts = [
         _Facts.of(
             operator,
@@ -163,10 +155,10 @@ def build_space(
     known: dict[tuple[tuple[_Facts, ...], bool], Candidates] = {}
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     for first, end in pairwise(bounds):
-        key = tuple(facts[first:end]), bool(len(recompute) and recompute[first])
+        key = tuple(facts[first:end]), bool(rules.recompute and len(recompute) and recompute[first])
         if key not in known:
             known[key] = _item_candidates(key[0], ways, root_way, recompute=key[1])
-            known[key] += _offloaded(known[key]) if offload else []
+            known[key] += _offloaded(known[key]) if rules.offload else []
         shift = np.array([first, first, 0])
         columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
         inner.append(slice(begin, begin + len(known[key])))

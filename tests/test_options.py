@@ -1,0 +1,153 @@
+"""The options are declared once; whoever takes them says the same of them, and refuses others alike."""
+
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from mypy import api as mypy
+from torch import nn
+
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_pipeline_plan, make_plan
+from osdp.device_info import COLLECTIVES
+from osdp.options import PlanOptions, complete, declared, defaults
+from osdp.search.rules import SLICES
+
+NET = nn.Linear(4, 4)
+TAKERS = {OSDP: None, make_plan: "whole", make_pipeline_plan: "stages"}
+
+
+def named(text: str) -> list[str]:
+    """What is described one level below the line ``**options`` of a docstring."""
+    lines = inspect.cleandoc(text).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("**options:"))
+    indent = len(lines[start]) - len(lines[start].lstrip()) + 4
+    section = lines[start + 1 : lines.index("", start)]
+    return [line.split(":")[0].strip() for line in section if line[indent] != " "]
+
+
+@pytest.mark.parametrize(("taker", "kind"), TAKERS.items())
+def test_help_describes_every_option_that_is_taken(taker, kind) -> None:
+    assert named(taker.__doc__) == list(declared(kind))
+    assert inspect.signature(taker).parameters["options"].kind is inspect.Parameter.VAR_KEYWORD
+
+
+def test_every_option_is_described_by_the_one_that_declares_it() -> None:
+    listed = [line for line in (PlanOptions.__doc__ or "").splitlines() if line.startswith(" " * 8)]
+    heads = [line.split(":")[0].strip() for line in listed if line[8] != " "]
+    assert heads == list(PlanOptions.__annotations__)
+
+
+def test_help_of_the_wrapper_shows_what_is_passed_and_not_what_its_maker_forwards() -> None:
+    parameters = inspect.signature(OSDP).parameters
+    assert list(parameters)[:3] == ["model", "model_desc", "device_info"]
+    assert list(parameters)[3:] == ["training", "plan", "mesh", "loss_fn", "options"]
+
+
+def test_a_wrong_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match=r"OSDP has no option 'stratgy' \(did you mean 'strategy'\?\)\. "):
+        OSDP(NET, None, "8GiB", stratgy="FULL_SHARD")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"make_plan has no option 'trainig' \(did you mean 'training'\?\)"):
+        make_plan(NET, None, trainig=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"make_pipeline_plan has no option 'shedule' \(did you mean 'sched"):
+        make_pipeline_plan(NET, None, shedule="1f1b")  # type: ignore[call-arg]
+
+
+def test_all_wrong_names_are_refused_at_once() -> None:
+    with pytest.raises(TypeError) as refused:
+        OSDP(NET, None, "8GiB", sharding_strategy=1, recompute=False, zzz=2)  # type: ignore[call-arg]
+    text = str(refused.value)
+    assert "no options 'sharding_strategy' (did you mean 'strategy'?), 'zzz'. There are model, " in text
+    assert text.endswith(", ".join(declared()))
+    with pytest.raises(TypeError, match=r"no option 'stratgy' .*, and has no use for pp=2, which is for"):
+        make_plan(NET, None, stratgy="FULL_SHARD", pp=2)  # type: ignore[call-arg]
+
+
+def test_options_of_the_other_kind_of_plan_are_refused_by_name() -> None:
+    both = {"pp": 2, "schedule": "1f1b", "find_unused_parameters": False}
+    expected = (
+        "make_plan has no use for pp=2, which is for make_pipeline_plan and OSDP; schedule='1f1b', which is "
+        "for make_pipeline_plan and OSDP; find_unused_parameters=False, which is for OSDP"
+    )
+    with pytest.raises(TypeError) as refused:
+        make_plan(NET, None, **both)
+    assert str(refused.value).startswith(expected)
+    with pytest.raises(TypeError, match="no use for offload=False, which is for make_plan and OSDP"):
+        make_pipeline_plan(NET, None, offload=False)
+
+
+def test_defaults_are_the_same_for_all_and_say_nothing_where_they_do_not_matter() -> None:
+    chosen = {name: value for name, value in defaults().items() if value is not None}
+    assert chosen == {
+        "sequence_parallel": False,
+        "local_batches": (),
+        "microbatches": (),
+        "slices": SLICES,
+        "recompute": True,
+        "offload": True,
+        "find_unused_parameters": True,
+        "double_backward": False,
+    }
+    for taker, kind in TAKERS.items():
+        assert complete({}, taker, kind) == defaults()
+        assert complete(PlanOptions(**defaults()), taker, kind) == defaults()
+        assert complete({"recompute": False}, taker, kind) == {**defaults(), "recompute": False}
+
+
+def test_a_plan_with_all_defaults_written_out_is_the_plan_without_them() -> None:
+    device = DeviceInfo(
+        memory_limit=1 << 30,
+        nodes=1,
+        devices_per_node=2,
+        links=tuple(Link(collective, "world", 2, 1e-5, 1e9) for collective in COLLECTIVES),
+        kind="GPU",
+        flops=1e12,
+        memory_bandwidth=1e11,
+    )
+    model_desc = ModelDesc.from_module(NET, torch.zeros(2, 4))
+    plan = make_plan(None, model_desc, device)
+    assert make_plan(None, model_desc, device, **PlanOptions(**defaults())) == plan
+
+
+def test_both_names_of_the_schedule_are_one_option() -> None:
+    with pytest.raises(ValueError, match="schedule='gpipe' and mode='1f1b' are two names of one option"):
+        make_pipeline_plan(NET, None, pp=1, dp=1, schedule="gpipe", mode="1f1b")
+    with pytest.raises(ValueError, match="schedule 'fastest' is unknown"):
+        make_pipeline_plan(NET, torch.zeros(2, 4), pp=1, dp=1, mode="fastest")
+
+
+def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None:
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(
+        textwrap.dedent(
+            """\
+            from osdp import OSDP, make_pipeline_plan, make_plan
+            reveal_type(OSDP(None, None, "8GiB", strategy="FULL_SHARD", recompute=False, loss_fn=print))
+            OSDP(None, None, "8GiB", stratgy="FULL_SHARD")
+            OSDP(None, None, "8GiB", recompute="no")
+            make_plan(None, None, slises=(2,))
+            make_pipeline_plan(None, None, pp="2")
+            """
+        ),
+        encoding="utf8",
+    )
+    config = tmp_path / "mypy.ini"
+    # What the four modules import is taken as it is: to read all of torch takes half a minute.
+    config.write_text(
+        "[mypy]\nno_site_packages = true\nignore_missing_imports = true\nfollow_imports = skip\n"
+        "[mypy-osdp,osdp.wrapper,osdp.api,osdp.options]\nfollow_imports = silent\n",
+        encoding="utf8",
+    )
+    options = ["--config-file", str(config), "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+    found, failure, _ = mypy.run([*options, "--hide-error-context", str(snippet)])
+    assert not failure
+    said = [line.split(":", 1)[1] for line in found.splitlines() if '" defined in "' not in line]
+    assert said == [
+        '2: note: Revealed type is "osdp.wrapper.OSDP"',
+        '3: error: Unexpected keyword argument "stratgy" for "OSDP"; did you mean "strategy"?  [call-arg]',
+        '4: error: Argument "recompute" to "OSDP" has incompatible type "str"; expected "bool"  [arg-type]',
+        '5: error: Unexpected keyword argument "slises" for "make_plan"; did you mean "slices"?  [call-arg]',
+        '6: error: Argument "pp" to "make_pipeline_plan" has incompatible type "str"; expected "int | None"  '
+        "[arg-type]",
+    ]
