@@ -89,7 +89,7 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
             r"nodes\[1\]: link missing: nothing is known about the links between the 8",
         ),
         ("nodes:", "nodes: [", r"line \d+: "),
-        ("gpu: Mine", "gpu: A100", "each kind of node is listed once; these several times: A100. Where they"),
+        ("gpu: Mine", "gpu: A100", "must be listed once, these are repeated: A100. Add up their counts"),
         ("gpu: A100", "gpu: a100", r"unknown GPU 'a100'; .*did you mean A100\?"),
         ("gpu: A100", "gpu: A100\n    gpu: A10", "line 3: gpu is written twice in one place"),
         ("date: 2026-01-31", "date: someday", r"nodes\[0\]\.price\.date: must be a day such as 2026-01-31"),

@@ -254,7 +254,7 @@ def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
     notes = []
     if plan.layout.by_item:
         ways = " / ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
-        notes.append(f"items that live in ways of their own ({ways}): one is written for all")
+        notes.append(f"strategies chosen item by item ({ways}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
         notes.append("which nodes serve which stage: start the nodes in the order of the launch sheet")
     if plan.layout.token_slices > 1:

@@ -234,6 +234,7 @@ class _Search:
         return total, Arrangement(tuple(order[::-1]), tuple(bounds[::-1]), math.inf)
 
     def _entries(self, kind: int, before: int, rank: int, pace: float, limit: float, of_end: bool) -> Floats:
+        """Seconds, or ends, of all stages within ``pace`` and ``limit``, else inf; ``(I + 1, I + 1)``."""
         seconds, end = self._with_border(kind, before, rank), self._stretches(kind, rank).end
         possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
         return np.where(possible, end if of_end else seconds, math.inf)
@@ -291,7 +292,7 @@ class _Search:
                 continue
             states[used] = {}
             # ``product`` ascends, so that all states with one cell less are known.
-            for kind, cell in enumerate(cells):
+            for kind, cell in enumerate(cells):  # the last cell is of this kind
                 if not used[kind]:
                     continue
                 previous = states[tuple(count - (other == kind) for other, count in enumerate(used))]
