@@ -86,7 +86,7 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
         (
             ", link: 32 GB/s}",
             "}",
-            r"nodes\[1\]: link missing: nothing is known about the links between the 8",
+            r"nodes\[1\]: link missing: the bandwidth between the 8 devices of a node is unknown",
         ),
         ("nodes:", "nodes: [", r"line \d+: "),
         ("gpu: Mine", "gpu: A100", "must be listed once, these are repeated: A100. Add up their counts"),
