@@ -78,7 +78,7 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
             r"line 2: nodes\[0\]\.gpu: unknown GPU 'A1000'; there are A10, .*mean A100\?",
         ),
         ("count: 2", "count: two", r"line 3: nodes\[0\]\.count: must be a positive whole number, got 'two'"),
-        ("    devices: 4\n", "", r"line 2: nodes\[0\]: devices missing; nothing is assumed"),
+        ("    devices: 4\n", "", r"line 2: nodes\[0\]: devices missing; no default is assumed"),
         ("network: 3 GB/s", "network: 3", r"line 11: nodes\[1\]\.network: must be a speed such as 40 Gbit/s"),
         ("network: 3 GB/s", "net: 3", r"line 11: nodes\[1\]\.net: unknown field; .*did you mean network\?"),
         (", date: 2026-01-31", "", r"line 7: nodes\[0\]\.price: date missing"),
