@@ -183,9 +183,7 @@ class Cluster:
         """
         for group, count in zip(self.groups, counts, strict=True):
             if not 0 <= count <= group.count:
-                raise ValueError(
-                    f"{count} nodes of {group.node.name!r} requested, there are {group.count}"
-                )
+                raise ValueError(f"{count} nodes of {group.node.name!r} requested, there are {group.count}")
         kept = zip(self.groups, counts, strict=True)
         return Cluster(tuple(replace(group, count=count) for group, count in kept if count))
 

@@ -102,9 +102,7 @@ class _Place:
                     f"unknown field; there are {', '.join(known)}{_nearest(field, known)}"
                 )
         if missing := [field for field in needed if field not in self.value]:
-            raise self.wrong(
-                f"{', '.join(missing)} missing; no default is assumed, please specify it"
-            )
+            raise self.wrong(f"{', '.join(missing)} missing; no default is assumed, please specify it")
         return self.value
 
     def number(self, *, whole: bool = False) -> float:

@@ -198,9 +198,7 @@ def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> 
     elif layout.zero in (1, 2):
         made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
     if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
-        made = _with_note(
-            made, "full recomputation is left out in stages that do not need it by the trace"
-        )
+        made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
     return made
 
 

@@ -66,7 +66,8 @@ class TransformerShape:
     def __post_init__(self) -> None:
         kinds = {"int": int, "bool": bool, "str": str}
         odd = [
-            f"{field.name}={getattr(self, field.name)!r} is no {getattr(field.type, '__name__', field.type)}"
+            f"{field.name}={getattr(self, field.name)!r} is not of type "
+            f"{getattr(field.type, '__name__', field.type)}"
             for field in fields(self)
             if type(getattr(self, field.name)) is not kinds[str(getattr(field.type, "__name__", field.type))]
         ]

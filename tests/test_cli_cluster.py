@@ -197,7 +197,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--schedule", "interleaved", "--pp", "4", "--set", "layers=12", "--micro-batch", "4"],
             "interleaved needs at least pp=4 microbatches, there are 2",
         ),
-        (["--set", "causal=False"], "causal='False' is no bool"),
+        (["--set", "causal=False"], "causal='False' is not of type bool"),
         (
             ["--set", "gated=true", "--out", "plan.json"],
             "no class of transformers is built like gpt2: learnt positions=True where a llama",

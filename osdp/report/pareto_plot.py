@@ -24,9 +24,7 @@ def plot_plans(plans: Sequence[ClusterPlan], cluster: Cluster, path: str | Path)
     """
     points = [(plan.step_seconds, plan.dollars_per_step, _label(plan, cluster)) for plan in plans]
     if any(dollars is None for _, dollars, _ in points):
-        raise ValueError(
-            "a plot of time and cost needs the price of every node: add it to the cluster file"
-        )
+        raise ValueError("a plot of time and cost needs the price of every node: add it to the cluster file")
     x, y, labels = zip(*points, strict=True)
     if Path(path).suffix == ".html":
         _html(x, y, labels, path)

@@ -240,9 +240,7 @@ def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
                 dp = dp if space.dp else world // pp // tp
                 microbatches = workload.global_batch // max(dp, 1) // samples
                 if schedule in LATE and microbatches < pp:
-                    faults.append(
-                        f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}"
-                    )
+                    faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
     return faults
 
 
