@@ -271,6 +271,7 @@ def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tup
             f"the layout has {sum(layers)} layers and {model_desc.name} has {len(found)} blocks that it can "
             "be cut between; make the cluster plan with the dimensions of this model"
         )
+    # A stage starts with the first step of its first block; the first and last stage take both ends.
     after = found[-1] + 1
     edges = [*found, after]
     return (0, *(edges[count] for count in list(accumulate(layers))[:-1]), len(flow.steps))
@@ -283,6 +284,8 @@ def device_of_stage(
 
     Links are the slowest of all stages.
     """
+    # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
+    # of each kind, for which the slowest of all stages counts.
     by_slot = {slot: home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
     pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
@@ -313,6 +316,7 @@ def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
     size = rings[0].size
     links = []
     for collective in COLLECTIVES:
+        # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
         times = 2 if collective == "all_reduce" else 1
         latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
         bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times

@@ -97,17 +97,21 @@ def _layer(weights: Sequence[tuple[int, ...]], hidden: int) -> _Layer | None:
     width) and the down-projection (``in`` is the feed-forward width, the largest). Weights that read from it
     have ``in == hidden``: queries, keys and values, separate or fused, and one or two up-projections.
     """
-    for turned in (False, True):
+    for turned in (False, True):  # nn.Linear, then Conv1D of Transformers
         pairs = [tuple(reversed(shape)) if turned else shape for shape in weights]
         to_stream = [into for out, into in pairs if out == hidden]
         if not to_stream:
             continue
         inner = max(to_stream)
+        # The largest is the down-projection; of the rest, the attention output's width differs from hidden
+        # only with a head width of its own.
         others = sorted(to_stream)[:-1]
         queries = next((into for into in others if into != hidden), hidden)
         from_stream = [out for out, into in pairs if into == hidden]
         if inner == hidden or (queries == hidden and hidden not in from_stream):
             continue
+        # Up-projections are inner wide, or 2 * inner if gate and up are fused. The rest is queries, keys and
+        # values in any fusion, without an attention output of hidden x hidden, which is in both lists.
         ups = sum(out for out in from_stream if out in (inner, 2 * inner)) // inner
         rest = sum(from_stream) - ups * inner - (hidden if queries == hidden else 0)
         keys, odd = divmod(rest - queries, 2)

@@ -138,6 +138,7 @@ def points_around(
     known = [point for point in points if point.item is item]
     if not known:
         return ()
+    # Ties go to the smaller degree and length, so that the choice does not depend on the order of points.
     degree = min((point.tp for point in known), key=lambda other: (abs(other - tp), other))
     known = [point for point in known if point.tp == degree]
     length = min(
@@ -176,6 +177,7 @@ def _segments_of_items(
     model_desc: ModelDesc, profile: Profile, layers: int
 ) -> dict[Item, list[list[SegmentProfile]]]:
     """Profiled segments of each kind of item, one list for each occurrence of the item."""
+    # Segments are numbered in order of execution: those before the first block are the embedding, and so on.
     blocks = list(model_desc.block_segments.values())
     parts: dict[Item, list[Sequence[int]]] = {
         Item.EMBEDDING: [range(blocks[0][0])],

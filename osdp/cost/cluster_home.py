@@ -43,6 +43,7 @@ def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
     within = _slowest([kind.inside for kind in kinds])
     out = _slowest([kind.outside for kind in kinds])
     crosses = sum(slot.nodes) > 1
+    # All devices of a node that serve the stage send at the same time.
     senders = min(min(kind.devices for kind in kinds), tp * dp)
     return Home(
         gpus=tuple(kind.gpu for kind in kinds),

@@ -92,6 +92,7 @@ class SlotStages:
 
     def stage(self, start: int, stop: int, rank: int) -> Stage:
         """The stage of items ``start .. stop - 1`` at a pipeline rank."""
+        # Arrays of shape (): the formulas are those that fill the tables, to the last bit.
         runs, (first, last) = self._runs, (np.array(start), np.array(stop))
         parts = runs.whole(0, first, last)
         if runs.layout.by_item:

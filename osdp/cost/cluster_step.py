@@ -31,7 +31,9 @@ def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, 
 
     Each token slice is sent separately, in messages of ``nbytes``.
     """
+    # Between nodes the slower of the sender's and the receiver's link counts.
     wires = (after.within,) if same_node else (before.between, after.between)
+    # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * stages_per_rank(layout.schedule) * layout.token_slices
     return messages * max(wire.seconds(nbytes) for wire in wires)
 
@@ -59,6 +61,7 @@ def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Hom
     if stages_per_rank(layout.schedule) == 1 or layout.degrees.pp == 1:
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
+    # Of v stages on a rank, all but the very first of the model receive from the last rank.
     again = (stages_per_rank(layout.schedule) - 1) / stages_per_rank(layout.schedule)
     return again * max(
         border_seconds(layout, home, home, nbytes, same_node=slot.shares >= layout.degrees.pp)

@@ -95,6 +95,7 @@ class EvenSteps:
             times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
             times[0] = each * parts.layer + parts.embedding + wrap_seconds(prices, layout, {slot: home})
             times[-1] += parts.head
+            # The same formula as osdp.cost.cluster_step.
             slowest = max(times)
             pipeline = layout.microbatches * slowest
             pipeline += bubble_share(layout) * (sum(times) - slowest)
@@ -116,7 +117,8 @@ class EvenSteps:
         prices, shape = self.prices, self.prices.workload.shape
         key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.way.zero)
         backward: Floats | float = 0.0
-        # The backward matters only where it can hide gradient collectives.
+        # The backward matters only where it can hide gradient collectives. Without overlap, layouts of all
+        # microbatch sizes share an entry.
         if prices.workload.overlap:
             key = (*key, layout.samples, layout.way, layout.token_slices)
             items = prices.item_prices(layout, slot)
@@ -127,6 +129,7 @@ class EvenSteps:
             held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
             held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
             held[-1] += shape.parameters(Item.HEAD, degrees.tp)
+            # One stage stores a tied weight once, several stages one copy at each end of the chain.
             if degrees.pp == 1:
                 held -= shape.tied_copies * prices.tied_numbers(layout)
             ends = prices.end_seconds(layout, home, held, backward)

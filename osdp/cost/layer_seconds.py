@@ -48,6 +48,7 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
         gpu: The device.
         rates: Efficiencies of devices and host.
     """
+    # Products and memory-bound operators run one after the other on the device, host calls concurrently.
     bandwidth = gpu.memory_bandwidth * rates.memory_share
     calling = work.kernels * rates.call_seconds
     forward = sum(_seconds(gemm, gpu, rates) for gemm in work.gemms) + work.moved_bytes / bandwidth

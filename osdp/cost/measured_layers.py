@@ -37,6 +37,7 @@ def measured_seconds(
     here = modelled(samples, sequence, tp)
     there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
 
+    # measured(here) = modelled(here) * (measured / modelled) at the interpolated points.
     def carried(measured: float, model: float, at_points: float) -> float:
         return measured * model / at_points if at_points > 0 else measured
 
@@ -85,6 +86,7 @@ def with_measured_bytes(
         return work
     more = sum(weight * time.kept_bytes for time, weight, _ in there) / kept
     beside = sum(weight * time.working_bytes for time, weight, _ in there) / working
+    # Round memory up, and what selective recomputation saves of it down.
     return replace(
         work,
         kept_bytes=math.ceil(work.kept_bytes * more),

@@ -39,5 +39,6 @@ class Ring:
 
     @property
     def _latency(self) -> float:
+        # A ring, or a tree (up and down) where that takes fewer steps.
         steps = min(self.size - 1, 2 * math.ceil(math.log2(self.size)))
         return steps * self.wire.latency

@@ -61,6 +61,7 @@ class StepModel:
             inside: Link between devices of a node.
             outside: Link between a node and the network.
         """
+        # Steps of one layer size on one cluster share their layer times.
         node = replace(self.setting.node, inside=inside, outside=outside)
         priced: dict[tuple[int, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))

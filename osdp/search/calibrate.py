@@ -210,6 +210,7 @@ def cross_validation(
             f"{len(steps)} steps cannot be divided into {folds} folds: at least {max(folds, 2)} steps and 2 "
             "folds are needed"
         )
+    # A fixed seed, so that the same rows give the same error.
     part = np.random.default_rng(0).permutation(len(steps)) % folds
     errors = np.empty(len(steps))
     for fold in range(folds):
@@ -254,6 +255,7 @@ def _held_out(
     rates: Rates,
     corrected: bool = True,
 ) -> Floats:
+    """Relative errors of the steps in ``held``, predicted by a fit to the others."""
     others = [step for step, out in zip(steps, held, strict=True) if not out]
     fitted = fit(others, setting, rates=rates, corrected=corrected)
     picked = [step for step, out in zip(steps, held, strict=True) if out]
@@ -261,6 +263,7 @@ def _held_out(
 
 
 def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
+    """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
     # 1. The prior, in logarithms; links between nodes only if some step used them.
     node = model.setting.node
     prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
@@ -284,6 +287,7 @@ def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
     def residuals(x: Floats) -> Floats:
         now = coefficients(x)
         error = model.seconds(now.rates, now.inside, now.outside) / measured - 1.0
+        # The square of ``weighed`` is a step's term of the objective above.
         weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
         return np.concatenate([weighed, (x - start) / spread])
 
@@ -302,6 +306,7 @@ def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
     for case, log in zip(cases, logs.tolist(), strict=True):
         rows.setdefault(case, []).append(log)
     means = np.array([np.mean(found) for found in rows.values()])
+    # Standard errors of the means; a single step is as uncertain as steps of one layer differ at least.
     deviations = np.array([max(float(np.std(found)), _ALONE) / len(found) ** 0.5 for found in rows.values()])
     return corrections_of(tuple(rows), means, deviations)
 
@@ -310,6 +315,7 @@ def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floa
     """Minimize the sum of squared residuals from ``start`` (Levenberg-Marquardt); a local minimum."""
     x, now, damping = start, residuals(start), 1e-3
     for _ in range(_MAX_STEPS):
+        # Jacobian by forward differences, (residuals, coefficients).
         slopes = np.stack([residuals(x + _DIFFERENCE * unit) - now for unit in np.eye(len(x))], axis=1)
         slopes /= _DIFFERENCE
         square, gradient = slopes.T @ slopes, slopes.T @ now

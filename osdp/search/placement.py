@@ -199,12 +199,15 @@ class _Search:
             found = self._valued(total, arrangement)
             if found[0] < ceiling:
                 best, ceiling = found, found[0]
+            # A lower pace only raises the minimum sum: stop if that cannot pay even at the best bottleneck.
             if problem.bottleneck * slowest + problem.share * total >= ceiling:
                 break
             pace = math.nextafter(max(self._times(arrangement)), -math.inf)
         return best
 
     def _valued(self, total: float, arrangement: Arrangement) -> tuple[float, float, Arrangement]:
+        """Value and longest end of an arrangement whose stages take ``total`` seconds in sum."""
+        # Its slowest stage may be faster than the pace that it was found with.
         slowest = max(self._times(arrangement))
         value = self._problem.bottleneck * slowest + self._problem.share * total
         return value, max(self._ends(arrangement)), arrangement
@@ -240,6 +243,7 @@ class _Search:
         return np.where(possible, end if of_end else seconds, math.inf)
 
     def _stretches(self, kind: int, rank: int) -> Stretches:
+        # Kept for the lifetime of the search, so that the ``id`` of a table is a safe cache key.
         if (kind, rank) not in self._at:
             self._at[kind, rank] = self._problem.cells[kind].at(rank)
         return self._at[kind, rank]
@@ -267,6 +271,8 @@ class _Search:
             By cells used of each kind, then by the kind of the last cell: the best value for every number of
             items placed, shape ``(I + 1,)``, and the back-pointers.
         """
+        # 1. Values of the stages that fit. Pipeline ranks with one table of seconds share the entries, and
+        # differ only in what fits in memory.
         cells = self._problem.cells
         alike = self._problem.alike
         shared: dict[tuple[int, int, int], Floats] = {}
@@ -281,12 +287,15 @@ class _Search:
                 fitting[kind, before, rank] = np.where(there.fits, shared[key], math.inf)
             return fitting[kind, before, rank]
 
+        # 2. Without cells no items are placed.
         start = np.full(self._problem.num_items + 1, math.inf)
         start[0] = 0.0
         nowhere = _Step(np.zeros(len(start), dtype=np.int64), ())
         states: dict[tuple[int, ...], dict[int, tuple[Floats, _Step]]] = {
             (0,) * len(cells): {0: (start, nowhere)}
         }
+        # 3. Add one cell to every multiset of cells: its first stage after each kind of cell before, then its
+        # other stages.
         for used in product(*(range(count + 1) for count in self._counts)):
             if not any(used):
                 continue
