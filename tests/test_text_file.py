@@ -110,7 +110,7 @@ def test_sizes_without_end_are_refused_at_once() -> None:
             ",".join(COLUMNS) + "\n" + ",".join(["1", "9" * 300, *["1"] * 9]),
             r"9'\.\.\., more than 10000000000",
         ),
-        (",".join(COLUMNS) + "\n" + ",".join([*["1"] * 10, "1e999"]), "line 2: each number must be positive"),
+        (",".join(COLUMNS) + "\n" + ",".join([*["1"] * 10, "1e999"]), "line 2: all numbers must be positive"),
         ("", "lacks the columns"),
     ],
 )

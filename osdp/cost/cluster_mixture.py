@@ -183,6 +183,7 @@ def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
 
 
 def _first_layer(runs: RunPrices) -> int:
+    """Index of the first layer in the chain; it stands for all of them."""
     return next(at for at, item in enumerate(runs.prices.items) if item in LAYERS)
 
 
@@ -264,6 +265,7 @@ def _prefix(runs: RunPrices, way: int) -> Floats:
 
 
 def _bytes_each(runs: RunPrices, way: int) -> float:
+    """Bytes of weight, gradient and optimizer states per parameter with a strategy."""
     return sum(runs.prices.parameter_bytes(runs.ways[way], runs.layout))
 
 

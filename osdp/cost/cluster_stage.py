@@ -236,6 +236,7 @@ class ClusterPrices:
         return weight, gradient, state
 
     def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+        """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
         work, slices, recompute = (
             self._work_there(item, layout, home),
             layout.token_slices,
@@ -293,6 +294,7 @@ class ClusterPrices:
         )
 
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
+        """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
@@ -300,6 +302,7 @@ class ClusterPrices:
         return self._seconds[key]
 
     def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+        """Seconds from the profile of a device; ``None`` if it has none of the item."""
         if gpu.name not in self._profiles:
             return None
 
@@ -345,6 +348,7 @@ class ClusterPrices:
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
     def _summed(self, values: Sequence[float]) -> Floats:
+        """Sum of a value per kind of item over the items of every stage; ``(I + 1, I + 1)``."""
         total = np.zeros_like(self._counts[0])
         for count, value in zip(self._counts, values, strict=True):
             total += count * value
@@ -363,6 +367,7 @@ def _cache_bytes(work: LayerWork, slices: int) -> int:
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:
+    """Seconds of communication that compute does not hide."""
     return communication - overlap * min(communication, compute)
 
 

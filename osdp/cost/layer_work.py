@@ -34,7 +34,7 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """FLOPs: multiplications and additions."""
         return 2.0 * self.count * self.rows * self.columns * self.inner
 
     @property
@@ -126,6 +126,7 @@ def layer_work(
 
 
 def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
     indices = 8 * tokens  # int64
     # The gradient of an embedding is dense in autograd, and added to the accumulated one.
@@ -150,6 +151,7 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width:
 def _layer(
     shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int, width: int
 ) -> LayerWork:
+    """Work of a layer with one attention, or two in a cross-attention layer."""
     # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
     attentions = 2 if item is Item.CROSS_LAYER else 1
     s, length = shape.sequence, shape.sequence // slices
@@ -231,6 +233,7 @@ def _softmax_is_fused(matrices: int, sequence: int) -> bool:
 
 
 def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
