@@ -1,7 +1,7 @@
-"""Cluster: machines with accelerators that may differ, the links inside and between them, their prices.
+"""Cluster: machines with accelerators, possibly of several kinds, the links inside and between them, prices.
 
-A *node* is one machine. A transfer over a link takes ``latency + bytes / bandwidth`` for each step that it is
-made of (Hockney, Parallel Computing 20(3), 1994); which steps a collective has, :mod:`osdp.cost.ring` says.
+A *node* is one machine. Each step of a transfer over a link takes ``latency + bytes / bandwidth`` (Hockney,
+Parallel Computing 20(3), 1994); :mod:`osdp.cost.ring` defines the steps of a collective.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class Gpu:
     """One kind of accelerator.
 
     Attributes:
-        name: As it is called in cluster files and profiles.
-        flops: Dense 16-bit operations per second of its matrix units, accumulating in 32 bits, as specified.
-        memory: Bytes that it reports.
-        memory_bandwidth: Bytes per second to and from its memory, as specified.
-        multiprocessors: Its streaming multiprocessors; 0 if unknown.
-        source: Where the numbers come from.
+        name: Its name in cluster files and profiles.
+        flops: Specified dense 16-bit FLOP/s of its matrix units, with 32-bit accumulation.
+        memory: Bytes of memory that it reports.
+        memory_bandwidth: Specified memory bandwidth in bytes per second.
+        multiprocessors: Number of streaming multiprocessors; 0 if unknown.
+        source: Source of the numbers.
     """
 
     name: str
@@ -34,17 +34,16 @@ class Gpu:
     def __post_init__(self) -> None:
         wrong = [name for name in ("flops", "memory", "memory_bandwidth") if getattr(self, name) <= 0]
         if wrong:
-            raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}: {self}")
+            raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A link in one direction, while the other direction is used as well.
+    """A link in one direction, while the other direction is in use as well.
 
     Attributes:
-        bandwidth: Bytes per second that collectives reach: of one device inside a node, of a whole node
-            between nodes.
-        latency: Seconds that each step of a collective, and each message, takes beside its bytes.
+        bandwidth: Bytes per second that collectives reach: per device inside a node, per node between nodes.
+        latency: Seconds of each step of a collective, and of each message, in addition to its bytes.
     """
 
     bandwidth: float
@@ -58,18 +57,18 @@ class Wire:
             )
 
     def seconds(self, nbytes: float) -> float:
-        """Time of one message of ``nbytes`` bytes."""
+        """Seconds of one message of ``nbytes``."""
         return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a node costs.
+    """Price of a node.
 
     Attributes:
-        per_hour: Dollars for an hour of one node.
-        date: Day on which it was so, as ISO 8601 writes it.
-        source: Who said so.
+        per_hour: Dollars per hour for one node.
+        date: Date of the price, in ISO 8601 format.
+        source: Source of the price.
     """
 
     per_hour: float
@@ -78,20 +77,20 @@ class Price:
 
     def __post_init__(self) -> None:
         if self.per_hour <= 0 or not self.date or not self.source:
-            raise ValueError(f"a price needs a positive per_hour, a date and a source: {self}")
+            raise ValueError(f"a price needs a positive per_hour, a date and a source, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """Machines that are alike.
+    """A kind of machine.
 
     Attributes:
-        name: Of the kind of machine; by default of its GPU.
+        name: Name of the kind; by default that of its GPU.
         gpu: Its accelerators.
-        devices: How many it has.
-        inside: Between two of them.
-        outside: Between this machine and the network, for all its devices together.
-        price: What it costs, if that is known.
+        devices: Number of accelerators.
+        inside: Link between two of its devices.
+        outside: Link between the machine and the network, shared by all its devices.
+        price: Its price; ``None`` if unknown.
     """
 
     name: str
@@ -108,22 +107,22 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """So many machines of one kind."""
+    """A number of machines of one kind."""
 
     node: NodeType
     count: int
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError(f"{self.count} nodes of {self.node.name!r} are given; at least 1 is needed")
+            raise ValueError(f"got {self.count} nodes of {self.node.name!r}; at least 1 is needed")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of one or several kinds, every one of which reaches every other.
+    """Machines of one or several kinds; each can reach every other.
 
     Attributes:
-        groups: Machines by kind; each kind once.
+        groups: Machines by kind; each kind is listed once.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -135,28 +134,28 @@ class Cluster:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"each kind of node is listed once; these several times: {', '.join(twice)}. Where they "
-                "differ, a name of their own tells them apart"
+                f"each kind of node must be listed once, these are repeated: {', '.join(twice)}. Add up "
+                "their counts, or give nodes that differ a 'name' each"
             )
 
     @property
     def num_devices(self) -> int:
-        """Accelerators of all nodes."""
+        """Number of accelerators of all nodes."""
         return sum(group.count * group.node.devices for group in self.groups)
 
     @property
     def num_nodes(self) -> int:
-        """All nodes."""
+        """Number of nodes."""
         return sum(group.count for group in self.groups)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Nodes of each kind."""
+        """Number of nodes of each kind."""
         return tuple(group.count for group in self.groups)
 
     @property
     def dollars_per_second(self) -> float | None:
-        """What all nodes cost together; ``None`` if the price of one is unknown."""
+        """Price of all nodes together; ``None`` if the price of any is unknown."""
         prices = [group.node.price for group in self.groups]
         if any(price is None for price in prices):
             return None
@@ -173,20 +172,18 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any field does."""
+        """Hash of all fields."""
         return codec.fingerprint(self)
 
     def part(self, counts: Sequence[int]) -> "Cluster":
-        """The cluster with so many nodes of each kind, kinds with none left out.
+        """The part of the cluster with ``counts`` nodes of each kind; kinds without nodes are dropped.
 
         Raises:
-            ValueError: There are not as many nodes of a kind, or none at all are left.
+            ValueError: There are fewer nodes of a kind, or no nodes are left.
         """
         for group, count in zip(self.groups, counts, strict=True):
             if not 0 <= count <= group.count:
-                raise ValueError(
-                    f"{count} nodes of {group.node.name!r} are asked for, there are {group.count}"
-                )
+                raise ValueError(f"{count} nodes of {group.node.name!r} requested, there are {group.count}")
         kept = zip(self.groups, counts, strict=True)
         return Cluster(tuple(replace(group, count=count) for group, count in kept if count))
 
@@ -204,5 +201,5 @@ class Cluster:
         return tuple(found)
 
     def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
+        """Write the cluster to ``path`` as JSON."""
         codec.save(self, path)

@@ -1,19 +1,19 @@
-"""Cluster files: YAML or JSON that says which nodes there are, read into a :class:`osdp.cluster.Cluster`.
+"""Cluster files: YAML or JSON descriptions of nodes, read into a :class:`osdp.cluster.Cluster`.
 
 ::
 
     nodes:
-      - gpu: A100            # a name of osdp/data/gpus.json, or of gpus: below
-        count: 1
-        devices: 4
+      - gpu: A100            # a name in osdp/data/gpus.json, or in gpus: below
+        count: 1             # number of such nodes
+        devices: 4           # GPUs per node
         network: 40 Gbit/s   # of the whole node
-        name: our A100       # optional: tells apart groups of nodes with the same GPU
-        memory: 80 GiB       # optional: of each device, where it is not that of the data file
-        link: 230 GB/s       # optional: what collectives reach between two devices, in one direction
-        latency: 6.0e-6      # optional: seconds of a step of a collective inside the node
+        name: our A100       # optional: distinguishes groups of nodes with the same GPU
+        memory: 80 GiB       # optional: of each device, if it differs from the data file
+        link: 230 GB/s       # optional: bandwidth of collectives between two devices, in one direction
+        latency: 6.0e-6      # optional: seconds per step of a collective inside the node
         network_latency: 1.4e-5   # optional: the same between nodes
-        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: for what is about cost
-    gpus:                    # optional: kinds that are not in the data file, or are to be changed
+        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: to plan by cost
+    gpus:                    # optional: kinds that are not in the data file, or that replace one there
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
 
@@ -32,20 +32,20 @@ from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
 from osdp.text_file import DEEPEST, parse_json, quoted, read_text
 from osdp.units import parse_bytes
 
-#: Share of the specified speed that large collectives reach. Inside a node: an all-reduce of 1 GiB on 8 A100
-#: took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between nodes:
-#: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
+#: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
+#: 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between
+#: nodes: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
-#: Seconds of a step of a collective beside its bytes: 92.8 us for 1 MiB on 8 A100, there, are 14 steps and
-#: 8 us of bytes. Between nodes what NCCL takes a ring's step over the network for (src/graph/tuning.cc,
-#: hwLatencies of NET, ring, Simple).
+#: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in
+#: the same data are 14 steps and 8 us of bytes. Between nodes: NCCL's own estimate of a ring step over the
+#: network (src/graph/tuning.cc, hwLatencies of NET, ring, Simple).
 STEP_LATENCY, NETWORK_LATENCY = 6e-6, 14e-6
 
-#: Bytes of a cluster file at most; a line describes a thousand nodes.
+#: Maximum size of a cluster file in bytes; one entry can describe a thousand nodes.
 _LARGEST = 2**20
 
-#: Nodes of a kind, and devices of a node, at most.
+#: Maximum number of nodes of a kind, and of devices per node.
 _MOST = 10**6
 
 _NODE_FIELDS = (
@@ -67,7 +67,7 @@ _RATE = re.compile(r"\s*([0-9.eE+]+)\s*([KMGT])(B|bit)/s\s*")
 
 @dataclass(frozen=True)
 class _Place:
-    """A part of the file, for messages: its value, what it is called and the line of each of its fields."""
+    """A part of the file: its value, and for error messages its name and the line of each of its fields."""
 
     value: Any
     name: str
@@ -76,10 +76,12 @@ class _Place:
     path: tuple[str | int, ...] = ()
 
     def at(self, key: str | int) -> "_Place":
+        """The field or list element ``key`` of this part."""
         name = f"{self.name}[{key}]" if isinstance(key, int) else f"{self.name}.{key}".lstrip(".")
         return _Place(self.value[key], name, self.file, self.lines, (*self.path, key))
 
     def wrong(self, message: str) -> ValueError:
+        """An error that names the file, this part, and its line or that of the nearest part around it."""
         line = next(
             (
                 self.lines[self.path[:end]]
@@ -100,9 +102,7 @@ class _Place:
                     f"unknown field; there are {', '.join(known)}{_nearest(field, known)}"
                 )
         if missing := [field for field in needed if field not in self.value]:
-            raise self.wrong(
-                f"{', '.join(missing)} missing; nothing is assumed about it, so please write it down"
-            )
+            raise self.wrong(f"{', '.join(missing)} missing; no default is assumed, please specify it")
         return self.value
 
     def number(self, *, whole: bool = False) -> float:
@@ -139,19 +139,20 @@ class _Place:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster that a file describes.
+    """Load a cluster file.
 
     Args:
-        path: YAML, or JSON if it ends in ``.json``: as above, or as :meth:`osdp.cluster.Cluster.save` writes.
+        path: YAML, or JSON if it ends in ``.json``: in the format above, or as written by
+            :meth:`osdp.cluster.Cluster.save`.
 
     Raises:
-        ValueError: The file is malformed, or a spec is missing or unknown; says which line and field.
+        ValueError: The file is malformed, or a field is missing or unknown; the message has line and field.
         ImportError: It is YAML and PyYAML is not installed.
     """
     file = str(path)
     text = read_text(path, _LARGEST)
     plain, lines = (_json(text, file), {}) if file.endswith(".json") else _yaml(text, file)
-    if isinstance(plain, dict) and "groups" in plain:
+    if isinstance(plain, dict) and "groups" in plain:  # written by Cluster.save
         from osdp import codec
 
         return codec.load(Cluster, path)
@@ -173,17 +174,21 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def known_gpus() -> dict[str, dict[str, Any]]:
-    """The specs that ship with the library, by name."""
+    """GPU specifications that ship with the library, by name."""
     text = resources.files("osdp").joinpath("data/gpus.json").read_text(encoding="utf8")
     found: dict[str, dict[str, Any]] = json.loads(text)
     return found
 
 
 def make_gpu(name: str, spec: Mapping[str, Any]) -> Gpu:
-    """An accelerator by its specs, written as in cluster files.
+    """A GPU from its specification, in the format of cluster files.
+
+    Args:
+        name: Name of the GPU.
+        spec: Fields as under ``gpus:`` of a cluster file.
 
     Raises:
-        ValueError: A spec is missing or malformed.
+        ValueError: A field is missing or malformed.
     """
     return _gpu(name, _Place(spec, name, "specs", {}))
 
@@ -216,7 +221,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
         link = gpu.memory_bandwidth
     else:
         raise node.wrong(
-            f"link missing: nothing is known about the links between the {devices} devices; write it down"
+            f"link missing: the bandwidth between the {devices} devices of a node is unknown; add link: "
+            "such as 230 GB/s"
         )
     latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
     far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
@@ -270,16 +276,16 @@ def _json(text: str, file: str) -> Any:
 
 
 class _Refused(ValueError):
-    """What is valid YAML, and not read here."""
+    """Valid YAML that cluster files do not support."""
 
 
 def _require_simple(events: Iterable[Any], file: str) -> None:
-    """Refuse what lets a short file be without end: aliases, and what is nested too deep."""
+    """Refuse aliases and deep nesting, by which a short file can expand without end."""
     depth = 0
     for event in events:
         kind, line = type(event).__name__, event.start_mark.line + 1
         if kind == "AliasEvent":
-            raise _Refused(f"{file}, line {line}: *{event.anchor} is an alias; write out what it stands for")
+            raise _Refused(f"{file}, line {line}: *{event.anchor} is an alias; write out its value")
         depth += kind.endswith("StartEvent") and kind[:4] in ("Sequ", "Mapp")
         depth -= kind.endswith("EndEvent") and kind[:4] in ("Sequ", "Mapp")
         if depth > DEEPEST:
@@ -287,7 +293,7 @@ def _require_simple(events: Iterable[Any], file: str) -> None:
 
 
 def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
-    """The content, and the line of every field by the way to it."""
+    """The content of a YAML file, and the line of every field by its path."""
     try:
         import yaml
     except ImportError as error:
@@ -307,6 +313,7 @@ def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
         raise
     except ValueError as error:  # days that do not exist, numbers with thousands of digits
         raise ValueError(f"{file}: {error}") from error
+    # YAML keeps the last of repeated fields silently, so that the node tree is walked for them, too.
     lines: dict[tuple[str | int, ...], int] = {}
     todo: list[tuple[tuple[str | int, ...], Any]] = [((), root)] if root is not None else []
     while todo:

@@ -1,4 +1,4 @@
-"""ClusterPlan: how a transformer is laid over a cluster, and what a step of that takes."""
+"""ClusterPlan: parallel layout of a transformer on a cluster, with its predicted time and memory."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -10,16 +10,16 @@ from osdp.transformer import TransformerShape
 
 CLUSTER_PLAN_VERSION = 2
 
-#: What is decided item by item, as a word.
+#: Name of a choice that is made item by item.
 MIXED = "mixed"
 
 
 class Recompute(StrEnum):
-    """What a backward computes again instead of having kept it.
+    """Activation recomputation of layers.
 
-    - ``NONE``: nothing.
-    - ``SELECTIVE``: the scores of attention.
-    - ``FULL``: all of each layer but its input.
+    - ``NONE``: all activations are saved for backward.
+    - ``SELECTIVE``: attention scores are recomputed.
+    - ``FULL``: whole layers are recomputed from their input.
     """
 
     NONE = "none"
@@ -29,12 +29,12 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How items of a model live on the ranks of a stage.
+    """Sharding and recomputation strategy of items on the data-parallel ranks of a stage.
 
     Attributes:
-        zero: Stage of ZeRO: 0 replicates all, 1 shards optimizer states, 2 gradients as well, 3 weights as
-            well.
-        recompute: What is computed again.
+        zero: ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also
+            weights.
+        recompute: Activation recomputation.
     """
 
     zero: int = 0
@@ -43,11 +43,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Items of a stage that follow each other and live alike.
+    """Consecutive items of a stage with the same strategy.
 
     Attributes:
-        way: How they live.
-        stop: The one after the last of them.
+        way: Their strategy.
+        stop: Index in the chain of the item after the last one.
     """
 
     way: Way
@@ -56,27 +56,28 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is to be trained; bytes are those of one parameter.
+    """Model, batch and precision of a training run; bytes are per parameter.
 
-    The defaults are mixed precision with Adam as Rajbhandari et al. count it (ZeRO, SC 2020, section 3.1):
-    16-bit weights and gradients, a 32-bit copy and two moments.
+    The defaults are mixed precision with Adam as counted by Rajbhandari et al. (ZeRO, SC 2020, section 3.1):
+    16-bit weights and gradients, a 32-bit copy of the weights and two moments.
 
     Attributes:
         shape: The model.
-        global_batch: Samples of a step.
-        weight_bytes: Of a weight that is computed with and gathered, and of each number of an activation.
-        gradient_bytes: Of a gradient while it waits.
-        reduce_bytes: Of a gradient while it is reduced.
-        state_bytes: Of what only the optimizer needs.
-        update_bytes: Of what its update allocates for a moment: Adam's as it runs on GPUs by default has one
-            32-bit copy (:data:`osdp.training.OPTIMIZERS`), a fused one none.
-        flash: Whether scores of attention are never written.
-        overlap: Part of the communication of gradients and gathered weights that compute hides where there is
-            as much of it, from 0 to 1.
-        reserve: Bytes of each device that the framework keeps: context, communicators, fragments. A guess:
+        global_batch: Samples per step.
+        weight_bytes: Bytes of a weight in the compute dtype, in which it is gathered, and of each number of
+            an activation.
+        gradient_bytes: Bytes of a gradient while it is accumulated.
+        reduce_bytes: Bytes of a gradient while it is reduced.
+        state_bytes: Bytes of optimizer states.
+        update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
+            default (:data:`osdp.training.OPTIMIZERS`), none for a fused one.
+        flash: Whether attention scores are never written (FlashAttention).
+        overlap: Fraction of the communication of gradients and gathered weights that concurrent compute
+            hides, from 0 to 1, as far as there is as much compute.
+        reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
             kernels alone took 1.3 GB where all were loaded (Hugging Face, "Model training anatomy"), and take
-            less since CUDA 11.7 loads them as they are called. What ``nvidia-smi`` shows beyond
-            ``torch.cuda.memory_reserved()`` is yours.
+            less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
+            beyond ``torch.cuda.memory_reserved()``.
     """
 
     shape: TransformerShape
@@ -94,21 +95,21 @@ class Workload:
         if self.global_batch < 1:
             raise ValueError(f"a step needs at least 1 sample, got a global batch of {self.global_batch}")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must lie in 0..1, got {self.overlap}")
+            raise ValueError(f"overlap must be in 0..1, got {self.overlap}")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to form a step, before it is cut into stages and placed.
+    """Parallelism and batch of a step, before the chain is cut into stages and these are placed.
 
     Attributes:
-        degrees: Ranks along each axis.
-        samples: Of a microbatch on one data-parallel rank.
-        microbatches: How many of them.
-        schedule: Name of the order of the stages.
-        recompute: What is computed again; ``None`` if that is decided item by item.
-        zero: Stage of ZeRO (:class:`Way`); likewise.
-        token_slices: Equal slices that each sequence is cut into; stages work on several at a time.
+        degrees: Number of ranks along each axis.
+        samples: Samples per microbatch on one data-parallel rank.
+        microbatches: Microbatches per step on one data-parallel rank.
+        schedule: Name of the pipeline schedule.
+        recompute: Activation recomputation; ``None`` if it is chosen item by item.
+        zero: ZeRO stage (:class:`Way`); ``None`` if it is chosen item by item.
+        token_slices: Number of equal slices per sequence, which the stages process as a pipeline.
     """
 
     degrees: Degrees
@@ -121,42 +122,45 @@ class Layout:
 
     @property
     def way(self) -> Way:
-        """How all its items live.
+        """Strategy of all items.
 
         Raises:
-            ValueError: Each has its own way.
+            ValueError: Strategies are chosen item by item.
         """
         if self.zero is None or self.recompute is None:
-            raise ValueError(f"items of {self} live in ways of their own")
+            raise ValueError(
+                f"strategies of {self} are chosen item by item; see the runs of its plan for each item's"
+            )
         return Way(self.zero, self.recompute)
 
     @property
     def by_item(self) -> bool:
-        """Whether items may live in different ways."""
+        """Whether strategies are chosen item by item."""
         return self.zero is None or self.recompute is None
 
     @property
     def sharding(self) -> str:
-        """Its stage of ZeRO as a word."""
+        """Name of its ZeRO stage."""
         return MIXED if self.zero is None else f"zero{self.zero}"
 
     @property
     def recomputation(self) -> str:
-        """What is computed again as a word."""
+        """Name of its recomputation."""
         return MIXED if self.recompute is None else self.recompute.value
 
     def living(self, way: Way) -> "Layout":
-        """The same layout with all items in one way."""
+        """The same layout with one strategy for all items."""
         return replace(self, zero=way.zero, recompute=way.recompute)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Devices of one stage.
+    """Nodes that one stage runs on.
 
     Attributes:
-        nodes: Nodes of each kind of the cluster that it takes, or one that it shares with its neighbours.
-        shares: Stages that lie in its nodes together, itself among them.
+        nodes: Number of nodes of each kind of the cluster; one in total if the stage shares a node with
+            neighbouring stages.
+        shares: Number of stages on these nodes, including this one.
     """
 
     nodes: tuple[int, ...]
@@ -165,19 +169,20 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """What a step consists of; seconds.
+    """Breakdown of a step's time, in seconds.
+
+    The first six are those of the slowest stage, for all microbatches.
 
     Attributes:
-        compute: The slowest stage's forwards and backwards of all microbatches, recomputation left out.
-        recompute: Its forwards that are repeated.
-        tensor: Its sums over tensor-parallel ranks.
-        shards: Its gathers of weights and scatters of gradients in each microbatch, as far as nothing hides
-            them.
-        sends: Its exchanges with the stage before it.
-        bubble: While it waits for other stages.
-        gradients: The slowest stage's collectives at the end.
-        optimizer: The slowest stage's update.
-        embedding: To add up the gradients of an embedding that two stages hold.
+        compute: Forwards and backwards, without recomputation.
+        recompute: Recomputed forwards.
+        tensor: All-reduces over tensor-parallel ranks.
+        shards: Exposed all-gathers of weights and reduce-scatters of gradients in each microbatch.
+        sends: Transfers to and from the stage before it.
+        bubble: Idle time while it waits for other stages.
+        gradients: Collectives at the end of the step, on the stage with the longest end.
+        optimizer: Optimizer step of that stage.
+        embedding: All-reduce of the gradients of a tied embedding that several stages hold.
     """
 
     compute: float
@@ -192,28 +197,33 @@ class StepSeconds:
 
     @property
     def pipeline(self) -> float:
-        """Until the last backward has ended."""
+        """Seconds until the last backward has ended."""
         return self.compute + self.recompute + self.tensor + self.shards + self.sends + self.bubble
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return self.pipeline + self.gradients + self.optimizer + self.embedding
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of each device of a stage.
+    """Memory of each device of a stage, in bytes.
+
+    ::
+
+        forward and backward:  weights | gradients | states | reserve | activations | working
+        optimizer step:        weights | gradients | states | reserve | update
 
     Attributes:
         weights: Parameters.
         gradients: Their gradients.
-        states: What the optimizer keeps.
-        activations: Of all microbatches in flight.
-        working: Most of what is there for a moment only.
-        update: What the update allocates for a moment, when activations are gone.
-        reserve: What the framework keeps.
-        limit: What the smallest of its devices has.
+        states: Optimizer states.
+        activations: Activations saved by all microbatches in flight.
+        working: Maximum transient memory during a backward.
+        update: Temporary memory of the optimizer step, when activations are freed.
+        reserve: Memory used by the framework.
+        limit: Memory of the stage's smallest device.
     """
 
     weights: int
@@ -227,29 +237,30 @@ class StageBytes:
 
     @property
     def total(self) -> int:
-        """Most of it at one moment."""
+        """Peak memory."""
         always = self.weights + self.gradients + self.states + self.reserve
         return always + max(self.activations + self.working, self.update)
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A model laid over a cluster.
+    """A parallel layout of a model on a cluster, with its stages, their placement, time and memory.
 
     Attributes:
         model: Name of the model.
         cluster: Fingerprint of the cluster.
         layout: Degrees, batch, schedule, recomputation and sharding.
-        bounds: Where stages begin and end in the chain of the model: stage *s* has the items ``bounds[s] ..
-            bounds[s + 1] - 1``. Interleaved, what all stages of one rank have together.
-        slots: Where each stage lies.
-        seconds: What a step takes.
-        stages: Memory of each stage.
-        runs: How the items of each stage live, where that is decided item by item; empty elsewhere.
-        dollars_per_second: What all nodes cost; ``None`` if a price is unknown.
-        optimal: Whether no layout in the space is better, those that are decided item by item having the runs
-            that :mod:`osdp.cost.cluster_mixture` gives each stage.
-        version: Of this format.
+        bounds: Stage boundaries in the chain of the model: stage *s* has the items ``bounds[s] ..
+            bounds[s + 1] - 1``. With the interleaved schedule, those of all stages of a rank together.
+        slots: Slot of each stage.
+        seconds: Predicted time of a step.
+        stages: Predicted memory of each stage.
+        runs: Runs of items with one strategy in each stage, if strategies are chosen item by item; otherwise
+            empty.
+        dollars_per_second: Price of all nodes; ``None`` if a price is unknown.
+        optimal: Whether the plan is proven the best of its space, in which layouts with strategies chosen
+            item by item have the runs that :mod:`osdp.cost.cluster_mixture` gives each stage.
+        version: Version of this format.
     """
 
     model: str
@@ -266,12 +277,12 @@ class ClusterPlan:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """Predicted seconds of a step."""
         return self.seconds.total
 
     @property
     def peak(self) -> StageBytes:
-        """Memory of the stage with the least to spare."""
+        """Memory of the stage with the smallest headroom."""
         return min(self.stages, key=lambda stage: stage.limit - stage.total)
 
     @property
@@ -281,7 +292,7 @@ class ClusterPlan:
 
     @property
     def thriftiest(self) -> Layout:
-        """The layout with all items in the ways that need least memory of those that some items have."""
+        """Most memory-saving uniform layout: the highest ZeRO stage and recomputation of any item."""
         if not self.layout.by_item:
             return self.layout
         ways = [run.way for stage in self.runs for run in stage]
@@ -290,11 +301,11 @@ class ClusterPlan:
 
     @property
     def dollars_per_step(self) -> float | None:
-        """What a step costs."""
+        """Predicted cost of a step in dollars; ``None`` if a price is unknown."""
         return None if self.dollars_per_second is None else self.dollars_per_second * self.step_seconds
 
     def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
+        """Write the plan to ``path`` as JSON."""
         codec.save(self, path)
 
     @classmethod

@@ -1,8 +1,9 @@
-"""From a layout on a cluster to a plan that runs: the same stages, degrees, batch and sharding.
+"""Runnable plans from cluster plans: the same stages, degrees, batch and sharding for a real model.
 
-The planner prices a transformer by its numbers; here the model itself is traced, cut where the layout says,
-and each stage is planned operator by operator, for the ways that the layout's ZeRO stage allows. ZeRO 1 and 2
-become ``SHARD_GRAD_OP``, the nearest that the runtime has; if that does not fit, any way may be taken.
+The cluster planner estimates a transformer from its dimensions. Here the model itself is traced and cut at
+the layout's stage boundaries, and each stage is planned operator by operator with the modes that the layout's
+ZeRO stage allows. ZeRO 1 and 2 become ``SHARD_GRAD_OP``, the closest mode of the runtime; if that does not
+fit, all modes are allowed.
 """
 
 from collections.abc import Sequence
@@ -58,25 +59,25 @@ def runnable_plan(
     optimizer: str = "AdamW",
     rates: Rates = PUBLISHED,
 ) -> Plan | PipelinePlan:
-    """The plan that ``OSDP(model, ..., plan=...)`` runs.
+    """Make the plan that ``OSDP(model, ..., plan=...)`` runs.
 
     Args:
-        plan: The layout.
-        cluster: What it was made for.
-        workload: Likewise.
+        plan: The cluster plan.
+        cluster: The cluster it was made for.
+        workload: The workload it was made for.
         model: The model; may be on ``meta``. Its blocks must be the layers of the workload's shape.
-        sample_inputs: A batch of the layout's microbatch.
+        sample_inputs: A batch of one microbatch of the layout.
         kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
         optimizer: Name of a ``torch.optim`` class.
-        rates: What part of their specifications devices reach.
+        rates: Efficiencies of the devices.
 
     Returns:
-        The plan; what it does otherwise than the layout is in its notes.
+        The plan; its notes list where it differs from the layout.
 
     Raises:
-        InfeasibleError: A stage does not fit when it is traced.
-        ValueError: The model has other layers than the layout, or cannot be cut there, or its sequences
-            cannot.
+        InfeasibleError: A stage does not fit in memory according to the trace.
+        ValueError: The model's blocks are not the layout's layers, or the model cannot be cut at the stage
+            boundaries, or its sequences not into token slices.
     """
     layout = plan.layout
     if layout.token_slices > 1:
@@ -87,6 +88,7 @@ def runnable_plan(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
     model_desc = _described(model, sample_inputs, half)
+    # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
     wanted = _ANY if layout.zero is None else _MODES[layout.zero]
     for modes in dict.fromkeys((wanted, _ANY)):
         rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
@@ -105,13 +107,13 @@ def runnable_plan(
 def traced_layers(
     model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
 ) -> tuple[LayerBytes, ...]:
-    """Activations of the items of a model as it is, for the prices of its layouts.
+    """Traced activation bytes of the items of a model, for the cost model of its layouts.
 
     Args:
         model: The model; may be on ``meta``.
         sample_inputs: A batch.
-        workload: What it is trained as.
-        kind: Kind of the devices.
+        workload: Its workload.
+        kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
 
     Raises:
         ValueError: Its blocks are not the layers of the workload's shape.
@@ -123,19 +125,19 @@ def traced_layers(
         raise ValueError(
             f"{shape.name} has {shape.layers + shape.decoder_layers} layers and {desc.name} {blocks} blocks"
         )
-    # Bytes depend on no speed.
+    # Activation bytes do not depend on the device's speed and memory.
     device = DeviceInfo(memory_limit=1, kind=kind, flops=1.0, memory_bandwidth=1.0)
     profile = estimate(desc, device, Training(param_dtype=half, local_batch=desc.local_batch))
     return layer_bytes(desc, profile, shape.layers)
 
 
 def _half(workload: Workload, kind: str) -> str | None:
-    """What a workload is computed in; ``None`` for the model's own dtype."""
+    """Compute dtype of a workload; ``None`` for the model's own dtype."""
     return None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
 
 
 def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
-    """The description of a model whose segments work on activations of ``dtype``."""
+    """Describe a model as computed in ``dtype``; parameters keep the model's own dtype."""
     desc = ModelDesc.from_module(model, sample_inputs)
     if dtype is None:
         return desc
@@ -143,20 +145,24 @@ def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> Model
 
 
 def _narrow(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy of a model in another dtype."""
+    """A copy of the model in another dtype."""
     return deepcopy(model).to(getattr(torch, dtype))
 
 
 def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
-    """A description with the work of the same model in another dtype.
+    """A description with the work and activations of the same model in another dtype.
+
+    Args:
+        desc: Description in the model's own dtype.
+        other: Description in the compute dtype.
 
     Raises:
-        ValueError: The two are not of the same segments.
+        ValueError: The two do not have the same segments.
     """
     if [s.module for s in desc.segments] != [s.module for s in other.segments]:
         raise ValueError(
             f"{desc.name} runs {len(desc.segments)} segments in its own dtype and {len(other.segments)} in "
-            "the one it is trained in; they must be the same"
+            "the one it is trained in; both must run the same modules in the same order"
         )
     segments = tuple(
         replace(segment, forward=like.forward, backward=like.backward, saved_bytes=like.saved_bytes)
@@ -166,34 +172,33 @@ def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
 
 
 def _require_sliceable(model: nn.Module, slices: int) -> None:
-    # Needs transformers, which layouts of whole sequences do not.
+    # Imported here, because only layouts with token slices need transformers.
     from osdp.integrations.slice_cache import check_sliceable
 
     try:
         check_sliceable(model)
     except ValueError as error:
         raise ValueError(
-            f"the layout has {slices} token slices, plan with --token-slices 1: {error}"
+            f"the layout has {slices} token slices, which this model does not support; plan with "
+            f"--token-slices 1: {error}"
         ) from error
 
 
 def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
-    """The plan with what it does otherwise than its layout."""
+    """The plan with notes on where it differs from its layout."""
     stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
     if layout.by_item:
         made = _with_note(
-            made, "which layers are sharded and recomputed how is decided operator by operator, not by layer"
+            made, "sharding and recomputation are chosen operator by operator, not layer by layer"
         )
     if layout.zero is not None and modes == _ANY:
         made = _with_note(
-            made, f"ZeRO {layout.zero} everywhere does not fit when it is traced; ways are chosen by operator"
+            made, f"ZeRO {layout.zero} everywhere does not fit by the trace; modes are chosen by operator"
         )
     elif layout.zero in (1, 2):
-        made = _with_note(made, f"ZeRO {layout.zero} is SHARD_GRAD_OP, which shards gradients, too")
+        made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
     if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
-        made = _with_note(
-            made, "recomputation in full is not needed everywhere when it is traced, and left out there"
-        )
+        made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
     return made
 
 
@@ -214,6 +219,8 @@ def _staged(
     training: Training,
     rules: Rules,
 ) -> PipelinePlan:
+    """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
+    # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
     batch = SampleBatch.of(sample_inputs)
     part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
     if part.shared is not None and training.param_dtype is not None:
@@ -221,6 +228,7 @@ def _staged(
         whole = ModelDesc.from_module(narrow, sample_inputs)
         half = one_rank(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
         part = replace(part, desc=with_work_of(part.desc, half.desc))
+    # 2. Cut the trace at the layout's boundaries and plan the stages there.
     profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
     flow = trace_flow(model, batch)
     found = plan_at(
@@ -241,15 +249,16 @@ def _staged(
 
 
 def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
-    """First step of the flow in each stage, and the number of steps.
+    """First step of the dataflow in each stage, followed by the number of steps.
 
     Args:
-        flow: The flow of the model.
-        model_desc: Its description, which knows its blocks.
-        layers: Blocks of each stage; what is before the first and after the last block goes with the ends.
+        flow: Dataflow of the model.
+        model_desc: Its description, which lists its blocks.
+        layers: Number of blocks in each stage; steps before the first block go with the first stage, those
+            after the last block with the last stage.
 
     Raises:
-        ValueError: The model has other blocks than the layers of the layout.
+        ValueError: The number of blocks is not that of the layout's layers.
     """
     blocks = [block for block in dict.fromkeys(op.block for op in model_desc.operators) if block is not None]
     starts = [
@@ -260,8 +269,9 @@ def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tup
     if len(found) != sum(layers):
         raise ValueError(
             f"the layout has {sum(layers)} layers and {model_desc.name} has {len(found)} blocks that it can "
-            "be cut between; plan for the numbers of this model"
+            "be cut between; make the cluster plan with the dimensions of this model"
         )
+    # A stage starts with the first step of its first block; the first and last stage take both ends.
     after = found[-1] + 1
     edges = [*found, after]
     return (0, *(edges[count] for count in list(accumulate(layers))[:-1]), len(flow.steps))
@@ -270,10 +280,12 @@ def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tup
 def device_of_stage(
     plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str, rates: Rates = PUBLISHED
 ) -> DeviceInfo:
-    """The data-parallel devices of the first stage, and how much slower those of the others are.
+    """Data-parallel devices of the first stage, with the slowdowns and memory limits of the other stages.
 
-    Links are the worst of all stages.
+    Links are the slowest of all stages.
     """
+    # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
+    # of each kind, for which the slowest of all stages counts.
     by_slot = {slot: home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
     pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
@@ -300,9 +312,11 @@ def device_of_stage(
 
 
 def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
+    """Latency and bandwidth of each collective over the slowest of the rings."""
     size = rings[0].size
     links = []
     for collective in COLLECTIVES:
+        # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
         times = 2 if collective == "all_reduce" else 1
         latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
         bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times
@@ -317,5 +331,5 @@ def _stage_link(homes: Sequence[Home]) -> StageLink:
 
 
 def _with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
-    """The plan with one more fact."""
+    """The plan with one more note."""
     return replace(made, notes=(*made.notes, note))

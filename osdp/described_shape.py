@@ -1,4 +1,4 @@
-"""The numbers of a transformer from a ModelDesc: what its weights and activations say."""
+"""Dimensions of a transformer inferred from the weights and activations of a ModelDesc."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from osdp.model_desc import ModelDesc, Operator, Parameter, TensorSpec
 from osdp.transformer import Item, TransformerShape
 
-#: Part of a layer's parameters that norms and the like may make more than a shape counts.
+#: Tolerated relative difference between a layer's parameters and those of its shape, for norms and the like.
 _CLOSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Widths of a layer: queries, keys, the feed-forward block, and how often that is widened to."""
+    """Widths of a layer: queries, keys and feed-forward block, and its number of up-projections."""
 
     queries: int
     keys: int
@@ -23,16 +23,16 @@ class _Layer:
 def shape_of_desc(
     model_desc: ModelDesc, *, heads: int, causal: bool, name: str | None = None
 ) -> TransformerShape:
-    """The shape of a decoder or an encoder that was described.
+    """Infer the shape of a decoder or an encoder from its description.
 
     Args:
-        model_desc: Its description; blocks are the layers.
-        heads: Heads of attention, which no weight tells.
-        causal: Whether a token sees only those before it, likewise.
-        name: What to call it; the name of the description if ``None``.
+        model_desc: Description of the model; its blocks are the layers.
+        heads: Attention heads, which cannot be inferred from weights.
+        causal: Whether attention is causal, likewise.
+        name: Name of the shape; that of the description if ``None``.
 
     Raises:
-        ValueError: Its blocks are no layers of one self-attention and one feed-forward block.
+        ValueError: Its blocks are not layers of one self-attention and one feed-forward block.
     """
     _, sequence, hidden = stream_of(model_desc).shape
     blocks = list(model_desc.block_segments)
@@ -43,7 +43,7 @@ def shape_of_desc(
         raise ValueError(
             f"the weights of {blocks[0]} ({', '.join(str(p.shape) for p in owned if len(p.shape) == 2)}) are "
             f"not those of one attention with {heads} heads and one feed-forward block on {hidden} channels; "
-            "write the fields of a TransformerShape instead"
+            "specify the fields of a TransformerShape instead"
         )
     table = _embedding(model_desc, inside[0], hidden)
     width = layer.queries // heads
@@ -66,17 +66,17 @@ def shape_of_desc(
     held = sum(parameter.numel for parameter in owned)
     if abs(shape.parameters(Item.LAYER) / held - 1) > _CLOSE:
         raise ValueError(
-            f"{blocks[0]} has {held} parameters, and {shape.parameters(Item.LAYER)} by its widths: it is "
-            "more than one attention and one feed-forward block"
+            f"{blocks[0]} has {held} parameters, but {shape.parameters(Item.LAYER)} by its widths: it is not "
+            "just one attention and one feed-forward block"
         )
     return shape
 
 
 def stream_of(model_desc: ModelDesc) -> TensorSpec:
-    """What a layer hands on to the next: a tensor of shape ``(samples, tokens, channels)``.
+    """Residual stream: the output of a layer, a tensor of shape ``(samples, tokens, channels)``.
 
     Raises:
-        ValueError: The model has no blocks, or they hand on something else.
+        ValueError: The model has no blocks, or their output has another shape.
     """
     if not model_desc.block_segments:
         raise ValueError(f"{model_desc.name} has no repeated blocks, which are the layers of a transformer")
@@ -84,25 +84,34 @@ def stream_of(model_desc: ModelDesc) -> TensorSpec:
     outputs = model_desc.segments[last].outputs
     if not outputs or len(outputs[0].shape) != 3:
         raise ValueError(
-            f"a layer of {model_desc.name} hands on {[spec.shape for spec in outputs]}; that of a "
-            "transformer hands on (samples, tokens, channels)"
+            f"a layer of {model_desc.name} has outputs of shapes {[spec.shape for spec in outputs]}; the "
+            "first of a transformer's must be (samples, tokens, channels)"
         )
     return outputs[0]
 
 
 def _layer(weights: Sequence[tuple[int, ...]], hidden: int) -> _Layer | None:
-    """Widths from the weights of a layer, each ``(out, in)`` or, all of them, ``(in, out)``."""
-    for turned in (False, True):
+    """Widths from the weights of a layer, either all of shape ``(out, in)`` or all ``(in, out)``.
+
+    Weights that write to the stream have ``out == hidden``: the attention output (``in`` is the queries'
+    width) and the down-projection (``in`` is the feed-forward width, the largest). Weights that read from it
+    have ``in == hidden``: queries, keys and values, separate or fused, and one or two up-projections.
+    """
+    for turned in (False, True):  # nn.Linear, then Conv1D of Transformers
         pairs = [tuple(reversed(shape)) if turned else shape for shape in weights]
         to_stream = [into for out, into in pairs if out == hidden]
         if not to_stream:
             continue
         inner = max(to_stream)
+        # The largest is the down-projection; of the rest, the attention output's width differs from hidden
+        # only with a head width of its own.
         others = sorted(to_stream)[:-1]
         queries = next((into for into in others if into != hidden), hidden)
         from_stream = [out for out, into in pairs if into == hidden]
         if inner == hidden or (queries == hidden and hidden not in from_stream):
             continue
+        # Up-projections are inner wide, or 2 * inner if gate and up are fused. The rest is queries, keys and
+        # values in any fusion, without an attention output of hidden x hidden, which is in both lists.
         ups = sum(out for out in from_stream if out in (inner, 2 * inner)) // inner
         rest = sum(from_stream) - ups * inner - (hidden if queries == hidden else 0)
         keys, odd = divmod(rest - queries, 2)
@@ -112,6 +121,7 @@ def _layer(weights: Sequence[tuple[int, ...]], hidden: int) -> _Layer | None:
 
 
 def _before(model_desc: ModelDesc, first: int) -> list[Operator]:
+    """Operators that run before segment ``first``, outside of blocks."""
     return [op for op in model_desc.operators if op.executed and op.block is None and op.first < first]
 
 
@@ -128,7 +138,7 @@ def _embedding(model_desc: ModelDesc, first: int, hidden: int) -> Parameter:
 
 
 def _positions(model_desc: ModelDesc, first: int, hidden: int, table: Parameter) -> int:
-    """Rows of the other embeddings: of positions, and of types of tokens."""
+    """Rows of the other embeddings: positions and token types."""
     return sum(
         parameter.shape[0]
         for op in _before(model_desc, first)

@@ -1,4 +1,4 @@
-"""LayerProfile: what was measured of the items of a transformer on one kind of device, one file each."""
+"""LayerProfile: measured time and memory of transformer items on one kind of device, one file per device."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ LAYER_PROFILE_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Activations of one item with one microbatch on one rank.
+    """Activation bytes of one item for one microbatch on one rank.
 
     Attributes:
-        item: Which kind of item.
-        samples: Of the microbatch.
-        sequence: Tokens of each.
-        tp: Tensor-parallel ranks.
-        kept_bytes: What a forward leaves for its backward.
-        working_bytes: Most that is there during the backward beside it.
+        item: Kind of item.
+        samples: Samples per microbatch.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+        kept_bytes: Bytes saved for backward.
+        working_bytes: Peak bytes during the backward in addition to those.
     """
 
     item: Item
@@ -38,17 +38,17 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """One item with one microbatch on one rank.
+    """Time and activation bytes of one item for one microbatch on one rank.
 
     Attributes:
-        item: Which kind of item.
-        samples: Of the microbatch.
-        sequence: Tokens of each.
-        tp: Tensor-parallel ranks; their communication is not in the seconds.
+        item: Kind of item.
+        samples: Samples per microbatch.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree; the seconds do not include its communication.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
-        kept_bytes: Activations that a forward leaves for its backward.
-        working_bytes: Most that is there during the backward beside them.
+        kept_bytes: Bytes saved for backward.
+        working_bytes: Peak bytes during the backward in addition to those.
     """
 
     item: Item
@@ -64,8 +64,8 @@ class LayerTime:
         found = (self.forward, self.backward, self.kept_bytes, self.working_bytes)
         if min(self.samples, self.sequence, self.tp) < 1 or min(found) < 0:
             raise ValueError(
-                "a measured item has at least 1 sample, token and rank, and no negative seconds or bytes: "
-                f"{self}"
+                "a measured item needs at least 1 sample, token and rank, and no negative seconds or bytes, "
+                f"got {self}"
             )
 
 
@@ -74,15 +74,15 @@ _Point = TypeVar("_Point", LayerBytes, LayerTime)
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What was measured on one kind of device.
+    """Measured items of one model on one kind of device.
 
     Attributes:
         gpu: Name of the device, as in cluster files.
         model: Name of the model's shape.
         hidden: Width of its residual stream.
-        dtype: Of its activations, without ``torch.``.
-        times: What was measured; each item, batch, length and degree once.
-        version: Of this format.
+        dtype: Dtype of its activations, without ``torch.``.
+        times: Measurements; at most one per item, batch, length and degree.
+        version: Version of this format.
     """
 
     gpu: str
@@ -95,17 +95,20 @@ class LayerProfile:
     def __post_init__(self) -> None:
         keys = [(time.item, time.samples, time.sequence, time.tp) for time in self.times]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"profile of {self.gpu}: measured several times: {twice}")
+            raise ValueError(
+                f"profile of {self.gpu}: (item, samples, sequence, tp) measured several times: {twice}; keep "
+                "one of each"
+            )
 
     @property
     def activations(self) -> tuple[LayerBytes, ...]:
-        """The bytes alone."""
+        """Activation bytes of all measurements."""
         return tuple(
             LayerBytes(t.item, t.samples, t.sequence, t.tp, t.kept_bytes, t.working_bytes) for t in self.times
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
+        """Write the profile to ``path`` as JSON."""
         codec.save(self, path)
 
     @classmethod
@@ -117,14 +120,25 @@ class LayerProfile:
 def points_around(
     points: Sequence[_Point], item: Item, samples: int, sequence: int, tp: int
 ) -> Sequence[tuple[_Point, float]]:
-    """Points beside a batch, with weights that add up to 1; empty if there are none of the item.
+    """Measured points nearest to a batch, with interpolation weights that sum to 1.
 
-    Between two batches weights are linear; beyond them the nearest counts, as do the nearest degree and, of
-    it, the nearest length.
+    Uses the points with the nearest degree and, among these, the nearest length. Between two batch sizes the
+    interpolation is linear; outside of their range the nearest one counts.
+
+    Args:
+        points: Measurements of any items.
+        item: The item to look up.
+        samples: Samples per microbatch.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+
+    Returns:
+        One or two points with their weights; empty if the item was not measured.
     """
     known = [point for point in points if point.item is item]
     if not known:
         return ()
+    # Ties go to the smaller degree and length, so that the choice does not depend on the order of points.
     degree = min((point.tp for point in known), key=lambda other: (abs(other - tp), other))
     known = [point for point in known if point.tp == degree]
     length = min(
@@ -141,15 +155,16 @@ def points_around(
 
 
 def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[LayerBytes, ...]:
-    """Activations of the items of a model, an encoder-decoder too, by its profile.
+    """Activation bytes of the items of a model, from its profile; supports encoder-decoders.
 
     Args:
         model_desc: The trace.
         profile: Its profile, measured or estimated.
-        layers: Blocks without cross-attention: all of them, or those of the encoder, which come first.
+        layers: Number of blocks without cross-attention: all of them, or those of the encoder, which come
+            first.
 
     Raises:
-        ValueError: The model has no blocks, or they hand on no ``(samples, tokens, channels)``.
+        ValueError: The model has no blocks, or their output is not ``(samples, tokens, channels)``.
     """
     sequence = stream_of(model_desc).shape[1]
     return tuple(
@@ -161,7 +176,8 @@ def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[L
 def _segments_of_items(
     model_desc: ModelDesc, profile: Profile, layers: int
 ) -> dict[Item, list[list[SegmentProfile]]]:
-    """The segments of each item of a model with blocks; of layers those of every one."""
+    """Profiled segments of each kind of item, one list for each occurrence of the item."""
+    # Segments are numbered in order of execution: those before the first block are the embedding, and so on.
     blocks = list(model_desc.block_segments.values())
     parts: dict[Item, list[Sequence[int]]] = {
         Item.EMBEDDING: [range(blocks[0][0])],
@@ -176,7 +192,7 @@ def _segments_of_items(
 
 
 def _most(runs: Sequence[Sequence[SegmentProfile]]) -> tuple[int, int]:
-    """Mean of what runs keep, and most of what is there beside it."""
+    """Mean of the bytes saved by the occurrences of an item, and the maximum of their transient bytes."""
     kept, working = zip(*(_activations(run) for run in runs), strict=True)
     return -(-sum(kept) // len(runs)), max(working)
 
@@ -190,25 +206,28 @@ def layer_profile(
     tp: int = 1,
     dtype: str | None = None,
 ) -> LayerProfile:
-    """The items of a decoder or an encoder that was traced and profiled on one rank.
+    """Layer profile of a decoder or an encoder that was traced and profiled on one rank.
 
-    Its blocks are the layers, of which the mean counts; what runs before the first is the embedding, what
-    runs after the last the head with the loss.
+    Its blocks are the layers, which are averaged. All segments before the first block are the embedding, all
+    after the last one the head with the loss.
 
     Args:
         model_desc: The trace.
         profile: Its profile.
         gpu: Name of the device.
         model: Name of the shape.
-        tp: Ranks of which the description is one's part.
-        dtype: What it was computed in, without ``torch.``; that of the description if ``None``.
+        tp: Tensor-parallel degree; the description is the part of one rank.
+        dtype: Compute dtype, without ``torch.``; that of the description if ``None``.
 
     Raises:
-        ValueError: The model has no blocks, they hand on no ``(samples, tokens, channels)``, or nothing was
-            measured.
+        ValueError: The model has no blocks, their output is not ``(samples, tokens, channels)``, or the
+            profile is an estimate.
     """
     if not profile.measured:
-        raise ValueError(f"the profile of {model_desc.name} is an estimate, which a cluster has anyway")
+        raise ValueError(
+            f"the profile of {model_desc.name} is an estimate, which the cluster planner makes itself; "
+            "measure one on the device"
+        )
     stream = stream_of(model_desc)
     times = []
     for item, runs in _segments_of_items(model_desc, profile, len(model_desc.block_segments)).items():
@@ -229,7 +248,8 @@ def layer_profile(
 
 
 def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
-    """Bytes that are left after the forwards of segments, and most beside them in their backwards."""
+    """Bytes saved by the forwards of consecutive segments, and the peak in addition to these in backward."""
+    # ``level`` follows the live bytes: up to ``kept`` after all forwards, then down again in reverse order.
     kept = level = max(sum(segment.forward.live_bytes for segment in run), 0)
     highest = level
     for segment in reversed(run):
@@ -239,16 +259,18 @@ def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
 
 
 def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
-    """Several profiles of one device and model, for example at several batches, as one.
+    """Merge profiles of one device and model, for example at several batch sizes.
 
     Raises:
-        ValueError: They are of different devices, models or dtypes.
+        ValueError: The profiles are of different devices, models or dtypes.
     """
     first = profiles[0]
     kinds = sorted(
         {f"{other.model} of width {other.hidden} on {other.gpu} in {other.dtype}" for other in profiles}
     )
     if len(kinds) > 1:
-        raise ValueError(f"profiles of one device and one model make one, these are of {', '.join(kinds)}")
+        raise ValueError(
+            f"only profiles of one device, model and dtype can be merged, these are of {', '.join(kinds)}"
+        )
     times = tuple(time for other in profiles for time in other.times)
     return LayerProfile(first.gpu, first.model, first.hidden, first.dtype, times)

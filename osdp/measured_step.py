@@ -1,6 +1,6 @@
-"""MeasuredStep: one training configuration and how long its step took, as a row of a CSV file.
+"""MeasuredStep: a training configuration and its measured step time, as a row of a CSV file.
 
-The columns are those that vTrain publishes its measurements in (Bang et al., MICRO 2024).
+The columns are those of vTrain's published measurements (Bang et al., MICRO 2024).
 """
 
 import csv
@@ -29,29 +29,29 @@ COLUMNS = (
 
 _MILLISECOND = 1e-3
 
-#: Of anything a column counts.
+#: Maximum value of any integer column.
 _MOST = 10**12
 
-#: Faults of a file that a message lists.
+#: Maximum number of faults of a file listed in an error message.
 _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of a decoder of equal layers.
+    """Measured step of a decoder of equal layers.
 
     Attributes:
-        devices: All of them.
-        global_batch: Samples of a step.
-        samples: Of a microbatch on one data-parallel rank.
+        devices: Number of devices.
+        global_batch: Samples per step.
+        samples: Samples per microbatch on one data-parallel rank.
         hidden: Width of the residual stream.
-        heads: Heads of attention.
-        layers: How many.
-        sequence: Tokens of a sample.
-        tp: Ranks that compute a layer together.
-        dp: Data-parallel ranks.
-        pp: Stages.
-        seconds: Measured.
+        heads: Attention heads.
+        layers: Number of layers.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+        dp: Data-parallel degree.
+        pp: Pipeline degree.
+        seconds: Measured seconds.
     """
 
     devices: int
@@ -70,7 +70,7 @@ class MeasuredStep:
         small = [f.name for f in fields(self) if f.name != "seconds" and getattr(self, f.name) < 1]
         if small or not 0 < self.seconds < math.inf:
             wrong = ", ".join(small or ["seconds"])
-            raise ValueError(f"each number must be positive, which is wrong of {wrong}")
+            raise ValueError(f"all numbers must be positive, these are not: {wrong}")
         if self.tp * self.dp * self.pp != self.devices:
             raise ValueError(
                 f"tp={self.tp} x dp={self.dp} x pp={self.pp} is {self.tp * self.dp * self.pp}, not "
@@ -87,20 +87,20 @@ class MeasuredStep:
             ("layers", self.layers, self.pp),
         ):
             if number % by:
-                raise ValueError(f"{name}={number} is no multiple of {by}")
+                raise ValueError(f"{name}={number} is not a multiple of {by}")
 
     @property
     def microbatches(self) -> int:
-        """Of a step on each data-parallel rank."""
+        """Microbatches per step on each data-parallel rank."""
         return self.global_batch // (self.dp * self.samples)
 
 
 def read_steps(path: str | Path) -> tuple[MeasuredStep, ...]:
-    """The steps of a CSV file with the columns :data:`COLUMNS`; others are ignored.
+    """Read the steps of a CSV file with the columns :data:`COLUMNS`; other columns are ignored.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: Columns or rows are missing, or rows are wrong; names the lines and what is wrong.
+        FileNotFoundError: The file does not exist.
+        ValueError: Columns or rows are missing, or rows are invalid; the message lists lines and faults.
     """
     # Spreadsheets put a byte-order mark before the first column's name.
     reader = csv.DictReader(io.StringIO(read_text(path).removeprefix("\ufeff"), newline=""))

@@ -1,17 +1,17 @@
-"""TransformerShape: a transformer by its few numbers, as a chain of an embedding, layers and a head."""
+"""TransformerShape: dimensions of a transformer, a chain of an embedding, layers and a head."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
 class Item(StrEnum):
-    """What a stage of a transformer can be cut between.
+    """Items of the chain, between which stages can be cut.
 
-    - ``EMBEDDING``: of the tokens, and of positions where they are learnt.
+    - ``EMBEDDING``: token embedding, and position embedding if learnt.
     - ``LAYER``: self-attention and a feed-forward block.
-    - ``TARGET_EMBEDDING``: of the decoder's tokens, in an encoder-decoder.
-    - ``CROSS_LAYER``: a decoder's layer with attention to the encoder's output as well.
-    - ``HEAD``: the last norm, the logits and the loss.
+    - ``TARGET_EMBEDDING``: embedding of the decoder's tokens in an encoder-decoder.
+    - ``CROSS_LAYER``: decoder layer with self-attention, cross-attention and a feed-forward block.
+    - ``HEAD``: last norm, logits and loss.
     """
 
     EMBEDDING = "embedding"
@@ -21,30 +21,30 @@ class Item(StrEnum):
     HEAD = "head"
 
 
-#: What a transformer repeats.
+#: Items that are repeated layers.
 LAYERS = (Item.LAYER, Item.CROSS_LAYER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """A transformer.
+    """Dimensions of a transformer.
 
     Attributes:
-        name: What it is called.
-        layers: Layers; of the encoder in an encoder-decoder.
+        name: Name of the model.
+        layers: Number of layers; those of the encoder in an encoder-decoder.
         hidden: Width of the residual stream.
-        heads: Heads of attention.
-        sequence: Tokens of a sample; as many on both sides of an encoder-decoder.
-        vocabulary: Entries of the embedding.
+        heads: Attention heads.
+        sequence: Tokens per sample; the same on both sides of an encoder-decoder.
+        vocabulary: Entries of the token embedding.
         feed_forward: Width inside feed-forward blocks; four times ``hidden`` if 0.
-        kv_heads: Heads of keys and values; as many as ``heads`` if 0.
-        head_width: Channels of a head; ``hidden / heads`` if 0.
+        kv_heads: Key-value heads; equal to ``heads`` if 0.
+        head_width: Channels per head; ``hidden / heads`` if 0.
         gated: Whether feed-forward blocks multiply two projections (GLU).
         biases: Whether linear layers have biases.
-        positions: Learnt embeddings of positions; 0 if there are none.
+        positions: Number of learnt position embeddings; 0 if there are none.
         tied: Whether head and embedding share their weight.
-        causal: Whether a token sees only those before it.
-        decoder_layers: Layers with cross-attention of an encoder-decoder; 0 in any other model.
+        causal: Whether attention is causal.
+        decoder_layers: Number of decoder layers of an encoder-decoder; 0 for any other model.
     """
 
     name: str
@@ -66,7 +66,8 @@ class TransformerShape:
     def __post_init__(self) -> None:
         kinds = {"int": int, "bool": bool, "str": str}
         odd = [
-            f"{field.name}={getattr(self, field.name)!r} is no {getattr(field.type, '__name__', field.type)}"
+            f"{field.name}={getattr(self, field.name)!r} is not of type "
+            f"{getattr(field.type, '__name__', field.type)}"
             for field in fields(self)
             if type(getattr(self, field.name)) is not kinds[str(getattr(field.type, "__name__", field.type))]
         ]
@@ -75,7 +76,7 @@ class TransformerShape:
         names = ("layers", "hidden", "heads", "sequence", "vocabulary")
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:
-            raise ValueError(f"model {self.name!r} needs at least 1 of each, not {', '.join(wrong)}")
+            raise ValueError(f"model {self.name!r} needs at least 1 of each, got {', '.join(wrong)}")
         if not self.head_width and self.hidden % self.heads:
             raise ValueError(
                 f"model {self.name!r}: {self.heads} heads do not divide a hidden size of {self.hidden}; "
@@ -89,17 +90,17 @@ class TransformerShape:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key-value heads."""
         return self.kv_heads or self.heads
 
     @property
     def width(self) -> int:
-        """Channels of a head."""
+        """Channels per head."""
         return self.head_width or self.hidden // self.heads
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The chain, in order."""
+        """Items of the chain, in order."""
         decoder = (Item.TARGET_EMBEDDING, *(Item.CROSS_LAYER,) * self.decoder_layers)
         return (
             Item.EMBEDDING,
@@ -109,14 +110,17 @@ class TransformerShape:
         )
 
     def parameters(self, item: Item, tp: int = 1) -> int:
-        """Parameters of one item on one of ``tp`` ranks; norms and second biases are whole on each.
+        """Parameter count of one item on one of ``tp`` tensor-parallel ranks.
 
-        Vocabularies are padded to a multiple of the ranks. A tied head counts its weight, too: it is a copy
-        where embedding and head lie in different stages.
+        Norms and the biases of row-parallel layers are replicated on all ranks. The vocabulary is padded to a
+        multiple of ``tp``. A tied head counts its weight, because it has a copy if embedding and head are in
+        different stages.
         """
         h, v = self.hidden, -(-self.vocabulary // tp)
         bias = int(self.biases)
         norm = h * (1 + bias)
+        # Column-parallel layers (queries, keys, values; up-projections) split their bias with their outputs,
+        # row-parallel ones (attention output, down-projection) have the whole bias.
         queries, keys = self.heads * self.width, self.key_heads * self.width
         column = (queries + 2 * keys) * (h + bias) // tp
         attention = column + queries * h // tp + bias * h + norm
@@ -136,17 +140,17 @@ class TransformerShape:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, each tied one counted once."""
+        """Parameter count of the model; tied parameters count once."""
         total = sum(self.parameters(item) for item in self.items)
         return total - self.tied_copies * self.vocabulary * self.hidden
 
     @property
     def tied_items(self) -> frozenset[Item]:
-        """Items that use the first one's weight, itself too: a tied head, and a decoder's embedding."""
+        """Items that share the embedding's weight, including it: a tied head, and the decoder's embedding."""
         head = {Item.HEAD} if self.tied else set()
         return frozenset({Item.EMBEDDING, Item.TARGET_EMBEDDING, *head}.intersection(self.items))
 
     @property
     def tied_copies(self) -> int:
-        """Items beside the first that use its weight."""
+        """Number of items that share the embedding's weight, not counting the embedding itself."""
         return len(self.tied_items) - 1

@@ -1,4 +1,4 @@
-"""Shapes of transformers by name, from a configuration of transformers, or from numbers."""
+"""Transformer shapes by model name, from a Hugging Face Transformers configuration, or from dimensions."""
 
 import difflib
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ SHAPES: dict[str, TransformerShape] = {
     )
 }  # fmt: skip
 
-#: Where configurations of transformers keep what a shape needs, the first name that is there.
+#: Field names of Transformers configurations for each field of a shape; the first one present counts.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -83,7 +83,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a ``model_type`` of transformers says that its numbers do not."""
+    """Properties of a Transformers ``model_type`` that its configuration does not contain."""
 
     gated: bool = False
     biases: bool = True
@@ -104,23 +104,23 @@ _KINDS = {
 
 
 def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> TransformerShape:
-    """The shape of a model.
+    """Look up the shape of a model.
 
     Args:
-        model: A name of :data:`SHAPES`, or a JSON file with a configuration of transformers or the fields of
-            a :class:`TransformerShape`.
+        model: A name in :data:`SHAPES`, or a JSON file with a Transformers configuration or the fields of a
+            :class:`TransformerShape`.
         overrides: Fields of the shape to change.
 
     Raises:
-        ValueError: The model or a field is unknown; lists those there are and suggests the nearest.
+        ValueError: The model or a field is unknown; the message lists the known ones and the closest match.
     """
     if model.endswith(".json"):
         content = read_json(model)
         if not isinstance(content, dict):
-            raise ValueError(f"{model}: must be an object with a configuration, got {quoted(content)}")
+            raise ValueError(f"{model}: must be a JSON object with a configuration, got {quoted(content)}")
         try:
             shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
-        except (TypeError, ArithmeticError, LookupError) as error:  # numbers that are none
+        except (TypeError, ArithmeticError, LookupError) as error:  # fields with values that are no numbers
             raise ValueError(f"{model}: {error}") from error
     elif model in SHAPES:
         shape = SHAPES[model]
@@ -129,16 +129,16 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
         raise ValueError(
             f"unknown model {model!r}; there are {', '.join(SHAPES)}"
             + (f"; did you mean {close[0]}?" if close else "")
-            + " A JSON file of a configuration will do as well"
+            + " A JSON file with a configuration is accepted as well"
         )
     return changed(shape, overrides or {})
 
 
 def changed(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
-    """A shape with other numbers.
+    """A copy of the shape with some fields changed.
 
     Raises:
-        ValueError: A field is unknown, or of another type.
+        ValueError: A field is unknown, or has the wrong type.
     """
     known = [field.name for field in dataclass_fields(TransformerShape)]
     if unknown := sorted(set(overrides) - set(known)):
@@ -147,15 +147,15 @@ def changed(shape: TransformerShape, overrides: Mapping[str, Any]) -> Transforme
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:
-    """The shape of a configuration of transformers, or of the fields of a shape.
+    """Make a shape from a Transformers configuration, or from the fields of a shape.
 
     Args:
         config: The configuration.
-        name: What to call it if it does not say.
-        sequence: Tokens of a sample if it does not say.
+        name: Name of the shape if the configuration has none.
+        sequence: Tokens per sample if the configuration has none.
 
     Raises:
-        ValueError: A number is missing, or the kind of the model is unknown.
+        ValueError: A number is missing, or the ``model_type`` is unknown.
     """
     own = {field.name for field in dataclass_fields(TransformerShape)}
     if "layers" in config:
@@ -170,14 +170,14 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     needed = ("layers", "hidden", "heads", "vocabulary", "sequence")
     if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
         raise ValueError(
-            f"the configuration of {name} lacks {', '.join(missing)}; nothing is assumed, write it down"
+            f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
         )
     word = str(config.get("model_type", ""))
     if word not in _KINDS or config.get("num_local_experts"):
         raise ValueError(
-            f"the configuration of {name} has the model_type {word!r}, of which nothing is known here; there "
-            f"are {', '.join(_KINDS)}, none with experts. Write the fields of a TransformerShape instead "
-            f"({', '.join(sorted(own))}), if they describe it"
+            f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
+            f"{', '.join(_KINDS)}, none with experts. Specify the fields of a TransformerShape instead "
+            f"({', '.join(sorted(own))}), if they describe the model"
         )
     kind = _KINDS[word]
     if not config.get("is_encoder_decoder"):

@@ -122,9 +122,9 @@ def test_a_calibration_is_of_its_nodes() -> None:
     ("call", "message"),
     [
         (lambda: fit((), SETTING), "at least 1 measured step"),
-        (lambda: cross_validation(grid()[:3], SETTING, folds=4), "3 steps cannot be divided into 4 parts"),
+        (lambda: cross_validation(grid()[:3], SETTING, folds=4), "3 steps cannot be divided into 4 folds"),
         (lambda: leave_out(grid()[:3], SETTING, lambda _: True), "3 of 3 steps are left out"),
-        (lambda: replace(PUBLISHED, memory_share=0.0, blend=2.0), "wrong are memory_share, blend"),
+        (lambda: replace(PUBLISHED, memory_share=0.0, blend=2.0), "wrong: memory_share, blend"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(call, message: str) -> None:

@@ -186,18 +186,18 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         ),
         (
             ["--token-slices", "4", "--recomputation", "full", "--pp", "2"],
-            "no layout is possible: token slices go without recomputation",
+            "no layout is possible: token slices cannot be combined with recomputation",
         ),
-        (["--token-slices", "4", "--zero", "3", "--dp", "2"], "token slices go with ZeRO 0 and 1 alone"),
+        (["--token-slices", "4", "--zero", "3", "--dp", "2"], "token slices need ZeRO 0 or 1"),
         (
             ["--schedule", "interleaved", "--pp", "4", "--set", "layers=4"],
             "interleaved needs 2 x pp=4 stages, more than the 6 items",
         ),
         (
             ["--schedule", "interleaved", "--pp", "4", "--set", "layers=12", "--micro-batch", "4"],
-            "interleaved needs a microbatch for each of pp=4 stages, there are 2",
+            "interleaved needs at least pp=4 microbatches, there are 2",
         ),
-        (["--set", "causal=False"], "causal='False' is no bool"),
+        (["--set", "causal=False"], "causal='False' is not of type bool"),
         (
             ["--set", "gated=true", "--out", "plan.json"],
             "no class of transformers is built like gpt2: learnt positions=True where a llama",

@@ -94,7 +94,7 @@ def test_what_is_decided_by_item_can_be_one_of_two_things() -> None:
     )
     assert ways_of(replace(MIXED, zero=2), flash=False) == tuple(Way(2, way) for way in Recompute)
     assert Way(0, Recompute.SELECTIVE) not in ways_of(MIXED, flash=True)
-    with pytest.raises(ValueError, match="ways of their own"):
+    with pytest.raises(ValueError, match="are chosen item by item"):
         _ = MIXED.way
     assert (MIXED.sharding, MIXED.recomputation) == ("mixed", "mixed")
 
@@ -118,7 +118,7 @@ def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: P
     assert "recompute full" in text and max(recomputed) > 0
     megatron, deepspeed, *_ = exports(plan, LOAD.shape)
     assert f"--recompute-num-layers {max(recomputed)}" in megatron.text
-    assert any("ways of their own" in note for note in deepspeed.notes)
+    assert any("strategies chosen item by item" in note for note in deepspeed.notes)
 
 
 def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> None:

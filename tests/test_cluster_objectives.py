@@ -78,7 +78,7 @@ def test_the_front_is_what_nothing_beats(prices: ClusterPrices, every: list[Clus
 def test_cost_without_a_price_is_asked_for() -> None:
     unpriced = ClusterPrices(cluster((node_type(FAST, 2), 1)), workload())
     for wish in (Wish(objective=Objective.COST), Wish(step_dollars=1.0)):
-        with pytest.raises(ValueError, match="the price of fast is unknown, and none is assumed: write"):
+        with pytest.raises(ValueError, match="the price of fast is unknown, and none is assumed: add"):
             best_plans(unpriced, SPACE, wish)
     with pytest.raises(ValueError, match="the price of fast is unknown"):
         pareto(unpriced, SPACE)

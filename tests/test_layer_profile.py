@@ -141,7 +141,7 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     assert own.times == found.times[:3]
     with pytest.raises(RuntimeError, match="has the part of one of 2 tensor-parallel ranks"):
         run("plan", str(part))
-    with pytest.raises(ValueError, match="is an estimate, which a cluster has anyway"):
+    with pytest.raises(ValueError, match="is an estimate, which the cluster planner makes itself"):
         layer_profile(desc, replace(profile, measured=False), "A10", "gpt2")
     cluster = tmp_path / "cluster.json"
     cluster.write_text(

@@ -110,7 +110,7 @@ def test_sizes_without_end_are_refused_at_once() -> None:
             ",".join(COLUMNS) + "\n" + ",".join(["1", "9" * 300, *["1"] * 9]),
             r"9'\.\.\., more than 10000000000",
         ),
-        (",".join(COLUMNS) + "\n" + ",".join([*["1"] * 10, "1e999"]), "line 2: each number must be positive"),
+        (",".join(COLUMNS) + "\n" + ",".join([*["1"] * 10, "1e999"]), "line 2: all numbers must be positive"),
         ("", "lacks the columns"),
     ],
 )
@@ -131,7 +131,7 @@ NODE = "nodes:\n  - {gpu: A100, count: 1, devices: 4, network: 40 Gbit/s}\n"
     ("text", "message"),
     [
         # These never ended, or filled the memory.
-        ("nodes: &a\n- *a", r", line 2: \*a is an alias; write out what it stands for"),
+        ("nodes: &a\n- *a", r", line 2: \*a is an alias; write out its value"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nnodes: [*b, *b]", r", line 2: \*a is an alias"),
         (f"{NODE}base: &b {{count: 1}}\nother: {{<<: *b}}", r", line 4: \*b is an alias"),
         ("nodes: " + "[" * 101 + "]" * 101, r", line 1: is nested deeper than 100 levels"),

@@ -1,4 +1,4 @@
-"""Where a stage lies: its devices and the links between them."""
+"""Hardware of a slot: the devices of one stage and the links between them."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from osdp.cost.ring import Ring
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What a stage finds in its slot.
+    """Devices and links available to the stage in a slot.
 
     Attributes:
-        gpus: Kinds of its devices; the slowest sets the pace of all.
-        limit: Bytes of the smallest of them.
-        tensor: The ranks that compute a layer together.
-        data: The ranks that hold the same part of the model.
-        within: To the next stage in the same node.
-        between: To a stage in another node, while all devices of this one send.
+        gpus: Kinds of its devices; the slowest one sets the pace.
+        limit: Memory of its smallest device, in bytes.
+        tensor: Ring of a tensor-parallel group.
+        data: Ring of a data-parallel group.
+        within: Link to the next stage in the same node.
+        between: Link to a stage in another node, as one device has it while all devices of this node send.
     """
 
     gpus: tuple[Gpu, ...]
@@ -29,16 +29,21 @@ class Home:
 
 
 def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
-    """The devices and links of a slot.
+    """Devices and links of a slot.
 
-    Neighbouring ranks share a layer, the next ones a stage's data, so that a node's link to the network
-    carries one ring for each of the ``tp`` ranks, and messages of all its devices.
+    Consecutive ranks form a tensor-parallel group, and groups are strided into data-parallel ones. A node's
+    network link therefore carries ``tp`` data-parallel rings at once, and the point-to-point messages of all
+    its devices that serve the stage::
+
+        node 0: d0 d1 | d2 d3        tp = 2: groups (d0 d1), (d2 d3), (d4 d5), (d6 d7)
+        node 1: d4 d5 | d6 d7        dp = 4: rings (d0 d2 d4 d6) and (d1 d3 d5 d7)
     """
     kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
     tp, dp = layout.degrees.tp, layout.degrees.dp
     within = _slowest([kind.inside for kind in kinds])
     out = _slowest([kind.outside for kind in kinds])
     crosses = sum(slot.nodes) > 1
+    # All devices of a node that serve the stage send at the same time.
     senders = min(min(kind.devices for kind in kinds), tp * dp)
     return Home(
         gpus=tuple(kind.gpu for kind in kinds),

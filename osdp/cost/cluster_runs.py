@@ -1,8 +1,8 @@
-"""Stages that consist of runs of items, each of which lives in one way: their seconds and bytes.
+"""Time and memory of stages that consist of runs of items with one strategy per run.
 
-Many stages are priced at once: where runs begin and end are arrays of one shape, and all that is found has
-that shape, too. Bytes are rounded up part by part, so that one stage priced alone needs what it needed among
-many.
+Many stages are evaluated at once: the starts and ends of runs are arrays of one shape, and all results have
+that shape, too. Bytes are rounded up run by run, so that a stage evaluated alone needs exactly the same
+memory as in a batch.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run in each of several stages.
+    """One run in each of several stages.
 
     Attributes:
-        way: How its items live, by number.
-        start: First item of each.
-        stop: The one after the last.
-        parameters: What it adds to its stage: a weight that two runs use counts in the first.
+        way: Index of the strategy of its items.
+        start: First item of each run.
+        stop: Item after the last one.
+        parameters: Parameter count it adds to its stage; a weight that both runs use counts in the first.
     """
 
     way: int
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of stages, by the parts that :class:`osdp.cluster_plan.StageBytes` has."""
+    """Memory of stages in bytes, by the parts of :class:`osdp.cluster_plan.StageBytes`."""
 
     weights: Floats
     gradients: Floats
@@ -47,18 +47,18 @@ class Sizes:
     update: Floats
 
     def total(self, reserve: int) -> Floats:
-        """Most of them at one moment, as ``StageBytes.total`` has it."""
+        """Peak memory, with the formula of ``StageBytes.total``."""
         always = self.weights + self.gradients + self.states + reserve
         total: Floats = always + np.maximum(self.activations + self.working, self.update)
         return total
 
 
 def ways_of(layout: Layout, *, flash: bool) -> tuple[Way, ...]:
-    """The ways that items of a layout may live in.
+    """Allowed strategies of the items of a layout.
 
     Args:
-        layout: What is decided item by item is ``None``.
-        flash: Whether scores of attention, which could be computed again, are never written.
+        layout: The layout; a choice that is made item by item is ``None`` there.
+        flash: Whether attention scores are never written, so that selective recomputation saves nothing.
     """
     zeros = (layout.zero,) if layout.zero is not None else tuple(range(4))
     again: tuple[Recompute, ...] = tuple(Recompute)
@@ -70,23 +70,24 @@ def ways_of(layout: Layout, *, flash: bool) -> tuple[Way, ...]:
 
 
 class RunPrices:
-    """Prices of stages by their runs, of one layout on one kind of slot."""
+    """Costs of stages by their runs, for one layout on one kind of slot."""
 
     def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
         self.prices, self.layout = prices, layout
         self.home = prices.home(layout, slot)
         self.ways = ways_of(layout, flash=prices.workload.flash)
         self._layouts = [layout.living(way) for way in self.ways]
-        #: Of all stages in each way.
+        #: Costs of all stages with all items in one strategy, by strategy index.
         self.priced = [prices.stage_prices(living, slot) for living in self._layouts]
-        #: Microbatches in flight by the number of a stage.
+        #: Microbatches in flight by pipeline rank; shape ``(pp,)``.
         self.held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
         border = prices.border_bytes(layout)
-        #: What arrives and what leaves is there twice: sent and received.
+        #: Buffers at both boundaries of a stage, each for one tensor that is sent and one that is received;
+        #: shape ``(I + 1, I + 1)``.
         self.borders: Floats = 2 * (border[:, None] + border[None, :])
 
     def whole(self, way: int, start: Indices, stop: Indices) -> list[Part]:
-        """Stages whose items all live in one way."""
+        """Stages whose items all have one strategy."""
         return [Part(way, start, stop, self.priced[way].parameters[start, stop])]
 
     def split(self, ways: tuple[int, int], start: Indices, cut: Indices, stop: Indices) -> list[Part]:
@@ -96,11 +97,11 @@ class RunPrices:
         return [Part(ways[0], start, cut, first), Part(ways[1], cut, stop, both - first)]
 
     def seconds(self, parts: Sequence[Part]) -> Floats:
-        """Of a microbatch, without what crosses borders."""
+        """Seconds per microbatch, without transfers between stages."""
         return _sum([self.priced[part.way].seconds[part.start, part.stop] for part in parts])
 
     def gradients(self, parts: Sequence[Part]) -> Floats:
-        """Collectives after the last microbatch."""
+        """Seconds of collectives after the last microbatch."""
         return _sum(
             [
                 self.prices.gradient_seconds(
@@ -111,7 +112,7 @@ class RunPrices:
         )
 
     def update(self, parts: Sequence[Part]) -> Floats:
-        """The optimizer's update."""
+        """Seconds of the optimizer step."""
         return _sum(
             [
                 self.prices.update_seconds(self._layouts[part.way], self.home, part.parameters)
@@ -120,7 +121,7 @@ class RunPrices:
         )
 
     def items(self, parts: Sequence[Part]) -> tuple[ItemPrices, ...]:
-        """What each item of one stage takes."""
+        """Costs of each item of one stage."""
         return tuple(
             self.priced[part.way].items[item]
             for part in parts
@@ -128,7 +129,7 @@ class RunPrices:
         )
 
     def sizes(self, parts: Sequence[Part], rank: Indices) -> Sizes:
-        """Memory of stages by part."""
+        """Memory of stages at pipeline ranks ``rank``, by part."""
         prices, layout = self.prices, self.layout
         weights = gradients = states = working = update = np.zeros(())
         for part in parts:
@@ -137,6 +138,7 @@ class RunPrices:
             weights = weights + np.ceil(part.parameters * of_weight)
             gradients = gradients + np.ceil(part.parameters * of_gradient)
             states = states + np.ceil(part.parameters * of_state)
+            # Items run one after the other, so that their transient memory is a maximum, not a sum.
             working = np.maximum(working, own.working[part.start, part.stop])
             held = part.parameters / prices.shards_of_states(way, layout)
             update = update + np.ceil(held * prices.workload.update_bytes)
@@ -144,7 +146,7 @@ class RunPrices:
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
 
     def activations(self, parts: Sequence[Part], rank: Indices) -> Floats:
-        """Bytes that all microbatches in flight keep."""
+        """Bytes saved for backward by all microbatches in flight."""
         held, heads = self.held[rank], head_in_flight(self.layout)
         kept = []
         for part in parts:

@@ -1,11 +1,11 @@
-"""What a schedule leaves of the fill and drain of a pipeline, and how many microbatches its stages hold."""
+"""Pipeline bubble of a schedule, and the microbatches that its stages have in flight."""
 
 from osdp.cluster_plan import Layout
 
-#: Stages of each rank, interleaved.
+#: Stages per rank with the interleaved schedule.
 INTERLEAVED = 2
 
-#: Part of the fill and drain of the pipeline that is left, with whole sequences.
+#: Fraction of the pipeline's fill and drain that remains as a bubble, with whole sequences.
 BUBBLE_SHARE = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / INTERLEAVED, "zb-h1": 1 / 3}
 
 
@@ -15,19 +15,19 @@ def stages_per_rank(schedule: str) -> int:
 
 
 def bubble_share(layout: Layout) -> float:
-    """Part of the fill and drain that is left: what fills the pipeline is a slice of a microbatch."""
+    """Fraction of the fill and drain that remains; token slices fill the pipeline a slice at a time."""
     return BUBBLE_SHARE[layout.schedule] / layout.token_slices
 
 
 def head_in_flight(layout: Layout) -> float:
-    """Microbatches whose logits the last rank holds: interleaved, its other stages have none."""
+    """Microbatches whose logits the last rank holds; of its interleaved stages only the last has logits."""
     return 1.0 if layout.schedule == "interleaved" else in_flight(layout, layout.degrees.pp - 1)
 
 
 def in_flight(layout: Layout, rank: int) -> float:
-    """Microbatches whose activations a rank holds at once, in units of all its stages.
+    """Microbatches whose activations a rank holds at once, counted for all of its stages together.
 
-    As many as its warm-up has forwards, and one more (:mod:`osdp.orders`).
+    One more than the forwards of its warm-up (:mod:`osdp.orders`).
     """
     pp, m, slices = layout.degrees.pp, layout.microbatches, layout.token_slices
     match layout.schedule:

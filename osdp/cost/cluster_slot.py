@@ -1,4 +1,4 @@
-"""All stages of a layout on one kind of slot: what the search cuts and places, and one of them in full."""
+"""All stages of a layout on one kind of slot: tables for the search, and the full costs of one stage."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -14,12 +14,12 @@ from osdp.cost.cluster_stage import ClusterPrices, Floats, ItemPrices
 
 @dataclass(frozen=True)
 class Stretches:
-    """All stages that the chain may be cut into, at one number in the pipeline; ``(I + 1, I + 1)`` each.
+    """Tables of all stages at one pipeline rank, indexed ``[start, stop]``; shape ``(I + 1, I + 1)`` each.
 
     Attributes:
-        seconds: Of a microbatch, without what crosses borders.
-        end: After the last microbatch.
-        fits: Whether one fits.
+        seconds: Seconds per microbatch, without transfers between stages.
+        end: Seconds after the last microbatch.
+        fits: Whether the stage fits in memory.
     """
 
     seconds: Floats
@@ -29,14 +29,14 @@ class Stretches:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of them.
+    """Time and memory of one stage.
 
     Attributes:
-        runs: Its items by how they live.
-        items: What each of its items takes.
-        seconds: Of a microbatch, without what crosses borders.
+        runs: Its items, grouped into runs with one strategy.
+        items: Costs of each of its items.
+        seconds: Seconds per microbatch, without transfers between stages.
         gradients: Seconds of collectives after the last microbatch.
-        optimizer: Seconds of the update.
+        optimizer: Seconds of the optimizer step.
         bytes: Its memory.
     """
 
@@ -49,12 +49,12 @@ class Stage:
 
     @property
     def end(self) -> float:
-        """After the last microbatch."""
+        """Seconds after the last microbatch."""
         return self.gradients + self.optimizer
 
 
 class SlotStages:
-    """All stages of one layout on one kind of slot."""
+    """Costs of all stages of one layout on one kind of slot."""
 
     def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
         self._runs = RunPrices(prices, layout, slot)
@@ -65,7 +65,7 @@ class SlotStages:
         return mixture(self._runs)
 
     def at(self, rank: int) -> Stretches:
-        """All stages at a number in the pipeline."""
+        """Tables of all stages at a pipeline rank."""
         if self._runs.layout.by_item:
             found = self._mixture
             return Stretches(
@@ -73,6 +73,7 @@ class SlotStages:
                 found.spread(found.end, rank, 0.0),
                 found.spread(found.total, rank, np.inf) <= self.home.limit,
             )
+        # With one strategy only the activations depend on the pipeline rank; the rest is shared by all.
         own, sizes = self._runs.priced[0], self._sizes
         activations = self._runs.activations(self._all, np.array(rank))
         total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
@@ -80,17 +81,18 @@ class SlotStages:
 
     @cached_property
     def _all(self) -> list[Part]:
-        """All stretches of the chain, in the first way."""
+        """All stages of the chain with the first strategy; arrays broadcast to ``(I + 1, I + 1)``."""
         index = np.arange(len(self._runs.borders))
         return self._runs.whole(0, index[:, None], index[None, :])
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """Their memory; of activations that of the first rank."""
+        """Memory of all stages, with the activations of pipeline rank 0."""
         return self._runs.sizes(self._all, np.array(0))
 
     def stage(self, start: int, stop: int, rank: int) -> Stage:
-        """The stage of items ``start .. stop - 1`` at a number in the pipeline."""
+        """The stage of items ``start .. stop - 1`` at a pipeline rank."""
+        # Arrays of shape (): the formulas are those that fill the tables, to the last bit.
         runs, (first, last) = self._runs, (np.array(start), np.array(stop))
         parts = runs.whole(0, first, last)
         if runs.layout.by_item:

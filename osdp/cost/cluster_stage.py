@@ -1,13 +1,13 @@
-"""Seconds and bytes of every stage that a chain of items may be cut into, on one kind of slot.
+"""Time and memory of every stage that a chain of items can be cut into, on one kind of slot.
 
-A stage is a stretch ``a .. b - 1`` of the chain. What adds up over its items is the number of each kind of
-them times its price, so that all stages are priced at once as arrays of shape ``(I + 1, I + 1)`` by
-``[a, b]``, and equal stages have equal prices to the last bit.
+A stage is a contiguous part ``a .. b - 1`` of the chain. A sum over its items is computed as the number of
+items of each kind times the cost of that kind. All stages are thereby evaluated at once, as arrays of shape
+``(I + 1, I + 1)`` indexed ``[a, b]``, and equal stages have equal costs to the last bit.
 
-Bytes of states under ZeRO are those of Rajbhandari et al. (SC 2020, arXiv:1910.02054, section 5). Its volumes
-here are those of collectives as they are run: gradients are reduced where ``reduce_bytes`` say, weights are
-gathered in ``weight_bytes``; stages 2 and 3 scatter gradients after every microbatch, and stage 3 gathers
-weights for every forward and every backward.
+Bytes of weights, gradients and optimizer states under ZeRO are those of Rajbhandari et al. (SC 2020,
+arXiv:1910.02054, section 5). Communication volumes are those of the collectives actually run: gradients are
+reduced in ``reduce_bytes`` and weights gathered in ``weight_bytes`` per number; ZeRO 2 and 3 reduce-scatter
+gradients after every microbatch, and ZeRO 3 all-gathers weights for every forward and every backward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ItemPrices:
-    """One item of the chain on one kind of slot; seconds of a microbatch, and bytes.
+    """Costs of one item of the chain on one kind of slot; seconds per microbatch, and bytes.
 
     Attributes:
         compute: Forward and backward.
-        again: Forwards that a backward repeats.
-        backward: Of compute, the backward.
-        tensor: Sums over tensor-parallel ranks, repeated ones too.
-        shards: Gathers and scatters of each microbatch that are not hidden.
-        parameters: Numbers that a rank has of it before any sharding.
-        kept: Bytes from its forward to its backward.
-        working: Bytes that are there for its backward only.
+        again: Forwards recomputed in the backward.
+        backward: Backward part of ``compute``.
+        tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
+        shards: Exposed all-gathers and reduce-scatters of each microbatch.
+        parameters: Parameter count on a rank before data-parallel sharding.
+        kept: Bytes saved from its forward to its backward.
+        working: Transient bytes during its own backward.
     """
 
     compute: float
@@ -56,24 +56,26 @@ class ItemPrices:
 
     @property
     def seconds(self) -> float:
-        """Of a microbatch."""
+        """Seconds per microbatch."""
         return self.compute + self.again + self.tensor + self.shards
 
 
 @dataclass(frozen=True)
 class StagePrices:
-    """All stages of a chain of ``I`` items on one kind of slot.
+    """Costs of all stages of a chain of ``I`` items on one kind of slot, with one strategy for all items.
+
+    Arrays are indexed ``[start, stop]`` and have shape ``(I + 1, I + 1)``.
 
     Attributes:
         home: The slot's devices and links.
-        items: What each kind of item takes.
-        seconds: Of a microbatch, forward and backward, without what crosses borders; ``(I + 1, I + 1)``.
-        parameters: Of each stage, likewise.
-        kept: Bytes for each microbatch in flight, but for the head's, likewise.
-        logits: What the head keeps for each of its microbatches in flight, likewise.
-        working: Bytes there for a moment of any item, without what crosses borders, likewise.
-        backward: Seconds of a backward's compute, likewise.
-        end: Seconds after the last microbatch: gradients and the update, likewise.
+        items: Costs of each kind of item.
+        seconds: Seconds per microbatch, forward and backward, without transfers between stages.
+        parameters: Parameter count on a rank before data-parallel sharding.
+        kept: Bytes saved for backward per microbatch in flight, without those of the head.
+        logits: Bytes saved by the head per microbatch that it has in flight.
+        working: Maximum transient bytes of any item, without the buffers of transfers between stages.
+        backward: Seconds of a backward's compute.
+        end: Seconds after the last microbatch: gradient collectives and the optimizer step.
     """
 
     home: Home
@@ -88,7 +90,7 @@ class StagePrices:
 
 
 class ClusterPrices:
-    """Prices of one workload on one cluster; what several layouts share is computed once."""
+    """Costs of one workload on one cluster; intermediate results that layouts share are cached."""
 
     def __init__(
         self,
@@ -100,15 +102,15 @@ class ClusterPrices:
     ) -> None:
         self.cluster = cluster
         self.profiles = tuple(profiles)
-        #: Activations of this model where nothing was measured.
+        #: Activations of this model as traced, for devices without a measured profile.
         self.traced = tuple(traced)
-        #: What was measured of this model, by the name of the device.
+        #: Measured profiles of this model, by the name of the device.
         self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
         self.workload = workload
         self.rates = rates
         self.items = workload.shape.items
         self.kinds = tuple(dict.fromkeys(self.items))
-        #: Items of each kind in each stage, by kind; ``(I + 1, I + 1)`` each.
+        #: Number of items of each kind in each stage, in the order of ``kinds``; ``(I + 1, I + 1)`` each.
         self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
         tied = workload.shape.tied_items
         self._tied: Floats = sum(
@@ -122,7 +124,7 @@ class ClusterPrices:
         self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: Layout) -> LayerWork:
-        """What one rank does for one item on one slice of a microbatch."""
+        """Work of one rank for one item on one token slice of a microbatch."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
         if key not in self._work:
             self._work[key] = self._work_of(*key, self.workload.shape)
@@ -133,24 +135,24 @@ class ClusterPrices:
         return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
 
     def home(self, layout: Layout, slot: Slot) -> Home:
-        """The devices and links of a slot."""
+        """Devices and links of a slot."""
         key = (layout.degrees.tp, layout.degrees.dp, slot)
         if key not in self._homes:
             self._homes[key] = home_of(self.cluster, layout, slot)
         return self._homes[key]
 
     def border_bytes(self, layout: Layout) -> Floats:
-        """Bytes of a slice that go forward over the border before each item, shape ``(I + 1,)``."""
+        """Bytes of a token slice sent forward over the boundary before each item; shape ``(I + 1,)``."""
         outputs = [self.work(item, layout).output_bytes for item in self.items]
         return np.array([0.0, *outputs[:-1], 0.0])
 
     def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
-        """All stages of ``layout``, whose items live in one way, on a kind of slot."""
+        """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot."""
         home = self.home(layout, slot)
         items = self.item_prices(layout, slot)
         parameters = self._summed([item.parameters for item in items.values()])
         backward = self._summed([item.backward for item in items.values()])
-        # A stage that has several of the tied items has one weight of theirs.
+        # A stage with several of the tied items stores their weight once.
         parameters -= np.maximum(self._tied - 1, 0) * self.tied_numbers(layout)
         working = np.zeros_like(parameters)
         for count, item in zip(self._counts, items.values(), strict=True):
@@ -168,7 +170,7 @@ class ClusterPrices:
         )
 
     def item_prices(self, layout: Layout, slot: Slot) -> dict[Item, ItemPrices]:
-        """What each kind of item takes, in order of the first of each."""
+        """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, way = layout.degrees, layout.way
         key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot)
         if key not in self._items:
@@ -177,20 +179,26 @@ class ClusterPrices:
         return self._items[key]
 
     def tied_numbers(self, layout: Layout) -> int:
-        """Numbers of an embedding's weight on one rank."""
+        """Parameter count of a tied embedding's weight on one rank."""
         shape = self.workload.shape
         return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
 
     def gradient_seconds(
         self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float
     ) -> Floats:
-        """Collectives at the end of a step for so many parameters, as far as nothing hides them.
+        """Exposed seconds of the collectives at the end of a step.
+
+        ZeRO 0 all-reduces gradients, ZeRO 1 reduce-scatters them; ZeRO 1 and 2 then all-gather the updated
+        weights. ZeRO 2 and 3 have reduced their gradients in every microbatch.
 
         Args:
             layout: Degrees and sharding.
-            home: Where they are.
-            parameters: Numbers that a rank reduces.
-            backward: Seconds of the last backward, behind which gradients of earlier layers are reduced.
+            home: Devices and links of the slot.
+            parameters: Parameter count on a rank before data-parallel sharding; any shape.
+            backward: Seconds of the last backward, behind which reductions can hide.
+
+        Returns:
+            Seconds, in the shape of ``parameters``.
         """
         if layout.degrees.dp == 1:
             return np.zeros_like(parameters)
@@ -199,6 +207,7 @@ class ClusterPrices:
         scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
         fixed = ring.scatter_seconds(0.0)
         zero = layout.way.zero
+        # In units of one reduce-scatter; an all-reduce costs two.
         scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + reduced * scale)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
@@ -207,7 +216,7 @@ class ClusterPrices:
         return np.where(parameters > 0, exposed, 0.0)
 
     def update_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
-        """The optimizer's update: gradients are read, all else is read and written."""
+        """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
         held = parameters / self.shards_of_states(layout.way, layout)
@@ -216,30 +225,34 @@ class ClusterPrices:
         return seconds
 
     def shards_of_states(self, way: Way, layout: Layout) -> int:
-        """Ranks that share the optimizer states of an item."""
+        """Number of ranks over which optimizer states are sharded."""
         return layout.degrees.dp if way.zero else 1
 
     def parameter_bytes(self, way: Way, layout: Layout) -> tuple[float, float, float]:
-        """Bytes of weight, gradient and optimizer state that a rank keeps for each parameter."""
+        """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
         load, dp = self.workload, layout.degrees.dp
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
         weight, gradient, state = (size / dp if way.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
     def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+        """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
         work, slices, recompute = (
             self._work_there(item, layout, home),
             layout.token_slices,
             layout.way.recompute,
         )
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
+        # 1. Compute: a stage on several kinds of devices runs at the pace of the slowest.
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
         full = layer and recompute is Recompute.FULL
         again = forward if full else 0.0
         if layer and recompute is Recompute.SELECTIVE:
             again = max(s.attention for s in slowest)
+        # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
         sums = work.sums * (3 if full else 2) * self._factor(layout)
+        # 3. Memory: recomputation saves activations but makes them part of the item's transient memory.
         kept = work.kept_bytes
         if full:
             kept = min(work.input_bytes, work.kept_bytes)
@@ -258,7 +271,10 @@ class ClusterPrices:
         )
 
     def _work_there(self, item: Item, layout: Layout, home: Home) -> LayerWork:
-        """The work of an item, with its activations as measured on the devices that it is on."""
+        """Work of an item with the activations measured on the slot's devices, or else traced.
+
+        With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
+        """
         work, shape = self.work(item, layout), self.workload.shape
 
         def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
@@ -278,6 +294,7 @@ class ClusterPrices:
         )
 
     def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
+        """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
@@ -285,6 +302,7 @@ class ClusterPrices:
         return self._seconds[key]
 
     def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+        """Seconds from the profile of a device; ``None`` if it has none of the item."""
         if gpu.name not in self._profiles:
             return None
 
@@ -298,12 +316,12 @@ class ClusterPrices:
         whole = measured_seconds(profile, item, layout.samples, shape.sequence, tp, modelled)
         if whole is None or layout.token_slices == 1:
             return whole
-        # Whole sequences were measured.
+        # Profiles measure whole sequences: scale to a slice by the modelled ratio.
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
         return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
 
     def _factor(self, layout: Layout) -> float:
-        """By what measured layers say to multiply seconds."""
+        """Correction factor of the modelled seconds, interpolated from measured layers."""
         shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
         if key not in self._factors:
             case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
@@ -311,7 +329,7 @@ class ClusterPrices:
         return self._factors[key]
 
     def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
-        """Collectives of every microbatch, as far as compute does not hide them."""
+        """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
         load, zero = self.workload, layout.way.zero
         if zero < 2 or layout.degrees.dp == 1 or not parameters:
             return 0.0
@@ -320,39 +338,41 @@ class ClusterPrices:
         return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
 
     def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
-        """What is there for a moment of one item: what is sharded is whole then."""
+        """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
         load, zero = self.workload, layout.way.zero
         if layout.degrees.dp == 1:
             return item.working
-        # Gradients as they come, and those of the item before while they are reduced (osdp.cost.judge).
+        # Gradients of this item, and those of the item before while they are reduced (osdp.cost.judge).
         whole = 2 * load.reduce_bytes * item.parameters if zero >= 2 else 0
-        # The next item's weights arrive while this one's are used.
+        # This item's weights, and those of the next item while they are prefetched.
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
     def _summed(self, values: Sequence[float]) -> Floats:
+        """Sum of a value per kind of item over the items of every stage; ``(I + 1, I + 1)``."""
         total = np.zeros_like(self._counts[0])
         for count, value in zip(self._counts, values, strict=True):
             total += count * value
         return total
 
     def end_seconds(self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float) -> Floats:
-        """What follows the last microbatch for so many parameters: gradients and the update."""
+        """Seconds after the last microbatch: gradient collectives and the optimizer step."""
         exchanged = self.gradient_seconds(layout, home, parameters, backward)
         exchanged += self.update_seconds(layout, home, parameters)
         return exchanged
 
 
 def _cache_bytes(work: LayerWork, slices: int) -> int:
-    """Kept beside activations where sequences are cut: all keys and values, and their gradients."""
+    """Bytes kept in addition to activations with token slices: all keys and values, and their gradients."""
     return 0 if slices == 1 else 2 * slices * work.cache_bytes
 
 
 def _exposed(communication: float, compute: float, overlap: float) -> float:
+    """Seconds of communication that compute does not hide."""
     return communication - overlap * min(communication, compute)
 
 
 def _count(items: Sequence[Item], kind: Item) -> Floats:
-    """Items of a kind in each stretch, by its first item and the one after its last."""
+    """Number of items of a kind in ``start .. stop - 1``, indexed ``[start, stop]``; ``(I + 1, I + 1)``."""
     prefix = np.concatenate([[0.0], np.cumsum(np.array([item is kind for item in items], dtype=float))])
     count: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
     return count

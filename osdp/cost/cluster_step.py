@@ -1,15 +1,16 @@
-"""What one layout of a transformer on a cluster comes to: the price that the planner ranks by.
+"""Step time and memory of a layout on a cluster: the estimate that the planner ranks by.
 
-With ``t_s`` the seconds of stage *s* for a microbatch, what crosses the border before it included, ``m``
-microbatches take ::
+With ``t_s`` the seconds of stage *s* for a microbatch, including the transfer over the boundary before it,
+``m`` microbatches take ::
 
     m max_s t_s + share * (sum_s t_s - max_s t_s)
 
-where the share of the fill and drain that a schedule leaves is 1 for GPipe and 1F1B (then it is ``(m - 1)
-max_s t_s + sum_s t_s``, as in Zheng et al., "Alpa", OSDI 2022, section 5.2), ``1 / v`` for *v* interleaved
-stages a rank (Narayanan et al., SC 2021) and a third for ZB-H1, whose forward and both parts of a backward
-are taken to be alike (Qi et al., 2023). A rank that sends cannot compute meanwhile. The collectives and the
-update of the slowest stage follow, and the sum of an embedding that two stages hold.
+where ``share`` is the fraction of the fill and drain that remains with a schedule: 1 for GPipe and 1F1B (the
+sum is then ``(m - 1) max_s t_s + sum_s t_s``, as in Zheng et al., "Alpa", OSDI 2022, section 5.2), ``1 / v``
+for *v* interleaved stages per rank (Narayanan et al., SC 2021), and a third for ZB-H1, whose forward and both
+parts of the backward are assumed to take equally long (Qi et al., 2023). A rank cannot compute while it
+sends. The gradient collectives and the optimizer step of the slowest stage follow, and the all-reduce of an
+embedding that several stages hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,19 +27,21 @@ from osdp.transformer import Item
 
 
 def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, same_node: bool) -> float:
-    """What crosses the border between two stages for one microbatch: an output and its gradient.
+    """Seconds of the transfers between two stages for one microbatch: an output and its gradient.
 
-    Each slice does so by itself, in messages of ``nbytes``.
+    Each token slice is sent separately, in messages of ``nbytes``.
     """
+    # Between nodes the slower of the sender's and the receiver's link counts.
     wires = (after.within,) if same_node else (before.between, after.between)
+    # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * stages_per_rank(layout.schedule) * layout.token_slices
     return messages * max(wire.seconds(nbytes) for wire in wires)
 
 
 def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
-    """To add up the gradients of a weight that several stages hold, over the slowest link there is.
+    """Seconds of the all-reduce of a tied weight's gradients between stages, over the slowest link.
 
-    Each tied item is taken to lie in another stage, as far as there are stages.
+    Each tied item is assumed to be in a stage of its own, as far as there are stages.
     """
     if layout.degrees.pp == 1 or not prices.workload.shape.tied_copies:
         return 0.0
@@ -51,10 +54,14 @@ def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot
 
 
 def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
-    """What the first rank gets of the last one for each microbatch, interleaved, over the slowest link."""
+    """Seconds of the transfers from the last to the first rank for one microbatch (interleaved only).
+
+    Over the slowest link.
+    """
     if stages_per_rank(layout.schedule) == 1 or layout.degrees.pp == 1:
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
+    # Of v stages on a rank, all but the very first of the model receive from the last rank.
     again = (stages_per_rank(layout.schedule) - 1) / stages_per_rank(layout.schedule)
     return again * max(
         border_seconds(layout, home, home, nbytes, same_node=slot.shares >= layout.degrees.pp)
@@ -70,17 +77,17 @@ def price(
     *,
     stages: Mapping[Slot, SlotStages] | None = None,
 ) -> ClusterPlan:
-    """Price one layout that is cut at ``bounds`` and placed in ``slots``.
+    """Estimate time and memory of a layout that is cut at ``bounds`` and placed in ``slots``.
 
     Args:
-        prices: Of the workload on the cluster.
+        prices: Costs of the workload on the cluster.
         layout: Degrees, batch, schedule, recomputation, sharding.
-        bounds: First item of each stage, and the number of items.
-        slots: Where each stage lies.
-        stages: Of the layout on each kind of slot, where they are known.
+        bounds: First item of each stage, followed by the number of items; ``pp + 1`` entries.
+        slots: Slot of each stage.
+        stages: Stage costs of the layout by slot, if already computed.
 
     Raises:
-        ValueError: There are not as many stages and slots as the layout has, or a stage is empty.
+        ValueError: The number of stages or slots is not that of the layout, or a stage is empty.
     """
     pp = layout.degrees.pp
     empty = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) if start >= stop]
@@ -91,13 +98,16 @@ def price(
         )
     by_slot = stages or {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(slots)}
     homes = {slot: by_slot[slot].home for slot in dict.fromkeys(slots)}
+    # 1. Every stage by itself.
     found = [by_slot[slots[rank]].stage(*pair, rank) for rank, pair in enumerate(pairwise(bounds))]
+    # 2. Transfers over the boundary before each stage; only interleaved schedules send to the first rank.
     border = prices.border_bytes(layout)
     sends = [wrap_seconds(prices, layout, homes)]
     for rank in range(1, pp):
         before, here = homes[slots[rank - 1]], homes[slots[rank]]
         sent = float(border[bounds[rank]])
         sends.append(border_seconds(layout, before, here, sent, same_node=shares_node(slots, rank)))
+    # 3. The slowest stage sets the pace of all microbatches, the stage with the longest end that of the rest.
     times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
     slowest = times.index(max(times))
     last = max(found, key=lambda stage: stage.end)
@@ -126,9 +136,9 @@ def price(
 
 
 def shares_node(slots: Sequence[Slot], stage: int) -> bool:
-    """Whether a stage lies in the node of the stage before it.
+    """Whether a stage is in the same node as the stage before it.
 
-    Stages that share a node follow each other; a run of equal slots fills one node after the other.
+    Stages that share a node are consecutive; a run of equal slots fills one node after the other.
     """
     slot = slots[stage]
     run = 0
@@ -138,7 +148,7 @@ def shares_node(slots: Sequence[Slot], stage: int) -> bool:
 
 
 def nodes_of(slots: Sequence[Slot]) -> tuple[int, ...]:
-    """Nodes of each kind that slots take together."""
+    """Number of nodes of each kind that the slots occupy together."""
     totals = [Fraction(0)] * len(slots[0].nodes)
     for slot in slots:
         for kind, count in enumerate(slot.nodes):

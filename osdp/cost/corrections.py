@@ -1,13 +1,13 @@
-"""Corrections: what measured steps say of layers like theirs beyond what the coefficients explain.
+"""Corrections: residuals of the fitted time model, interpolated between the layers that were measured.
 
-The host, the libraries and the links have habits that no formula has, and that return with every step of the
-same layer on the same ranks with the same microbatch. Their logarithms are interpolated by simple kriging
-with an exponential covariance (Cressie, Statistics for Spatial Data, 1993, section 3.2)
+Hosts, libraries and links have systematic effects that no formula covers, and that recur in every step of the
+same layer on the same ranks with the same microbatch. The logarithms of these factors are interpolated by
+simple kriging with an exponential covariance (Cressie, Statistics for Spatial Data, 1993, section 3.2)
 
     k(x, y) = v exp(-|x - y| / l),    |x - y| = sum of the doublings between x and y,
 
-so that a layer that was measured takes what it took, and one that is a few doublings away what the formulas
-say.
+so that a measured layer is predicted as it was measured, and one that is a few doublings away as the formulas
+predict it.
 """
 
 import math
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: v and l: logarithms of corrections are about 0.1, and half a doubling away an e-th of them is left.
+#: v and l: logarithms of corrections are about 0.1, and half a doubling away 1/e of a correction is left.
 _VARIANCE, _DOUBLINGS = 0.1**2, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCase:
-    """What decides how a layer runs on its ranks.
+    """Layer size, microbatch and tensor-parallel degree that a correction belongs to.
 
     Attributes:
         hidden: Width of the residual stream.
-        heads: Of attention.
-        sequence: Tokens of a sample.
-        tp: Ranks that compute it together.
-        samples: Of a microbatch.
+        heads: Attention heads.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+        samples: Samples per microbatch.
     """
 
     hidden: int
@@ -44,23 +44,23 @@ class LayerCase:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """One case that was measured; ``weight`` is its coefficient in the interpolation."""
+    """A measured case; ``weight`` is its coefficient in the interpolation."""
 
     case: LayerCase
     weight: float
 
 
 def correction_factor(corrections: Sequence[Correction], case: LayerCase) -> float:
-    """By what the seconds of a case are multiplied; 1 without corrections."""
+    """Factor for the modelled seconds of a case; 1 without corrections."""
     return math.exp(sum(each.weight * _covariance(each.case, case) for each in corrections))
 
 
 def corrections_of(cases: Sequence[LayerCase], logs: Floats, deviations: Floats) -> tuple[Correction, ...]:
-    """The interpolation through measured corrections.
+    """Kriging weights of measured corrections.
 
     Args:
-        cases: Distinct ones.
-        logs: Logarithm of the factor that each needs; shape ``(cases,)``.
+        cases: Distinct cases.
+        logs: Logarithm of the measured factor of each case; shape ``(cases,)``.
         deviations: Standard deviation of each logarithm; shape ``(cases,)``.
     """
     covariance = np.array([[_covariance(x, y) for y in cases] for x in cases])

@@ -1,7 +1,8 @@
-"""The step of a homogeneous cluster with layers dealt out evenly: :func:`osdp.cost.cluster_step.price`, fast.
+"""Step time on a homogeneous cluster with evenly divided layers: a fast :func:`osdp.cost.cluster_step.price`.
 
-Only the first, the last and one of the stages between differ, so that no arrays over all cuts are needed: a
-calibration prices thousands of steps with hundreds of coefficients. A test holds both to the same seconds.
+Only the first, the last and one of the middle stages differ, so that no arrays over all cuts are needed: a
+calibration evaluates thousands of steps with hundreds of sets of coefficients. A test checks that both give
+the same seconds.
 """
 
 from dataclasses import dataclass
@@ -17,18 +18,20 @@ from osdp.transformer import Item
 
 
 def even_layers(layers: int, pp: int) -> int:
-    """Layers of each stage.
+    """Layers per stage.
 
     Raises:
-        ValueError: The stages do not divide them.
+        ValueError: ``pp`` does not divide ``layers``.
     """
     if layers % pp:
-        raise ValueError(f"{layers} layers cannot be dealt out to {pp} stages evenly")
+        raise ValueError(
+            f"{layers} layers cannot be divided evenly among {pp} stages; use a pp that divides the layers"
+        )
     return layers // pp
 
 
 def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
-    """Bounds of such stages in the chain; the embedding is in the first, the head in the last.
+    """Bounds of evenly divided stages in the chain; the first has the embedding, the last the head.
 
     >>> even_bounds(4, 2)
     (0, 3, 6)
@@ -38,9 +41,10 @@ def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
-    """Where each stage lies if they follow each other over nodes that are all alike.
+    """Slot of every stage if consecutive stages fill nodes of one kind.
 
-    Where neither a stage's ranks nor a node's devices divide the other, each is as if it began a node.
+    If neither the ranks of a stage nor the devices of a node divide the other, every stage is treated as if
+    it started at a new node.
     """
     devices = prices.cluster.groups[0].node.devices
     ranks = layout.degrees.tp * layout.degrees.dp
@@ -49,7 +53,7 @@ def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Seconds of what the stages of a layout are made of."""
+    """Seconds of each kind of item of a layout, per microbatch."""
 
     embedding: float
     layer: float
@@ -57,7 +61,7 @@ class _Parts:
 
 
 class EvenSteps:
-    """Seconds of steps of one workload on one homogeneous cluster; what several layouts share is kept."""
+    """Step times of one workload on one homogeneous cluster; results that layouts share are cached."""
 
     def __init__(self, prices: ClusterPrices) -> None:
         self.prices = prices
@@ -65,14 +69,14 @@ class EvenSteps:
         self._ends: dict[tuple[object, ...], float] = {}
 
     def seconds(self, layout: Layout, layers: int = 0) -> float:
-        """A step of ``layout``.
+        """Seconds of a step of ``layout``.
 
         Args:
             layout: Degrees, batch, schedule, recomputation and sharding.
-            layers: Of the model; those of the workload's shape if 0.
+            layers: Layers of the model; those of the workload's shape if 0.
 
         Raises:
-            ValueError: The layers cannot be dealt out evenly.
+            ValueError: The layers cannot be divided evenly among the stages.
         """
         prices, pp = self.prices, layout.degrees.pp
         layers = layers or prices.workload.shape.layers
@@ -87,9 +91,11 @@ class EvenSteps:
             within, between = (
                 border_seconds(layout, home, home, sent, same_node=same) for same in (True, False)
             )
+            # A stage that starts a node receives over the network, all others inside their node.
             times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
             times[0] = each * parts.layer + parts.embedding + wrap_seconds(prices, layout, {slot: home})
             times[-1] += parts.head
+            # The same formula as osdp.cost.cluster_step.
             slowest = max(times)
             pipeline = layout.microbatches * slowest
             pipeline += bubble_share(layout) * (sum(times) - slowest)
@@ -106,11 +112,13 @@ class EvenSteps:
         return self._parts[key]
 
     def _end(self, layout: Layout, slot: Slot, home: Home, layers: int) -> float:
-        """Gradients, update and tied embedding of the slowest stage."""
+        """Seconds after the last microbatch on the slowest stage, and of a tied embedding's all-reduce."""
         degrees = layout.degrees
         prices, shape = self.prices, self.prices.workload.shape
         key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.way.zero)
         backward: Floats | float = 0.0
+        # The backward matters only where it can hide gradient collectives. Without overlap, layouts of all
+        # microbatch sizes share an entry.
         if prices.workload.overlap:
             key = (*key, layout.samples, layout.way, layout.token_slices)
             items = prices.item_prices(layout, slot)
@@ -121,6 +129,7 @@ class EvenSteps:
             held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
             held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
             held[-1] += shape.parameters(Item.HEAD, degrees.tp)
+            # One stage stores a tied weight once, several stages one copy at each end of the chain.
             if degrees.pp == 1:
                 held -= shape.tied_copies * prices.tied_numbers(layout)
             ends = prices.end_seconds(layout, home, held, backward)

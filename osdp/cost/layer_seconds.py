@@ -1,8 +1,8 @@
-"""Seconds of one item of a transformer on one kind of accelerator: a roofline with a floor of launches.
+"""Compute time of one item of a transformer on one kind of accelerator: a roofline with host overhead.
 
-Products of matrices take the longer of the operations that they occupy the device for
-(:mod:`osdp.cost.matmul`) and of moving their bytes, as those of attention's scores do; all else moves its
-bytes. The host calls the operators meanwhile (:mod:`osdp.cost.rates`).
+A matrix product, those of attention included, takes the longer of its FLOPs (rounded up to tiles and waves,
+:mod:`osdp.cost.matmul`) and of moving its bytes; all other operators are memory-bound. The host calls the
+operators concurrently (:mod:`osdp.cost.rates`).
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from osdp.cost.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """Compute of one microbatch, without any communication.
+    """Compute seconds of one item for one microbatch, without communication.
 
     Attributes:
-        forward: Of a forward.
-        backward: Of a backward.
-        attention: Of the forward of the products of attention alone.
+        forward: Seconds of a forward.
+        backward: Seconds of a backward.
+        attention: Seconds of the attention products (scores and weighted sum) in a forward.
     """
 
     forward: float
@@ -28,11 +28,11 @@ class LayerSeconds:
     attention: float
 
     def __mul__(self, factor: float) -> "LayerSeconds":
-        """All of them, longer by a factor."""
+        """All times multiplied by a factor."""
         return LayerSeconds(self.forward * factor, self.backward * factor, self.attention * factor)
 
     def scaled(self, to: "LayerSeconds", by: "LayerSeconds") -> "LayerSeconds":
-        """Times ``to`` over ``by``, pass for pass."""
+        """All times multiplied by the ratio of ``to`` and ``by``, each by its own."""
         return LayerSeconds(
             self.forward * to.forward / by.forward,
             self.backward * to.backward / by.backward,
@@ -41,14 +41,21 @@ class LayerSeconds:
 
 
 def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
-    """The compute of one item."""
+    """Modelled compute seconds of one item.
+
+    Args:
+        work: Work of one rank for one microbatch.
+        gpu: The device.
+        rates: Efficiencies of devices and host.
+    """
+    # Products and memory-bound operators run one after the other on the device, host calls concurrently.
     bandwidth = gpu.memory_bandwidth * rates.memory_share
     calling = work.kernels * rates.call_seconds
     forward = sum(_seconds(gemm, gpu, rates) for gemm in work.gemms) + work.moved_bytes / bandwidth
     backward = work.backward_bytes / bandwidth
     for gemm in work.gemms:
         backward += sum(_seconds(part, gpu, rates) for part in gemm.gradients)
-        # Scores that were not kept are one of the two products once more.
+        # Flash attention recomputes the scores in its backward: one of its two products once more.
         backward += _seconds(gemm, gpu, rates) / 2 if gemm.fused else 0.0
     return LayerSeconds(
         forward=rates.together(forward, calling),
@@ -58,7 +65,7 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
 
 
 def _seconds(gemm: Gemm, gpu: Gpu, rates: Rates) -> float:
-    """Of one product."""
+    """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
     share = rates.matrix_share * (1.0 if aligned(rows, columns, inner) else rates.unaligned_share)
     occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)

@@ -1,28 +1,28 @@
-"""What one rank computes, keeps and exchanges for one microbatch of an item of a transformer.
+"""Matrix products, memory traffic, activations and all-reduces of a transformer item on one rank.
 
-Tensor parallelism as in Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3): each layer sums its
-output over the ranks once for attention and once for the feed-forward block, forward and backward. Bytes that
-are kept for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
-``s b h (10 + 24 / t + 5 a s / (h t))`` are taken apart here, for other widths than ``4 h`` and for attention
-that never writes its scores (Dao et al., arXiv:2205.14135).
+Tensor parallelism is that of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3): each layer
+all-reduces its output once for attention and once for the feed-forward block, in forward and in backward.
+Bytes saved for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
+``s b h (10 + 24 / t + 5 a s / (h t))`` are separated here, to support feed-forward widths other than ``4 h``
+and attention that never writes its scores (Dao et al., arXiv:2205.14135).
 """
 
 from dataclasses import dataclass
 
 from osdp.transformer import Item, TransformerShape
 
-#: Bytes of a number in 16 and in 32 bits; losses are computed in 32.
+#: Bytes of a number in half and in single precision; losses are computed in single precision.
 HALF, SINGLE = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A product of matrices of ``rows x inner`` and ``inner x columns``, ``count`` times over.
+    """A batch of ``count`` matrix products ``(rows, inner) @ (inner, columns)``.
 
     Numbers have ``width`` bytes each.
 
-    ``fused`` is one of a kernel that reads and writes no scores (FlashAttention, Dao et al.,
-    arXiv:2205.14135): its other bytes are counted with those of the layer.
+    ``fused`` marks a product inside a kernel that never reads or writes attention scores (FlashAttention, Dao
+    et al., arXiv:2205.14135); the bytes of its other operands are counted with those of the layer.
     """
 
     rows: int
@@ -34,12 +34,12 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """FLOPs: multiplications and additions."""
         return 2.0 * self.count * self.rows * self.columns * self.inner
 
     @property
     def moved_bytes(self) -> int:
-        """Both factors and the result, each once."""
+        """Bytes of both factors and the result, each moved once."""
         if self.fused:
             return 0
         rows, columns, inner = self.rows, self.columns, self.inner
@@ -47,7 +47,7 @@ class Gemm:
 
     @property
     def gradients(self) -> "tuple[Gemm, Gemm]":
-        """The products that give the gradients of both factors."""
+        """The products that compute the gradients of both factors."""
         return (
             Gemm(self.rows, self.inner, self.columns, self.count, self.fused, self.width),
             Gemm(self.inner, self.columns, self.rows, self.count, self.fused, self.width),
@@ -56,23 +56,24 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """One microbatch of one item on one rank; a backward does each product twice, for both of its inputs.
+    """Work of one rank for one microbatch of one item; a backward has two products for each of a forward.
 
     Attributes:
-        gemms: Products of a forward.
-        attention: Those of them that compute scores and what they weigh, which selective recomputation
-            repeats.
-        moved_bytes: Read and written in a forward by all else.
-        backward_bytes: Read and written in a backward by all else, to add up gradients as well.
-        kernels: Kernels that a forward launches.
-        sums: All-reduces over the tensor-parallel ranks in a forward, and as many in a backward.
-        summed_bytes: Of each of them.
-        kept_bytes: Kept for backward.
-        score_bytes: Of these, what selective recomputation does not keep.
-        input_bytes: What is kept where the item is recomputed.
-        working_bytes: There during its own backward only, beside what was kept.
-        output_bytes: What it hands on.
-        cache_bytes: Keys and values, which later slices of the sequence need.
+        gemms: Matrix products of a forward.
+        attention: The subset of ``gemms`` that computes attention scores and the weighted sum of values;
+            selective recomputation repeats these.
+        moved_bytes: Bytes read and written in a forward by all other operators.
+        backward_bytes: Bytes read and written in a backward by all other operators, including gradient
+            accumulation.
+        kernels: Kernels launched by a forward.
+        sums: All-reduces over the tensor-parallel ranks in a forward; a backward has the same number.
+        summed_bytes: Bytes of each all-reduce.
+        kept_bytes: Bytes saved for backward.
+        score_bytes: Part of ``kept_bytes`` that selective recomputation does not save.
+        input_bytes: Bytes saved if the item is fully recomputed: its input.
+        working_bytes: Transient bytes of its own backward, in addition to those saved.
+        output_bytes: Bytes of its output, the input of the next item.
+        cache_bytes: Keys and values of a slice, which later slices of the sequence attend to.
     """
 
     gemms: tuple[Gemm, ...]
@@ -100,19 +101,19 @@ def layer_work(
     slices: int = 1,
     width: int = HALF,
 ) -> LayerWork:
-    """The work of one item on one slice of the sequences.
+    """Work of one item on one token slice of a microbatch.
 
-    Every slice counts as the last one, which attends to all keys. Of whole sequences of causal models flash
-    attention computes half of the scores.
+    Every slice is counted like the last one, which attends to all keys. For whole sequences of causal models,
+    flash attention computes half of the scores.
 
     Args:
         shape: The model.
-        item: Which item.
-        samples: Of a microbatch.
-        tp: Tensor-parallel ranks.
-        flash: Whether scores of attention stay in registers.
-        slices: Equal slices that sequences are cut into.
-        width: Bytes of an activation or a weight as it is computed with.
+        item: Kind of item.
+        samples: Samples of a microbatch.
+        tp: Tensor-parallel degree.
+        flash: Whether attention scores are never written (FlashAttention).
+        slices: Number of equal token slices per sequence.
+        width: Bytes of an activation or a weight in the compute dtype.
     """
     tokens = samples * shape.sequence // slices
     match item:
@@ -125,9 +126,10 @@ def layer_work(
 
 
 def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
-    indices = 8 * tokens
-    # Autograd makes the gradient of an embedding dense and adds it to what is there.
+    indices = 8 * tokens  # int64
+    # The gradient of an embedding is dense in autograd, and added to the accumulated one.
     weight = -(-shape.vocabulary // tp) * shape.hidden * width
     return LayerWork(
         gemms=(),
@@ -141,7 +143,7 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width:
         score_bytes=0,
         input_bytes=indices,
         working_bytes=stream,
-        # What an encoder gave goes on beside the decoder's own stream.
+        # The encoder's output is passed on together with the decoder's own stream.
         output_bytes=stream * (2 if item is Item.TARGET_EMBEDDING else 1),
     )
 
@@ -149,6 +151,8 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width:
 def _layer(
     shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int, width: int
 ) -> LayerWork:
+    """Work of a layer with one attention, or two in a cross-attention layer."""
+    # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
     attentions = 2 if item is Item.CROSS_LAYER else 1
     s, length = shape.sequence, shape.sequence // slices
     tokens = samples * length
@@ -158,6 +162,7 @@ def _layer(
     keys = max(shape.key_heads // tp, 1) * shape.width
     inner = shape.inner // tp
     ups = 2 if shape.gated else 1
+    # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
     seen = s // 2 if flash and shape.causal and slices == 1 else s
     scores = (
         Gemm(length, seen, shape.width, samples * heads, flash, width),
@@ -174,31 +179,34 @@ def _layer(
         Gemm(tokens, shape.hidden, inner, width=width),
     )
     wide = tokens * width
-    # Beside the stream's own tensors: inputs of the projections, queries, keys, values and what they give.
+    # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
+    # tensors inside the feed-forward block.
     attention_kept = wide * (2 * queries + 2 * keys)
     feed_kept = wide * inner * (ups + 1 + int(shape.gated))
-    # Of each score: the probabilities, a mask of one byte, the dropped ones.
+    # Per score: its probability before and after dropout, and a mask of one byte.
     score_bytes = 0 if flash else samples * heads * length * s * (2 * width + 1) * attentions
-    # Inputs of two norms and of two blocks of products, and two masks of dropout of one byte.
+    # Whole on each rank, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
     masks = tokens * shape.hidden
     stream_kept = (attentions + 1) * (2 * stream + masks)
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
-    # Forward: norms, residuals with dropout, and copies of queries, keys and values and of what they give.
+    # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
+    # keys, values and attention's output.
     moved = (attentions + 1) * (5 * stream + masks)
     moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
-    # Backward: the same, and sums of biases' gradients and of both branches of each residual.
+    # Backward: the same, plus sums of bias gradients and of both branches of each residual.
     back = (attentions + 1) * (9 * stream + masks)
     back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
-    # The activation, and softmax and dropout of the scores.
+    # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
     fused = flash or _softmax_is_fused(samples * heads, s)
     if not flash:
         scores_written = samples * heads * length * s * attentions
-        # One kernel for scale, mask and softmax, or in 32 bits: widened, scaled, masked, softmax, narrowed.
+        # One kernel for scale, mask and softmax, or separate ones in float32: cast up, scale, mask, softmax,
+        # cast down.
         moved += scores_written * (5 + (4 if fused else 36))
         back += scores_written * (5 + (6 if fused else 40))
-    # A weight's gradient is added to that of the microbatches before.
+    # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
@@ -220,22 +228,23 @@ def _layer(
 
 
 def _softmax_is_fused(matrices: int, sequence: int) -> bool:
-    """Whether Megatron-LM's kernel takes that many matrices of scores (its ``fused_softmax.py``)."""
+    """Whether Megatron-LM's fused kernel supports score matrices of this size (its ``fused_softmax.py``)."""
     return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
 def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
     return LayerWork(
         gemms=(Gemm(tokens, vocabulary, shape.hidden, width=width),),
         attention=(),
-        # The softmax of the logits is read twice and written once, in its backward as well.
+        # The softmax reads the logits twice and writes them once, and so does its backward.
         moved_bytes=2 * stream + 3 * logits * width,
         backward_bytes=3 * stream + 3 * logits * width + 3 * vocabulary * shape.hidden * width,
         kernels=8,
-        # The stream's gradient is summed over the ranks; forward exchanges numbers of tokens only.
+        # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),
         summed_bytes=stream,
         kept_bytes=2 * stream + logits * (width + SINGLE),

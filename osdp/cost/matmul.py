@@ -1,32 +1,33 @@
-"""What a product of matrices asks of a device: its operations, rounded up to whole tiles and waves.
+"""FLOPs of a matrix product, rounded up to whole tiles and waves.
 
-A device computes a product in tiles of its result, each on one of its multiprocessors: parts of tiles at the
-edges cost whole ones (tile quantisation), and while the last tiles are computed the other multiprocessors
-idle (wave quantisation; NVIDIA, Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1
-and 3). The tile is the guide's most efficient one; libraries also take smaller tiles where those waste less,
+A device computes the result in tiles, each on one of its multiprocessors. A partial tile at an edge costs as
+much as a whole one (tile quantisation), and while the last tiles are computed the other multiprocessors are
+idle (wave quantisation; NVIDIA, Matrix Multiplication Background User's Guide, DU-09799-001, sections 2.1 and
+3). The tile size is the guide's most efficient one; libraries also use smaller tiles where those waste less,
 at a lower rate.
 """
 
 import math
 from functools import lru_cache
 
-#: Rows and columns of a tile; as columns and rows, too.
+#: Rows and columns of a tile, used in either orientation.
 _TILE = (256, 128)
 
-#: 16-bit elements in the widest load of a multiprocessor (16 bytes); other rows are loaded in smaller pieces.
+#: 16-bit elements in the widest load of a multiprocessor (16 bytes); rows of other lengths need narrower
+#: loads.
 _ALIGNMENT = 8
 
 
 @lru_cache(maxsize=4096)
 def occupied_flops(rows: int, columns: int, inner: int, count: int = 1, multiprocessors: int = 0) -> float:
-    """Operations that a device could do in the time a product takes.
+    """FLOPs that a device could execute in the time that a matrix product occupies it.
 
     Args:
-        rows: Of the first factor and the result.
-        columns: Of the second factor and the result.
+        rows: Rows of the first factor and of the result.
+        columns: Columns of the second factor and of the result.
         inner: The dimension that is summed over.
-        count: How many such products at once.
-        multiprocessors: Of the device; 0 if unknown.
+        count: Number of such products in one batched call.
+        multiprocessors: Multiprocessors of the device; 0 if unknown.
 
     >>> occupied_flops(256 * 9, 128 * 12, 64, 1, 108) == 2 * 256 * 9 * 128 * 12 * 64
     True
@@ -42,5 +43,5 @@ def occupied_flops(rows: int, columns: int, inner: int, count: int = 1, multipro
 
 
 def aligned(*sizes: int) -> bool:
-    """Whether rows of 16-bit elements of all these lengths can be loaded in the widest pieces."""
+    """Whether rows of 16-bit elements of all these lengths allow the widest loads."""
     return not any(size % _ALIGNMENT for size in sizes)

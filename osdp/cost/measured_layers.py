@@ -1,4 +1,4 @@
-"""What an item takes by what was measured, carried to other batches, lengths and degrees by the model."""
+"""Measured time and memory of an item, scaled to other batches, lengths and degrees by the model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ def measured_seconds(
     tp: int,
     modelled: Callable[[int, int, int], LayerSeconds],
 ) -> LayerSeconds | None:
-    """What was measured; elsewhere times what the model says the difference makes.
+    """Measured seconds of an item, scaled from the nearest measured points by the ratio of modelled seconds.
 
     Args:
-        profile: Of the device.
+        profile: Layer profile of the device.
         item: The item.
-        samples: Of a microbatch.
-        sequence: Tokens of each.
-        tp: Tensor-parallel ranks.
-        modelled: Seconds by samples, tokens and ranks without any measurement.
+        samples: Samples of a microbatch.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+        modelled: Function of (samples, tokens, degree) that returns the modelled seconds.
 
     Returns:
         The seconds; ``None`` if the item was not measured.
@@ -37,6 +37,7 @@ def measured_seconds(
     here = modelled(samples, sequence, tp)
     there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
 
+    # measured(here) = modelled(here) * (measured / modelled) at the interpolated points.
     def carried(measured: float, model: float, at_points: float) -> float:
         return measured * model / at_points if at_points > 0 else measured
 
@@ -50,7 +51,7 @@ def measured_seconds(
         here.backward,
         sum(weight * model.backward for _, weight, model in there),
     )
-    # Of attention alone nothing is measured: it stays the same part of a forward.
+    # Attention alone is not measured: it keeps its modelled share of the forward.
     return LayerSeconds(forward, backward, carried(here.attention, forward, here.forward))
 
 
@@ -63,19 +64,19 @@ def with_measured_bytes(
     tp: int,
     modelled: Callable[[int, int, int], LayerWork],
 ) -> LayerWork:
-    """``work`` with activations as measured or traced, times what the model says the difference makes.
+    """``work`` with activation bytes scaled by the ratio of measured (or traced) to modelled bytes.
 
     Args:
-        work: Of a microbatch, or of a slice of one.
-        known: What was measured or traced.
+        work: Modelled work for a microbatch or a token slice of one.
+        known: Measured or traced activations.
         item: The item.
-        samples: Of the microbatch.
-        sequence: Tokens of each.
-        tp: Tensor-parallel ranks.
-        modelled: Work on a whole microbatch by samples, tokens and ranks.
+        samples: Samples of the microbatch.
+        sequence: Tokens per sample.
+        tp: Tensor-parallel degree.
+        modelled: Function of (samples, tokens, degree) that returns the modelled work of a whole microbatch.
 
     Returns:
-        The work; as it is if the item was not measured.
+        The scaled work; ``work`` itself if the item was not measured.
     """
     points = points_around(known, item, samples, sequence, tp)
     there = [(time, weight, modelled(time.samples, time.sequence, time.tp)) for time, weight in points]
@@ -85,6 +86,7 @@ def with_measured_bytes(
         return work
     more = sum(weight * time.kept_bytes for time, weight, _ in there) / kept
     beside = sum(weight * time.working_bytes for time, weight, _ in there) / working
+    # Round memory up, and what selective recomputation saves of it down.
     return replace(
         work,
         kept_bytes=math.ceil(work.kept_bytes * more),

@@ -1,4 +1,4 @@
-"""Seconds that the model gives to steps that were measured: what a calibration compares."""
+"""Modelled seconds of measured steps, which a calibration compares with the measurements."""
 
 import math
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from osdp.transformer import TransformerShape
 
 Floats = NDArray[np.float64]
 
-#: A step that ran may have been estimated to need so many times the memory there is.
+#: Tolerated ratio of estimated memory to the device's for a step that is known to have run.
 _DOUBT = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What measured steps have in common and their rows do not say.
+    """Settings that measured steps share and that are not columns of their CSV file.
 
     Attributes:
-        node: The machines, all alike.
+        node: Type of the machines, the same for all.
         vocabulary: Entries of the embedding.
-        flash: Whether scores of attention were never written.
-        recompute: What was computed again.
+        flash: Whether attention scores were never written (FlashAttention).
+        recompute: Activation recomputation.
     """
 
     node: NodeType
@@ -41,7 +41,7 @@ class Setting:
 
 
 class StepModel:
-    """The layouts of measured steps, to be priced with one set of coefficients after the other."""
+    """Layouts of measured steps, to be evaluated with many sets of coefficients."""
 
     def __init__(self, steps: Sequence[MeasuredStep], setting: Setting) -> None:
         self.steps = tuple(steps)
@@ -50,11 +50,18 @@ class StepModel:
 
     @property
     def crosses(self) -> bool:
-        """Whether some steps ran on several nodes."""
+        """Whether any step ran on several nodes."""
         return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
 
     def seconds(self, rates: Rates, inside: Wire, outside: Wire) -> Floats:
-        """A step of each row, for coefficients and the links in and between nodes; shape ``(rows,)``."""
+        """Modelled seconds of each step, shape ``(rows,)``.
+
+        Args:
+            rates: Coefficients of the time model.
+            inside: Link between devices of a node.
+            outside: Link between a node and the network.
+        """
+        # Steps of one layer size on one cluster share their layer times.
         node = replace(self.setting.node, inside=inside, outside=outside)
         priced: dict[tuple[int, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))
@@ -67,12 +74,12 @@ class StepModel:
 
     @property
     def measured(self) -> Floats:
-        """What was measured; seconds, shape ``(rows,)``."""
+        """Measured seconds of each step, shape ``(rows,)``."""
         return np.array([step.seconds for step in self.steps])
 
 
 def num_nodes(step: MeasuredStep, node: NodeType) -> int:
-    """Nodes that a step ran on."""
+    """Number of nodes that a step ran on."""
     return math.ceil(step.devices / node.devices)
 
 
@@ -99,17 +106,20 @@ def _layout(step: MeasuredStep, recompute: Recompute) -> Layout:
 
 
 def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recompute:
-    """What was computed again in steps that ran, if all were set up alike and nobody says how.
+    """Recomputation that measured steps must have used, if all used the same and none is specified.
 
-    Nothing, unless a step would then have needed more memory than there is, even if that is estimated too
-    high by a fifth: then all of each layer.
+    None, unless a step would then have needed more memory than its devices have, even if the estimate is a
+    fifth too high; in that case full recomputation of every layer.
     """
     needed = (_needed(step, _layout(step, Recompute.NONE), setting) for step in steps)
     return Recompute.FULL if any(part > _DOUBT for part in needed) else Recompute.NONE
 
 
 def _needed(step: MeasuredStep, layout: Layout, setting: Setting) -> float:
-    """Memory of the fullest stage, as a part of what there is."""
+    """Memory of the fullest stage, as a fraction of the device's.
+
+    Only the first and last stage are checked: they hold the most microbatches and the head.
+    """
     prices = _prices(step, setting, setting.node)
     stages = SlotStages(prices, layout, even_slot(prices, layout))
     bounds = even_bounds(step.layers, step.pp)

@@ -1,1 +1,1 @@
-"""Reports on values: tables, plots and pages. Reads values only."""
+"""Reports on values: tables, plots, graphs, exports and launch scripts. Reads values only."""

@@ -1,6 +1,6 @@
-"""Layouts on a cluster as a table (text, CSV, JSON), and one of them explained.
+"""Tables of cluster plans (text, CSV, JSON), and the breakdown of one plan.
 
-The first columns are those of ZeROSearch's tables, so that they can be read side by side.
+The first columns are those of ZeROSearch's tables, for direct comparison.
 """
 
 import csv
@@ -23,13 +23,13 @@ _GIB = 2**30
 def rows_of(
     plans: Sequence[ClusterPlan], cluster: Cluster, shape: TransformerShape, steps: int | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each plan, in order; seconds, GiB and dollars.
+    """Table rows of plans, in order; times in seconds, memory in GiB, costs in dollars.
 
     Args:
         plans: The plans, best first.
-        cluster: What they are for.
-        shape: The model.
-        steps: Of the whole training, for its cost.
+        cluster: Their cluster.
+        shape: Their model.
+        steps: Number of steps of the whole training, for its cost; ``None`` if unknown.
     """
     rows = []
     real = 0
@@ -74,7 +74,7 @@ def _row(
 
 
 def placement(slots: Sequence[Slot], cluster: Cluster) -> str:
-    """The kinds of nodes of all stages, in order."""
+    """Kinds of nodes of all stages, in order."""
     return " ".join(f"{len(list(run))}x{_nodes(slot, cluster)}" for slot, run in groupby(slots))
 
 
@@ -84,23 +84,23 @@ def _nodes(slot: Slot, cluster: Cluster) -> str:
 
 
 def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Layers of each stage, without embeddings and head."""
+    """Number of layers of each stage, without embeddings and head."""
     return [num_layers(shape.items[start:stop]) for start, stop in pairwise(plan.bounds)]
 
 
 def num_layers(items: Sequence[Item]) -> int:
-    """Layers among items."""
+    """Number of layers among items."""
     return sum(item in LAYERS for item in items)
 
 
 def describe(way: Way) -> str:
-    """A way in words."""
+    """Text of a strategy, such as ``zero2, recompute full``."""
     again = "" if way.recompute is Recompute.NONE else f", recompute {way.recompute}"
     return f"zero{way.zero}{again}"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text; what is unknown of all of them is left out."""
+    """The rows as text, without columns that are unknown in all rows."""
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     cells = [[_text(row[name]) for name in columns] for row in rows]
     right = [index for index, name in enumerate(columns) if not isinstance(rows[0][name], str)]
@@ -133,24 +133,24 @@ def json_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> str:
-    """What each number of one plan is made of."""
+    """Breakdown of one plan: parts of the step time, and memory of each stage."""
     layout, seconds = plan.layout, plan.seconds
     degrees = layout.degrees
     slices = f" in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
     parts = (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
         ("recomputation", seconds.recompute, layout.recomputation),
-        ("tensor parallelism", seconds.tensor, f"sums over {degrees.tp} ranks"),
+        ("tensor parallelism", seconds.tensor, f"all-reduces over {degrees.tp} ranks"),
         ("gathers and scatters", seconds.shards, f"of each microbatch, {layout.sharding}"),
-        ("sends", seconds.sends, "over the border before the stage, there and back"),
+        ("sends", seconds.sends, "to and from the stage before"),
         (
             "bubble",
             seconds.bubble,
             f"{layout.schedule}: {degrees.pp} stages, {layout.microbatches} microbatches{slices}",
         ),
         ("gradients", seconds.gradients, f"over {degrees.dp} data-parallel ranks, after the last backward"),
-        ("embedding", seconds.embedding, "sum of the copies that stages hold"),
-        ("optimizer", seconds.optimizer, "update of the slowest stage"),
+        ("embedding", seconds.embedding, "all-reduce of a tied embedding's gradients between stages"),
+        ("optimizer", seconds.optimizer, "optimizer step of the slowest stage"),
     )
     rows = [("", "seconds", "share", "")]
     rows += [(name, f"{value:.4g}", f"{value / plan.step_seconds:.0%}", why) for name, value, why in parts]
@@ -175,7 +175,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
 
 
 def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> str:
-    """Memory of each stage by part; activations are gone when updates are made."""
+    """Memory of each stage by part; activations are freed before the optimizer step."""
     parts = (
         "weights",
         "gradients",
@@ -203,6 +203,6 @@ def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) 
 
 
 def _runs_text(start: int, runs: Sequence[Run]) -> str:
-    """How many items of a stage live how."""
+    """Number of items of each run of a stage, with their strategy."""
     sizes = [stop - first for first, stop in pairwise((start, *(run.stop for run in runs)))]
     return "; ".join(f"{size} {describe(run.way)}" for size, run in zip(sizes, runs, strict=True))

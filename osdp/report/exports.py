@@ -1,6 +1,6 @@
-"""A layout for people who run other frameworks: Megatron-LM, DeepSpeed, Accelerate and torchtitan.
+"""Export of cluster plans to other frameworks: Megatron-LM, DeepSpeed, Accelerate and torchtitan.
 
-Each export says in its notes what the framework cannot express. Names of options are those of Megatron-LM's
+The notes of each export list what the framework cannot express. Names of options are those of Megatron-LM's
 ``arguments.py``, DeepSpeed's configuration JSON, Accelerate's FSDP configuration and torchtitan's
 ``job_config.py`` in 2026.
 """
@@ -19,12 +19,12 @@ from osdp.transformer import TransformerShape
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What another framework reads.
+    """Configuration file of another framework.
 
     Attributes:
         file: Name of the file.
         text: Its content.
-        notes: What cannot be expressed there.
+        notes: Parts of the plan that the framework cannot express.
     """
 
     file: str
@@ -33,7 +33,7 @@ class Export:
 
 
 def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
-    """The layout for each framework."""
+    """Export a plan to every framework."""
     return (
         megatron(plan, shape),
         deepspeed(plan, shape),
@@ -44,6 +44,7 @@ def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
 
 def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Arguments of Megatron-LM's pretraining scripts."""
+    # 1. Dimensions, degrees and batch.
     layout, degrees = plan.thriftiest, plan.layout.degrees
     words: dict[str, int | str] = {
         "num-layers": shape.layers + shape.decoder_layers,
@@ -74,48 +75,51 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if not shape.tied:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
+    # 2. Recomputation.
     notes = []
     zero = layout.way.zero
     again = {run.way.recompute for stage in plan.runs for run in stage}
     if again == {Recompute.NONE, Recompute.FULL}:
-        # Of each stage's layers the first ones; interleaved, of those of each of a rank's two.
+        # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
+        # applies to each of a rank's stages.
         stages = stages_per_rank(layout.schedule)
         most = max(-(-number // stages) for number in _recomputed(plan, shape))
         text.append("--recompute-granularity full --recompute-method block")
         text.append(f"--recompute-num-layers {most}")
-        notes.append("how many layers each stage recomputes by itself: the most of any are written for all")
+        notes.append("a different number of recomputed layers per stage: the maximum is written for all")
     elif layout.recompute is Recompute.FULL:
         text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif layout.recompute is Recompute.SELECTIVE:
         text.append("--recompute-granularity selective")
+    # 3. Sharding, stages and schedule.
     if zero:
         text.append("--use-distributed-optimizer")
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if not shape.causal and not shape.decoder_layers:
-        notes.append("an encoder: these are for its BERT, whose script adds its own")
+        notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
     if shape.decoder_layers:
-        notes.append("an encoder-decoder: its stages must be given by hand")
+        notes.append("an encoder-decoder: its stages must be specified by hand")
     elif degrees.pp > 1:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
     if layout.schedule not in ("1f1b", "interleaved"):
         notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     if layout.schedule == "interleaved" and layout.microbatches % degrees.pp:
         notes.append(
-            f"interleaved with {layout.microbatches} microbatches, no multiple of {degrees.pp} stages"
+            f"interleaved with {layout.microbatches} microbatches, not a multiple of {degrees.pp} stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_unsaid(plan)))
 
 
 def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
-    """Stages as Megatron-LM writes them: embedding E, layers t, loss L."""
+    """Stages in Megatron-LM's notation: embedding E, layers t, loss L."""
     stages = ["t" * number for number in chunks(plan, shape)]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
 
 
 def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Layers of every stage in the order of the model; interleaved, each rank's are halved."""
+    """Layers of every stage in the order of the model; interleaved, each rank's are split into two stages."""
     layers = layers_of(plan, shape)
     if plan.layout.schedule != "interleaved":
         return layers
@@ -140,7 +144,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
         if layout.way.zero > 1:
             config["zero_optimization"] = {"stage": 1}
-            notes.append(f"ZeRO {layout.zero} beside pipelines: not allowed there, ZeRO 1 is written")
+            notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
         if layout.schedule != "1f1b":
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     if degrees.tp > 1:
@@ -154,6 +158,8 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
 def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Accelerate's FSDP configuration."""
     del shape
+    # Accelerate has no pipelines for training: the ranks of all stages become data-parallel ones, and
+    # accumulation shrinks accordingly.
     layout, degrees = plan.thriftiest, plan.layout.degrees
     replicas = degrees.dp * degrees.pp
     steps, rest = divmod(layout.microbatches, degrees.pp)
@@ -179,21 +185,21 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
         ]
     notes = [f"gradient accumulation: {max(steps, 1)} steps, in Accelerator(...)"]
     if nodes > 1:
-        notes.append("machine_rank and main_process_ip: give them to accelerate launch on each node")
+        notes.append("machine_rank and main_process_ip: pass them to accelerate launch on each node")
     if degrees.pp > 1:
         notes.append(f"{degrees.pp} stages: it has no pipelines for training, so these ranks shard data")
     if rest or not steps:
         notes.append(
-            f"the global batch: {layout.microbatches} microbatches cannot be dealt out to {degrees.pp} times "
-            "as many data-parallel ranks"
+            f"the global batch: {layout.microbatches} microbatches cannot be divided among {degrees.pp} "
+            "times as many data-parallel ranks"
         )
     if layout.way.zero < 2:
-        notes.append(f"ZeRO {layout.zero}: gradients are sharded, too (ZeRO 2)")
+        notes.append(f"ZeRO {layout.zero}: gradients are sharded as well (ZeRO 2)")
     return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_unsaid(plan)))
 
 
 def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
-    """Overrides on torchtitan's command line."""
+    """Command-line overrides of torchtitan's configuration."""
     layout, degrees = plan.thriftiest, plan.layout.degrees
     sharded = layout.way.zero > 0
     words = {
@@ -207,7 +213,7 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "activation_checkpoint.mode": layout.recomputation,
     }
-    notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and its like"]
+    notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and similar ones"]
     if degrees.pp > 1:
         names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
         words["parallelism.pipeline_parallel_schedule"] = names.get(layout.schedule, "1F1B")
@@ -216,17 +222,17 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         if layout.schedule not in names:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
     if layout.zero == 1:
-        notes.append("ZeRO 1: gradients are sharded, too (ZeRO 2)")
+        notes.append("ZeRO 1: gradients are sharded as well (ZeRO 2)")
     if layout.recompute is Recompute.SELECTIVE:
-        notes.append("selective recomputation: its own choice of operators, not the scores of attention")
+        notes.append("selective recomputation: its own choice of operators, not the attention scores")
     if shape.tied and degrees.pp > 1:
-        notes.append("a tied embedding in several stages: it refuses that")
+        notes.append("a tied embedding in several stages: not supported there")
     text = " \\\n".join(f"--{name} '{value}'" for name, value in words.items()) + "\n"
     return Export("torchtitan_overrides.sh", text, (*notes, *_unsaid(plan)))
 
 
 def _modules(layers: Sequence[int]) -> list[list[str]]:
-    """Names of the modules of each stage as torchtitan's models call them."""
+    """Module names of each stage in torchtitan's models."""
     parts, first = [], 0
     for number in layers:
         parts.append([f"layers.{index}" for index in range(first, first + number)])
@@ -237,7 +243,7 @@ def _modules(layers: Sequence[int]) -> list[list[str]]:
 
 
 def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Layers of each stage that are computed again in full."""
+    """Number of fully recomputed layers of each stage."""
     found = []
     for (start, _), runs in zip(pairwise(plan.bounds), plan.runs, strict=True):
         first, number = start, 0
@@ -250,13 +256,13 @@ def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
 
 
 def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
-    """What none of them can express."""
+    """Notes on what none of the frameworks can express."""
     notes = []
     if plan.layout.by_item:
         ways = " / ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
-        notes.append(f"items that live in ways of their own ({ways}): one is written for all")
+        notes.append(f"strategies chosen item by item ({ways}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
-        notes.append("which nodes serve which stage: start the nodes in the order of the launch sheet")
+        notes.append("the nodes of each stage: start the nodes in the order of the launch sheet")
     if plan.layout.token_slices > 1:
-        notes.append(f"{plan.layout.token_slices} token slices: sequences go through the stages whole")
+        notes.append(f"{plan.layout.token_slices} token slices: stages process whole sequences")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""A ModelDesc, or a cluster, as a graph."""
+"""ModelDesc and cluster as networkx graphs."""
 
 import networkx as nx
 
@@ -22,11 +22,11 @@ def graph(model_desc: ModelDesc) -> nx.DiGraph:
 
 
 def topology(cluster: Cluster) -> nx.Graph:
-    """The links of a cluster.
+    """The links of a cluster as an undirected graph.
 
     Returns:
-        A tree: the ``"network"``, a node for each machine and one for each of its devices; edges have the
-        attribute ``bandwidth``, bytes per second in one direction.
+        A tree: the ``"network"``, one node per machine and one per device; edges have the attribute
+        ``bandwidth``, bytes per second in one direction.
     """
     result = nx.Graph()
     result.add_weighted_edges_from(cluster.edges(), weight="bandwidth")

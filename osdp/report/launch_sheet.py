@@ -1,7 +1,7 @@
-"""How a layout is started: torchrun on every node, and a batch script for Slurm.
+"""Launch scripts of a cluster plan: torchrun on every node, and a batch script for Slurm.
 
-Ranks are numbered along the stages: nodes are listed in the order in which stages lie in them, and each has
-its number from that order (``--node-rank``), so that rank 0 is in the first stage.
+Ranks are numbered along the stages: nodes are listed in the order of the stages placed on them, and this
+order gives each its ``--node-rank``, so that rank 0 is in the first stage.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ def node_order(slots: Sequence[Slot]) -> tuple[int, ...]:
 
 
 def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
-    """A script that starts ``program`` on the node of the number it is given."""
+    """Shell script that starts ``program`` on one node; its argument is the number of the node."""
     order = node_order(plan.slots)
     lines = [
         "#!/usr/bin/env bash",
         f"# bash launch.sh NODE on each of {len(order)} nodes; MASTER_ADDR is the address of node 0.",
-        "# The program is yours: OSDP(model, plan=Plan.load(...)) with the plan that it is given.",
+        "# The program is yours: it calls OSDP(model, plan=Plan.load(...)) with the exported plan.",
         'cd "$(dirname "$0")"',
         ': "${MASTER_ADDR:?address of node 0}"',
         'case "${1:?number of this node}" in',
@@ -44,7 +44,7 @@ def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
 
 
 def batch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
-    """The same for ``sbatch``: one component of the job for each run of nodes of a kind."""
+    """Slurm script for ``sbatch``; consecutive nodes of one kind form a component of a heterogeneous job."""
     order = node_order(plan.slots)
     runs = [(kind, len(list(run))) for kind, run in groupby(order)]
     lines = ["#!/bin/bash"]
@@ -66,10 +66,10 @@ def batch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
         torchrun = _torchrun(
             len(order), f"$(({first} + SLURM_NODEID))", cluster.groups[kind].node.devices, program
         )
-        # In a component of a job nodes count from 0 again.
+        # Each component of a heterogeneous job numbers its nodes from 0.
         lines += [f"srun {where}bash -c '{torchrun}' &", "started+=($!)"]
         first += count
-    # The job fails as its first component that does.
+    # The job fails with the exit status of a failed component.
     lines += ["status=0", 'for each in "${started[@]}"; do wait "$each" || status=$?; done', 'exit "$status"']
     return "\n".join(lines) + "\n"
 
@@ -82,7 +82,7 @@ def _torchrun(nodes: int, rank: str, devices: int, program: str) -> str:
 
 
 def _stages(plan: ClusterPlan, node: int) -> str:
-    """Numbers of the stages that lie in a node."""
+    """Numbers of the stages on a node, as text."""
     found: list[int] = []
     begin = 0
     stage = 0

@@ -1,4 +1,4 @@
-"""Time and cost of a step on parts of a cluster, drawn: PNG (matplotlib) or HTML (plotly), by the name."""
+"""Plot of step time and cost on parts of a cluster, as PNG (matplotlib) or HTML (plotly) by file suffix."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,22 +11,20 @@ _X, _Y = "seconds a step", "dollars a step"
 
 
 def plot_plans(plans: Sequence[ClusterPlan], cluster: Cluster, path: str | Path) -> None:
-    """Draw plans that have prices.
+    """Plot the step time and cost of plans.
 
     Args:
-        plans: Of any parts of the cluster.
-        cluster: What they are for.
-        path: Where to; ``.html`` can be pointed at, all else is what matplotlib writes.
+        plans: Plans for any parts of the cluster.
+        cluster: Their cluster.
+        path: Output file; ``.html`` is interactive, any other suffix is written by matplotlib.
 
     Raises:
         ValueError: A plan has no price.
-        ImportError: The library that draws it is not installed.
+        ImportError: The plotting library is not installed.
     """
     points = [(plan.step_seconds, plan.dollars_per_step, _label(plan, cluster)) for plan in plans]
     if any(dollars is None for _, dollars, _ in points):
-        raise ValueError(
-            "a plot of time and cost needs the price of every node: write it in the cluster file"
-        )
+        raise ValueError("a plot of time and cost needs the price of every node: add it to the cluster file")
     x, y, labels = zip(*points, strict=True)
     if Path(path).suffix == ".html":
         _html(x, y, labels, path)

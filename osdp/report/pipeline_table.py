@@ -1,4 +1,4 @@
-"""A pipeline plan as text: its facts, a row for each stage, and where to read on."""
+"""Text table of a pipeline plan: summary, one row per stage, and notes."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ _HEADER = ("stage", "rank", "modules", "forward", "backward", "in flight", "sent
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
-    """The plan as text; ``print(plan.stages[0].plan)`` shows the decisions of a stage."""
+    """Format a pipeline plan; ``print(plan.stages[0].plan)`` shows the decisions of a stage."""
     placement = plan.make_schedule().placement
     rows = [
         _HEADER,

@@ -1,7 +1,7 @@
-"""Plain-text tables: a plan with the reasons of its decisions, and runs side by side.
+"""Plain-text tables: a plan with the reasons of its decisions, and a comparison of runs.
 
-A plan has a row per unit. Units that differ only in the number of the block they lie in share a row, so that
-96 layers are as readable as six.
+A plan has a row per unit. Units that differ only in the number of their block share a row, so that 96 layers
+are as readable as six.
 """
 
 import re
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan as text: its facts, a row per kind of unit, totals per mode.
+    """Format a plan: summary, a row per kind of unit, totals per mode, and notes.
 
     The reason in a row is that of the largest operator of its first unit.
 
@@ -35,15 +35,15 @@ def plan_table(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One run of a comparison.
+    """One run in a comparison.
 
     Attributes:
-        name: What was run.
-        samples: Samples of a step, over all ranks.
-        step_seconds: Measured time of a step.
-        predicted_seconds: Predicted time of a step, if there is a prediction.
-        peak_bytes: Measured peak on the worst rank, if it was measured.
-        predicted_peak: Predicted peak, if there is a prediction.
+        name: Name of the run.
+        samples: Samples per step, over all ranks.
+        step_seconds: Measured seconds of a step.
+        predicted_seconds: Predicted seconds of a step, if there is a prediction.
+        peak_bytes: Measured peak memory of the rank with the highest peak, if it was measured.
+        predicted_peak: Predicted peak memory, if there is a prediction.
         first_loss: Training loss of the first step.
         last_loss: Training loss of the last step.
         held_out_loss: Loss on held-out data after training.
@@ -63,9 +63,13 @@ class RunRow:
 
 
 def comparison_table(rows: Sequence[RunRow], memory_limit: int | None = None) -> str:
-    """Runs side by side, measured next to predicted; a peak above ``memory_limit`` is marked.
+    """Format runs side by side, measured next to predicted.
 
     The last column is the largest difference of a step's loss from the reference's.
+
+    Args:
+        rows: The runs.
+        memory_limit: Limit in bytes; measured peaks above it are marked with ``(!)``.
     """
     header = (
         "",
@@ -101,7 +105,11 @@ def comparison_table(rows: Sequence[RunRow], memory_limit: int | None = None) ->
 
 
 def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Text columns under the header row, two spaces apart; cells may have several lines.
+    """Align cells in columns under the header row, two spaces apart; cells may have several lines.
+
+    Args:
+        rows: Cells of all rows, the header first.
+        right: Indices of the columns to align to the right.
 
     >>> print(align([("name", "n"), ("a", "10"), ("bc", "2")], right=[1]))
     name   n
@@ -116,7 +124,7 @@ def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
 
 
 def compress(names: Iterable[str]) -> list[str]:
-    """Names that differ in their first number written as one, in order of first appearance.
+    """Merge names that differ only in their first number, in order of first appearance.
 
     >>> compress(["h.0.mlp", "h.1.mlp", "wte", "h.3.mlp"])
     ['h.[0-1, 3].mlp', 'wte']
@@ -161,7 +169,7 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _reduction(plan: Plan) -> str:
-    """How often gradients are reduced, where that is a choice."""
+    """Text on how often gradients are reduced; empty with one microbatch."""
     if plan.training.microbatches == 1:
         return ""
     return (
@@ -193,7 +201,7 @@ def _predicted(plan: Plan) -> list[str]:
 
 
 def _alike(plan: Plan) -> list[list[int]]:
-    """Numbers of the units that share a row, in order of the first of each."""
+    """Indices of the units that share a row, in order of the first of each."""
     sizes = {decision.operator: decision.nbytes for decision in plan.decisions}
     rows: dict[object, list[int]] = {}
     for number, unit in enumerate(plan.units):
@@ -216,7 +224,7 @@ def _unit_row(plan: Plan, numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def _way(plan: Plan, unit: Unit) -> str:
-    """The mode of a unit, whether it runs in slices or is recomputed, and where its states are."""
+    """Text of a unit's strategy: mode, slices, recomputation, offloading and shard group."""
     decision = _by_name(plan)[unit.operators[0]]
     slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
@@ -235,7 +243,7 @@ def _by_name(plan: Plan) -> dict[str, Decision]:
 
 
 def _module_names(units: Sequence[Unit]) -> list[str]:
-    # The root unit is wrapped as the root; what it gathers are its operators.
+    # The root unit has no module of its own to name: list its operators instead.
     names = [name for unit in units for name in (unit.operators if unit.root else unit.modules)]
     root = ["root:"] if units[0].root else []
     return [" ".join([*root, *compress(names)[:1]]), *compress(names)[1:]]
@@ -271,7 +279,7 @@ def _pattern(name: str) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text: one as it is, several as runs in brackets."""
+    """Text of a set of numbers: a single one as it is, several as ranges in brackets."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

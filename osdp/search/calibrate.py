@@ -1,15 +1,16 @@
-"""Calibration: the coefficients of the time model that fit measured steps best.
+"""Calibration: fit the coefficients of the time model to measured steps.
 
-With r_i the relative errors of the steps and x_j the logarithms of the coefficients, minimised is ::
+With r_i the relative errors of the steps and x_j the logarithms of the coefficients, the fit minimises ::
 
     sum_i r_i^2 / sqrt(r_i^2 + d^2) / s  +  sum_j ((x_j - p_j) / w_j)^2
 
-The first sum is near the absolute errors, so that rows that no coefficient explains do not pull the others
-along; s is a typical error. The second holds each coefficient near what is published (p) as firmly as that
-is known (w): a coefficient that the rows say nothing about stays there, hence what a small model says about a
-large one is physics where it is not measurement. What the coefficients leave is interpolated between the
-layers that were measured (:mod:`osdp.cost.corrections`). Solved by Levenberg-Marquardt steps (Moré, "The
-Levenberg-Marquardt algorithm", 1978) from p. Local, not proven optimal; the same rows give the same answer.
+The first sum is close to the absolute errors, so that outliers that no coefficient explains do not distort
+the others; s is a typical error. The second sum is a prior: it keeps each coefficient near its published
+value (p), as firmly as that is known (w). A coefficient that the measurements do not determine stays at its
+published value, so that small models predict large ones by physics where not by measurement. The remaining
+residuals are interpolated between the measured layers (:mod:`osdp.cost.corrections`). Solved by
+Levenberg-Marquardt steps (Moré, "The Levenberg-Marquardt algorithm", 1978) from p: a local optimum, not
+proven global; the same rows give the same answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,9 @@ from osdp.measured_step import MeasuredStep
 
 Floats = NDArray[np.float64]
 
-#: Relative errors below which they count squared, and a typical one: d and s above.
+#: Relative error below which errors count squared, and a typical relative error: d and s above.
 _SMALL, _TYPICAL = 0.02, 0.05
-#: By what factor, as a logarithm, each coefficient is known beforehand: w above.
+#: Prior standard deviation of each coefficient's logarithm: w above.
 _SPREAD = {
     "matrix_share": 0.15,
     "unaligned_share": 0.5,
@@ -44,7 +45,7 @@ _SPREAD = {
     "outside_bandwidth": 0.4,
     "outside_latency": 0.5,
 }
-#: Where coefficients start of which nothing is published: hardly more than nothing.
+#: Start values of coefficients without a published value: almost no effect.
 _START = {
     "blend": 0.2,
     "sum_seconds": 3e-5,
@@ -52,19 +53,20 @@ _START = {
     "inside_latency": 1e-6,
     "outside_latency": 1e-6,
 }
-#: Relative deviation of steps with the same layer, at least: what else differs between them.
+#: Minimum relative deviation of steps with the same layer, whatever else differs between them.
 _ALONE = 0.02
+#: Levenberg-Marquardt: maximum iterations, relative gain at which to stop, and step of finite differences.
 _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What fits measured steps best.
+    """Coefficients and links that fit measured steps best.
 
     Attributes:
-        rates: Of devices and hosts.
-        inside: The link between devices of a node.
-        outside: That between a node and the network; as it was where no step ran on several nodes.
+        rates: Efficiencies of devices and hosts.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; unchanged if no step ran on several nodes.
     """
 
     rates: Rates
@@ -74,18 +76,18 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients fitted to measured steps, and how far to trust them.
+    """Coefficients fitted to measured steps, and their cross-validation error.
 
     Attributes:
-        node: Name of the kind of node they ran on.
-        rates: Of devices and hosts.
-        inside: The link between devices of a node.
-        outside: That between a node and the network; ``None`` if no step ran on several nodes.
-        steps: How many steps they were fitted to.
-        mean_error: Mean absolute relative error of steps that were left out of the fit.
-        median_error: Their median.
-        folds: In so many parts.
-        flash: Whether scores of attention were never written in those steps.
+        node: Name of the kind of node that the steps ran on.
+        rates: Efficiencies of devices and hosts.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; ``None`` if no step ran on several nodes.
+        steps: Number of steps in the fit.
+        mean_error: Mean absolute relative error of held-out steps.
+        median_error: Median absolute relative error of held-out steps.
+        folds: Number of folds of the cross-validation.
+        flash: Whether attention scores were never written in those steps (FlashAttention).
     """
 
     node: str
@@ -103,10 +105,10 @@ class Calibration:
         codec.save(self, path)
 
     def applied(self, cluster: Cluster) -> Cluster:
-        """The cluster with the links that were found.
+        """The cluster with the fitted links.
 
         Raises:
-            ValueError: It has other nodes than the steps ran on.
+            ValueError: It has nodes of a kind that the steps did not run on.
         """
         others = [group.node.name for group in cluster.groups if group.node.name != self.node]
         if others:
@@ -127,13 +129,13 @@ class Calibration:
 def calibrate(
     steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, folds: int = 5
 ) -> Calibration:
-    """Fit the coefficients to all of ``steps``; its errors are those of cross-validation.
+    """Fit the coefficients to all of ``steps``, and estimate their error by cross-validation.
 
     Args:
-        steps: Measured.
-        setting: What they have in common.
-        rates: What the coefficients are taken to be before anything is measured.
-        folds: Parts of the cross-validation.
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        folds: Number of folds of the cross-validation.
 
     Raises:
         ValueError: There are fewer steps than folds, or fewer folds than two.
@@ -156,13 +158,13 @@ def calibrate(
 def fit(
     steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, corrected: bool = True
 ) -> Fitted:
-    """The coefficients, and the links in and between nodes, that fit ``steps`` best.
+    """Fit the coefficients, and the links in and between nodes, to ``steps``.
 
     Args:
-        steps: Measured.
-        setting: What they have in common.
-        rates: What the coefficients are taken to be before anything is measured.
-        corrected: Whether what the coefficients leave is interpolated.
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        corrected: Whether to interpolate the remaining residuals.
 
     Raises:
         ValueError: There are no steps.
@@ -173,7 +175,7 @@ def fit(
 
 
 def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, fitted: Fitted) -> Floats:
-    """Modelled over measured seconds, less one; shape ``(steps,)``."""
+    """Modelled over measured seconds, minus one; shape ``(steps,)``."""
     model = StepModel(steps, setting)
     seconds = model.seconds(fitted.rates, fitted.inside, fitted.outside)
     errors: Floats = seconds / model.measured - 1.0
@@ -188,15 +190,27 @@ def cross_validation(
     folds: int = 5,
     corrected: bool = True,
 ) -> Floats:
-    """Relative error of each step by what was fitted to the other parts of a random division.
+    """Relative error of each step, predicted by a fit to the other folds of a random division.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        folds: Number of folds.
+        corrected: Whether to interpolate the remaining residuals.
+
+    Returns:
+        Relative errors, shape ``(steps,)``.
 
     Raises:
         ValueError: There are fewer steps than folds, or fewer folds than two.
     """
     if not 2 <= folds <= len(steps):
         raise ValueError(
-            f"{len(steps)} steps cannot be divided into {folds} parts: at least {max(folds, 2)} are needed"
+            f"{len(steps)} steps cannot be divided into {folds} folds: at least {max(folds, 2)} steps and 2 "
+            "folds are needed"
         )
+    # A fixed seed, so that the same rows give the same error.
     part = np.random.default_rng(0).permutation(len(steps)) % folds
     errors = np.empty(len(steps))
     for fold in range(folds):
@@ -212,15 +226,24 @@ def leave_out(
     *,
     rates: Rates = PUBLISHED,
 ) -> Floats:
-    """Relative errors of the steps that ``held`` picks, by coefficients fitted to all others.
+    """Relative errors of the steps that ``held`` selects, predicted by a fit to all others.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        held: Whether to hold out a step.
+        rates: Prior coefficients.
+
+    Returns:
+        Relative errors of the held-out steps, in order.
 
     Raises:
-        ValueError: It picks all of them or none.
+        ValueError: It selects all steps or none.
     """
     picked = np.array([held(step) for step in steps])
     if picked.all() or not picked.any():
         raise ValueError(
-            f"{int(picked.sum())} of {len(steps)} steps are left out; leave some out and some in"
+            f"{int(picked.sum())} of {len(steps)} steps are left out; at least 1 must be left out and 1 kept"
         )
     return _held_out(steps, setting, picked, rates)
 
@@ -232,6 +255,7 @@ def _held_out(
     rates: Rates,
     corrected: bool = True,
 ) -> Floats:
+    """Relative errors of the steps in ``held``, predicted by a fit to the others."""
     others = [step for step, out in zip(steps, held, strict=True) if not out]
     fitted = fit(others, setting, rates=rates, corrected=corrected)
     picked = [step for step, out in zip(steps, held, strict=True) if out]
@@ -239,6 +263,8 @@ def _held_out(
 
 
 def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
+    """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
+    # 1. The prior, in logarithms; links between nodes only if some step used them.
     node = model.setting.node
     prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
     prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
@@ -249,6 +275,7 @@ def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
     spread = np.array([_SPREAD[name] for name in names])
     measured = model.measured
 
+    # 2. Residuals: weighted errors of the steps, then distances from the prior; (rows + coefficients,).
     def coefficients(x: Floats) -> Fitted:
         found = dict(zip(names, np.exp(x).tolist(), strict=True))
         inside = Wire(found.pop("inside_bandwidth"), found.pop("inside_latency"))
@@ -260,9 +287,11 @@ def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
     def residuals(x: Floats) -> Floats:
         now = coefficients(x)
         error = model.seconds(now.rates, now.inside, now.outside) / measured - 1.0
+        # The square of ``weighed`` is a step's term of the objective above.
         weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
         return np.concatenate([weighed, (x - start) / spread])
 
+    # 3. Fit, then explain what is left by corrections per layer.
     found = coefficients(_least_squares(residuals, start))
     if not corrected:
         return found
@@ -270,24 +299,27 @@ def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
 
 
 def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
-    """What the coefficients leave of each layer that was measured."""
+    """Corrections of the residuals that the coefficients leave, one for each measured layer."""
     logs = np.log(model.measured / model.seconds(fitted.rates, fitted.inside, fitted.outside))
     cases = [LayerCase(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
     rows: dict[LayerCase, list[float]] = {}
     for case, log in zip(cases, logs.tolist(), strict=True):
         rows.setdefault(case, []).append(log)
     means = np.array([np.mean(found) for found in rows.values()])
+    # Standard errors of the means; a single step is as uncertain as steps of one layer differ at least.
     deviations = np.array([max(float(np.std(found)), _ALONE) / len(found) ** 0.5 for found in rows.values()])
     return corrections_of(tuple(rows), means, deviations)
 
 
 def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """The ``x`` near ``start`` with the least sum of squared residuals."""
+    """Minimize the sum of squared residuals from ``start`` (Levenberg-Marquardt); a local minimum."""
     x, now, damping = start, residuals(start), 1e-3
     for _ in range(_MAX_STEPS):
+        # Jacobian by forward differences, (residuals, coefficients).
         slopes = np.stack([residuals(x + _DIFFERENCE * unit) - now for unit in np.eye(len(x))], axis=1)
         slopes /= _DIFFERENCE
         square, gradient = slopes.T @ slopes, slopes.T @ now
+        # Raise the damping until a step improves; give up where only tiny steps are left.
         while damping < 1e6:
             step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -gradient)
             tried = residuals(x + step)

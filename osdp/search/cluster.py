@@ -1,12 +1,15 @@
-"""The best layouts of a transformer on a cluster, proven: branch and bound over the space of layouts.
+"""Best layouts of a transformer on a cluster, proven optimal: branch and bound over the space of layouts.
 
-Families of layouts get a loose lower bound, the layouts of a family that may matter a tight one
-(:mod:`osdp.search.cluster_bound`). In order of their bounds layouts are arranged exactly
-(:mod:`osdp.search.placement`), until the next bound is no better than the worst of as many layouts as are
-asked for: the rest cannot be better, which is the proof. GPipe takes the seconds of 1F1B and never less
-memory, and is left out where that may be chosen. A layout that is decided item by item is arranged with the
-stages that :mod:`osdp.cost.cluster_mixture` makes of its items; where all items come out alike it is the
-layout in which they are so by rule, which is arranged by itself.
+1. Each family of layouts gets a loose lower bound, and each layout of a promising family a tight one
+   (:mod:`osdp.search.cluster_bound`).
+2. In the order of these bounds, layouts are arranged exactly: cut into stages and placed on the cluster
+   (:mod:`osdp.search.placement`).
+3. The search ends when the next bound is no better than the worst of the ``top`` layouts found: no remaining
+   layout can be better, which is the proof.
+
+GPipe takes as long as 1F1B and never less memory, and is skipped where 1F1B is allowed. A layout whose
+strategies are chosen item by item is arranged with the stages that :mod:`osdp.cost.cluster_mixture` makes of
+its items; if all items get the same strategy, the result equals a uniform layout, which is listed on its own.
 """
 
 import math
@@ -32,13 +35,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a search for layouts.
 
     Attributes:
         plans: The best layouts that fit, best first; each with its best stages and placement.
-        candidates: Layouts in the space.
-        placements: Layouts times the different orders of their cells.
-        arranged: Layouts that were arranged exactly; all others are proven not to be better.
+        candidates: Number of layouts in the space.
+        placements: Number of layouts times the distinct orders of their cells.
+        arranged: Number of layouts arranged exactly; all others are proven not to be better.
     """
 
     plans: tuple[ClusterPlan, ...]
@@ -59,19 +62,20 @@ def best_layouts(
     """The ``top`` best layouts that fit; the first is proven best.
 
     Args:
-        prices: Of the workload on the cluster.
-        space: What may be chosen.
-        counts: Nodes of each kind to use, all of them; those of the cluster if ``None``.
-        top: How many layouts are wanted.
-        upper: Seconds from which on a layout is of no interest.
-        advance: Called with the layouts that are done with, and all of them.
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        counts: Number of nodes of each kind, all of which are used; those of the cluster if ``None``.
+        top: Number of layouts to return.
+        upper: Step seconds; layouts that are not faster are of no interest.
+        advance: Progress callback, called with the number of layouts done and of all layouts to do so far.
 
     Returns:
-        The plans, which may be fewer, or none.
+        At most ``top`` plans, possibly none.
     """
     counts = prices.cluster.counts if counts is None else counts
     known = list(families(prices.cluster, counts, prices.workload, space))
-    #: By their bounds: whole families (-1), and single ways by their number.
+    # Entries (bound, family, layout in the family), by bound; layout -1 stands for the whole family. At equal
+    # bounds the order of enumeration decides, so that the same input gives the same plan.
     heap = [(family_bound(prices, family), index, -1) for index, family in enumerate(known)]
     heapify(heap)
     best: list[tuple[float, int, int, ClusterPlan]] = []
@@ -83,6 +87,7 @@ def best_layouts(
             break
         family = known[index]
         if number < 0:
+            # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
             for number, way in enumerate(family.ways):
                 if way.schedule != "gpipe" or "1f1b" not in space.schedules:
                     heappush(heap, (lower_bound(prices, way, family.cells), index, number))
@@ -104,7 +109,7 @@ def best_layouts(
 
 
 def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
-    """Each layout of the space with its best arrangement; where none fits, the best without a limit."""
+    """Every layout of the space with its best arrangement; if none fits, the best one ignoring memory."""
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
         for way in family.ways:
             plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
@@ -113,7 +118,7 @@ def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
 
 
 def _is_listed(plan: ClusterPlan, way: Layout, family: Family) -> bool:
-    """Whether a plan is that of another layout of the family, which is arranged by itself."""
+    """Whether an arrangement turned out to be another layout of the family, which is listed on its own."""
     return plan.layout != way and plan.layout in family.ways
 
 
@@ -123,19 +128,22 @@ def arrange(
     """The best stages and placement of one layout.
 
     Args:
-        prices: Of the workload on the cluster.
+        prices: Costs of the workload on the cluster.
         layout: The layout.
-        cells: Places for its stages, all of which are used.
-        upper: Seconds from which on it is of no interest.
-        limited: Whether stages must fit their memory.
+        cells: Slots for its stages, all of which are used.
+        upper: Step seconds; an arrangement that is not faster is of no interest.
+        limited: Whether stages must fit in memory.
 
     Returns:
-        The plan, priced by the judge; ``None`` if nothing fits or is faster than ``upper``.
+        The plan, evaluated by :func:`osdp.cost.cluster_step.price`; ``None`` if nothing fits and is faster
+        than ``upper``.
     """
+    # 1. Tables of all stages on each kind of slot, and the seconds that no arrangement changes.
     by_slot = {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
     homes = {slot: stages.home for slot, stages in by_slot.items()}
     fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
     share = bubble_share(layout)
+    # 2. Cut and place.
     problem = Problem(
         cells=tuple(
             _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
@@ -147,6 +155,7 @@ def arrange(
     found = place(problem, upper - fixed)
     if found is None:
         return None
+    # 3. Evaluate the arrangement; one strategy for all items is a uniform layout after all.
     slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
     plan = price(prices, layout, found.bounds, slots, stages=by_slot)
     ways = {run.way for stage in plan.runs for run in stage}
@@ -164,6 +173,7 @@ def _cell_kind(
     stages: int,
     limited: bool,
 ) -> CellKind:
+    """The cells of one kind as the placement problem takes them."""
     own = by_slot[slot]
     border = prices.border_bytes(layout)
     wrap = wrap_seconds(prices, layout, {slot: stages.home for slot, stages in by_slot.items()})
@@ -182,7 +192,8 @@ def _cell_kind(
 
     def at(rank: int) -> Stretches:
         found = own.at(rank)
-        # Numbers whose stages share their arrays, as those of layouts with one way do, go on sharing them.
+        # Uniform layouts share one array of seconds among all pipeline ranks; keep it shared here, because
+        # the placement caches by array identity.
         if id(found.seconds) not in known:
             known[id(found.seconds)] = (found.seconds, np.where(possible, found.seconds, np.inf))
         seconds = known[id(found.seconds)][1]

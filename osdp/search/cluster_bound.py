@@ -1,13 +1,13 @@
-"""A lower bound of the step of any arrangement of a layout, without arranging it.
+"""Lower bound on the step time of every arrangement of a layout, without arranging it.
 
-With *n* layers the slowest stage takes at least the least time in which all places together could hold them:
-each place a whole number of layers, no more than fit its memory with the microbatches that its number in the
-pipeline holds. The sum over all stages is at least that of every item on the place that is fastest for it.
-What follows the last microbatch is at least that of the ends of the chain, and of an even share of the
-parameters.
+The slowest stage takes at least the minimum time within which all stages together could hold all layers: each
+stage holds a whole number of layers, and no more than fit in memory with the microbatches that its pipeline
+rank has in flight. The sum over all stages is at least that of every item on the slot that is fastest for it.
+The end of the step takes at least as long as for an even share of the parameters, and for either end of the
+chain.
 
-Where items may live in ways of their own, layers take what mixtures of parts of layers would: a point on the
-lower hull of bytes and seconds of all ways.
+Where strategies are chosen item by item, layers are relaxed to fractions of layers with any mixture of
+strategies: a point on the lower convex hull of bytes and seconds over all strategies.
 """
 
 import math
@@ -29,7 +29,7 @@ from osdp.transformer import LAYERS, Item
 
 Floats = NDArray[np.float64]
 
-#: Bounds are lowered by this share, so that rounding never puts one above the price that it bounds.
+#: Bounds are lowered by this fraction, so that rounding never puts one above the time that it bounds.
 _ROUNDING = 1e-12
 
 
@@ -39,11 +39,11 @@ class _Place:
 
     Attributes:
         home: Its devices and links.
-        ways: The layout with all items in one way, for each of its ways.
-        priced: What each kind of item takes in each of them.
-        stages: Stages that all cells of the kind have together.
-        border: Least seconds of a border before a stage there.
-        wrap: Seconds of what the first stage gets of the last one.
+        ways: The layout with one strategy for all items, for each allowed strategy.
+        priced: Costs of each kind of item with each of these strategies.
+        stages: Number of stages of all cells of this kind together.
+        border: Minimum seconds of the transfers over the boundary before a stage in it.
+        wrap: Seconds of the transfers from the last to the first rank (interleaved only).
     """
 
     home: Home
@@ -54,22 +54,22 @@ class _Place:
     wrap: float
 
     def least(self, item: Item) -> float:
-        """Seconds of an item in the way that is fastest for it."""
+        """Seconds of an item with its fastest strategy."""
         return min(items[item].seconds for items in self.priced)
 
     @property
     def layer(self) -> float:
-        """Seconds of the fastest kind of layer in its fastest way."""
+        """Seconds of the fastest kind of layer with its fastest strategy."""
         return min(self.least(item) for item in LAYERS if item in self.priced[0])
 
     def extra(self, rank: int, last: int) -> float:
-        """Seconds of a stage beside its layers."""
+        """Seconds of a stage in addition to its layers: transfers, and the chain's ends."""
         ends = self.least(Item.EMBEDDING) + self.wrap if rank == 0 else self.border
         return ends + (self.least(Item.HEAD) if rank == last else 0.0)
 
 
 def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
-    """Seconds that no arrangement of the layout can beat; infinite if none fits."""
+    """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits."""
     places = _places(prices, layout, cells)
     homes = {slot: place.home for slot, place in zip(cells.slots, places, strict=True)}
     held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
@@ -80,6 +80,7 @@ def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
         slowest = _slowest(places, [_room(prices, place, held) for place in places], layers, len(held))
     if math.isinf(slowest):
         return math.inf
+    # The sum over stages: every item on its fastest slot, every boundary over the fastest link.
     best = {item: min(place.least(item) for place in places) for item in prices.kinds}
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
@@ -106,7 +107,11 @@ def _places(prices: ClusterPrices, layout: Layout, cells: Cells) -> list[_Place]
 
 
 def family_bound(prices: ClusterPrices, family: Family) -> float:
-    """Seconds that no arrangement of any layout of the family can beat, looser but quicker."""
+    """Looser but cheaper lower bound on the step seconds of any arrangement of any layout of a family.
+
+    It ignores memory, boundaries and the end of the step: layers are spread over all stages in proportion to
+    their speed.
+    """
     plain, cells = family.plain, family.cells
     homes = {slot: prices.home(plain, slot) for slot in cells.slots}
     items = [prices.item_prices(plain, slot) for slot in cells.slots]
@@ -124,13 +129,14 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
 
 
 def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
-    """Bytes that layers may take at most at each number of a stage, if all items lived in one way; ``(pp,)``.
+    """Maximum bytes left for layers at each pipeline rank with strategy ``way`` for all items; ``(pp,)``.
 
-    What crosses borders and what updates allocate is left out, which only makes it more.
+    Buffers of transfers between stages and of the optimizer step are left out, so that this is an upper
+    bound.
     """
     layout, items = place.ways[way], place.priced[way]
     each = sum(prices.parameter_bytes(layout.way, layout))
-    # A stage may have an end of the chain alone.
+    # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
     free = np.full(len(held), float(place.home.limit - prices.workload.reserve) - working)
     for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, head_in_flight(layout))):
@@ -141,7 +147,7 @@ def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Float
 
 
 def _taken(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
-    """Bytes of a layer, at least; likewise."""
+    """Minimum bytes of a layer at each pipeline rank with strategy ``way``; shape ``(pp,)``."""
     layout, items = place.ways[way], place.priced[way]
     layers = [items[item] for item in LAYERS if item in items]
     each = sum(prices.parameter_bytes(layout.way, layout))
@@ -152,22 +158,31 @@ def _taken(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floa
 
 
 def _room(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
-    """Most layers that fit at each number of a stage; ``(pp,)``."""
+    """Maximum number of layers that fit at each pipeline rank; shape ``(pp,)``."""
     room: Floats = np.floor(_free(prices, place, 0, held) / _taken(prices, place, 0, held))
     return room
 
 
 def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats, layers: int) -> float:
-    """:func:`_slowest` where parts of layers may live in different ways."""
+    """:func:`_slowest` for layouts whose strategies are chosen item by item.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        places: The kinds of cells.
+        held: Microbatches in flight by pipeline rank, shape ``(pp,)``.
+        layers: Number of layers.
+    """
+    # 1. tables[p, r, n]: minimum seconds of a stage with n layers in a cell of kind p at pipeline rank r. The
+    #    memory left for n layers allows each of them a share, at which the hull gives the minimum seconds.
     last, numbers = len(held) - 1, np.arange(1, layers + 1)
     tables = np.full((len(places), len(held), layers + 1), math.inf)
     for place, table in zip(places, tables, strict=True):
         ways = range(len(place.ways))
-        free = np.max([_free(prices, place, way, held) for way in ways], axis=0)
-        taken = np.array([_taken(prices, place, way, held) for way in ways])
+        free = np.max([_free(prices, place, way, held) for way in ways], axis=0)  # (pp,)
+        taken = np.array([_taken(prices, place, way, held) for way in ways])  # (strategies, pp)
         layer = np.array(
             [min(items[item].seconds for item in LAYERS if item in items) for items in place.priced]
-        )
+        )  # (strategies,)
         for rank in range(len(held)):
             hull = lower_hull(taken[:, rank], layer)
             there = np.maximum(free[rank], 0.0) / numbers * (1 + _ROUNDING) + _ROUNDING
@@ -175,6 +190,8 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
             extra = place.extra(rank, last)
             table[rank, 1:] = extra + numbers * seconds
             table[rank, 0] = extra if free[rank] >= 0 else math.inf
+    # 2. The smallest entry at which all stages together hold all layers. Seconds grow with n, so that the
+    #    number of entries up to a pace, less the one of n = 0, is the largest n within it.
     stages = np.array([place.stages for place in places])
 
     def holds(pace: float) -> bool:
@@ -185,28 +202,40 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
 
 
 def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp: int) -> float:
-    """The least time in which all places together could hold all layers; infinite if they cannot."""
-    room = np.array(rooms)
+    """Minimum time of the slowest stage with which all stages together hold all layers.
+
+    Args:
+        places: The kinds of cells.
+        rooms: Maximum number of layers by pipeline rank for each kind, shape ``(pp,)`` each.
+        layers: Number of layers.
+        pp: Number of stages.
+
+    Returns:
+        Seconds per microbatch; infinite if the layers do not fit.
+    """
+    room = np.array(rooms)  # (kinds, pp)
     if room.max(axis=0).sum() < layers:
-        # A place with room for less than none cannot hold its end of the chain.
         return math.inf
     if pp == 1:
         (place,) = places
         return place.extra(0, 0) + layers * place.layer
     if room.max(axis=0).min() < 0:
+        # Negative room: no slot can hold even the end of the chain at that pipeline rank.
         return math.inf
+    # 1. Seconds of each stage without layers, (kinds, pp): the first, any middle and the last rank differ.
     extra = np.array([[place.extra(rank, pp - 1) for rank in (0, 1, pp - 1)] for place in places])
     positions = np.ones(pp, dtype=int)
     positions[0], positions[-1] = 0, 2
     extra = extra[:, positions]
     each = np.array([place.layer for place in places])[:, None]
     stages = np.array([place.stages for place in places])
+    # 2. The bound is the time of some stage with a whole number of layers: bisect over all such times.
     numbers = np.arange(layers + 1)
     found = [extra[:, rank, None] + each * numbers for rank in {0, pp - 1, min(1, pp - 1)}]
     times = np.unique(np.concatenate([found_at.ravel() for found_at in found]))
 
     def holds(pace: float) -> bool:
-        # Rounding may not take a layer away.
+        # Lean towards one layer too many: rounding down would make the bound too high.
         fitting = np.floor((pace - extra) / each * (1 + _ROUNDING) + _ROUNDING)
         return _hold(np.minimum(fitting, room), fitting, stages, layers)
 
@@ -214,7 +243,17 @@ def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp:
 
 
 def _hold(possible: Floats, by_place: Floats, stages: Floats, layers: int) -> bool:
-    """Whether so many layers by place and number of a stage are all of them, each way to count."""
+    """Whether all layers can be held, counted by pipeline rank and by kind of cell.
+
+    Both counts are necessary conditions: each pipeline rank is in one cell, and each kind has a fixed number
+    of stages.
+
+    Args:
+        possible: Maximum layers of a stage within memory and time, shape ``(kinds, pp)``.
+        by_place: Maximum layers to count per kind, shape ``(kinds, pp)``.
+        stages: Number of stages of each kind, shape ``(kinds,)``.
+        layers: Number of layers to hold.
+    """
     by_rank = possible.max(axis=0)
     if by_rank.min() < 0:
         return False
@@ -223,7 +262,7 @@ def _hold(possible: Floats, by_place: Floats, stages: Floats, layers: int) -> bo
 
 
 def _least(times: Floats, holds: Callable[[float], bool]) -> float:
-    """The least of ascending times for which it holds; infinite if there is none."""
+    """Minimum of ascending times for which a monotonic predicate holds; infinite if there is none."""
     low, high = 0, len(times)
     while low < high:
         middle = (low + high) // 2
@@ -235,13 +274,14 @@ def _least(times: Floats, holds: Callable[[float], bool]) -> float:
 
 
 def _end(prices: ClusterPrices, place: _Place) -> float:
-    """What follows the last microbatch on the slowest stage, if all lay in this place, at least."""
+    """Minimum seconds after the last microbatch on the slowest stage, if all stages were in such cells."""
     items, layout, shape = place.priced[0], place.ways[0], prices.workload.shape
     total = sum(items[item].parameters for item in prices.items)
-    # Tied items of one stage have one weight; of several stages the first has no head.
+    # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
+    # the last stage and the embedding in the first.
     shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
     total -= shared * prices.tied_numbers(layout)
     shares = [total / layout.degrees.pp, items[Item.EMBEDDING].parameters, items[Item.HEAD].parameters]
     least = np.array([max(shares)], dtype=float)
-    # Hidden behind a backward of any length.
+    # An infinitely long backward hides as much communication as possible.
     return min(float(prices.end_seconds(way, place.home, least, math.inf)[0]) for way in place.ways)

@@ -1,4 +1,4 @@
-"""Why there is no layout: which divisor fails, or what is missing of memory, money or time."""
+"""Error messages for an empty result: the divisor that fails, or the memory, cost or time that is missing."""
 
 import math
 from dataclasses import replace
@@ -22,10 +22,20 @@ from osdp.search.objectives import Objective, Wish, best_plans, parts_of
 
 
 def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> None:
-    """Raise unless there is a layout, on all nodes or on any part of them; says which divisor fails."""
+    """Check that at least one layout exists, on all nodes or on a part of them.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        parts: Whether nodes may be left out.
+
+    Raises:
+        ValueError: No layout exists; the message lists every divisor that fails.
+    """
     cluster, load = prices.cluster, prices.workload
     if any(any(families(cluster, counts, load, space)) for counts in parts_of(prices, parts)):
         return
+    # 1. Every degree and batch size by itself.
     world, faults = cluster.num_devices, []
     for tp in space.tp:
         if fault := tensor_fault(load.shape, tp):
@@ -49,6 +59,7 @@ def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> 
             for samples in space.samples
             if load.global_batch % dp == 0 and load.global_batch // dp % samples
         ]
+    # 2. The product of the degrees.
     given = {
         name: values[0] for name, values in (("tp", space.tp), ("pp", space.pp), ("dp", space.dp)) if values
     }
@@ -57,6 +68,7 @@ def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> 
     ):
         product = " x ".join(f"{name}={value}" for name, value in given.items())
         faults.append(f"{product} does not make the {world} devices there are")
+    # 3. Stages, token slices and strategies.
     for pp in space.pp:
         if pp > len(prices.items):
             faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
@@ -73,9 +85,19 @@ def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> 
 
 
 def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
-    """Why there is no plan."""
+    """Exception that explains why the search returned no plan.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        wish: Objective and limits of the search.
+
+    Returns:
+        ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, otherwise
+        ``InfeasibleError`` with the layout that comes closest to fitting.
+    """
+    # 1. A limit on time or cost: search again without it, for the minimum of what is limited.
     if wish.step_dollars < math.inf or wish.step_seconds < math.inf:
-        # What is limited is what is shown at its least.
         by_time = wish.step_seconds < math.inf
         objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
         free = best_plans(
@@ -93,6 +115,7 @@ def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
                 f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
                 f"{best.step_seconds:.4g} s{cost}"
             )
+    # 2. Memory: the layout with the smallest shortfall, with evenly divided stages.
     known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
     plans = [plan for family in known for plan in _even(prices, family)]
     least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)
@@ -106,9 +129,9 @@ def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
             LargeOperator(name, size) for name, size in sorted(each.items(), key=lambda pair: -pair[1])[:3]
         ],
         suggestions=(
-            f"the least is tp={layout.degrees.tp} pp={layout.degrees.pp} dp={layout.degrees.dp}, "
-            f"microbatches of {layout.samples}, {layout.sharding}, recompute {layout.recomputation}, "
-            f"{layout.token_slices} token slices",
+            f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
+            f"dp={layout.degrees.dp}, microbatches of {layout.samples}, {layout.sharding}, "
+            f"recompute {layout.recomputation}, {layout.token_slices} token slices",
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",
         ),
@@ -116,7 +139,7 @@ def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
 
 
 def _even(prices: ClusterPrices, family: Family) -> list[ClusterPlan]:
-    """Layouts of a family with as many items in each stage, in the order of the cells."""
+    """All layouts of a family with evenly divided stages, placed in the order of the cells."""
     cells = zip(family.cells.slots, family.cells.counts, family.cells.stages, strict=True)
     slots = [slot for slot, count, stages in cells for _ in range(count * stages)]
     sizes = part_sizes(len(prices.items), family.plain.degrees.pp)

@@ -1,10 +1,15 @@
-"""The space of layouts: degrees, batches, schedules, recomputation, ZeRO stages, and places for stages.
+"""Space of layouts: degrees, batches, schedules, recomputation, ZeRO stages, and slots of stages.
 
-Every stage has ``tp x dp`` devices. It takes whole nodes, or a whole number of stages share a node. Stages
-lie in nodes of one kind, but for what is left over of several kinds and makes a stage together. That loses
-nothing: a stage on several kinds runs at the pace of the slowest and in the memory of the smallest, and where
-the numbers of nodes divide, any assignment of nodes to stages can be replaced by one of whole stages to kinds
-that each of them had already (transportation problems with whole margins have whole solutions).
+Every stage has ``tp x dp`` devices. It takes whole nodes, or a whole number of stages share a node::
+
+    stages of 8 devices:   [node 4 GPUs][node 4 GPUs]        2 nodes per stage
+    stages of 2 devices:   [s0 s1][s2 s3]                    2 stages share a node of 4 GPUs
+
+A stage is placed on nodes of one kind, except that left-over nodes of several kinds may form a stage
+together. This loses nothing: a stage on several kinds runs at the pace of the slowest device and within the
+memory of the smallest, and where the node counts divide, any assignment of nodes to stages can be replaced by
+one of whole stages to kinds that each of them already had (transportation problems with integral margins have
+integral solutions).
 """
 
 import math
@@ -19,24 +24,25 @@ from osdp.layout import Degrees
 from osdp.orders import RECIPES
 from osdp.transformer import TransformerShape
 
-#: Schedules that are what they are meant to be from as many microbatches on as there are ranks.
+#: Schedules that need at least as many microbatches as pipeline ranks to work as intended.
 LATE = ("interleaved", "zb-h1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be chosen; empty is whatever divides.
+    """Allowed choices; an empty tuple allows every value that divides.
 
     Attributes:
         tp: Tensor-parallel degrees.
-        pp: Stages.
+        pp: Pipeline degrees.
         dp: Data-parallel degrees.
-        samples: Samples of a microbatch.
+        samples: Samples per microbatch.
         schedules: Names of schedules.
-        recompute: What may be computed again; ``None`` is item by item.
-        zero: Stages of ZeRO; likewise.
-        token_slices: Slices that the sequences of causal models may be cut into, with ``1f1b`` or ``gpipe``,
-            without recomputation, and with ZeRO 0 or 1: 2 and 3 would exchange for every slice.
+        recompute: Activation recomputation; ``None`` stands for a choice item by item.
+        zero: ZeRO stages; ``None`` likewise.
+        token_slices: Numbers of slices that the sequences of causal models may be cut into, with ``1f1b`` or
+            ``gpipe``, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for every
+            slice).
     """
 
     tp: tuple[int, ...] = ()
@@ -51,12 +57,15 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Places for stages of so many devices.
+    """Slots for all stages of a layout, grouped into cells.
+
+    A cell is the smallest unit that is placed as a whole: the nodes of one stage, or one node that several
+    stages share. All tuples have one entry per kind of cell.
 
     Attributes:
-        slots: A stage's place in each kind of cell.
-        counts: Cells of each kind.
-        stages: Stages in a cell of each kind.
+        slots: Slot of a stage in a cell of this kind.
+        counts: Number of cells of this kind.
+        stages: Number of stages in a cell of this kind.
     """
 
     slots: tuple[Slot, ...]
@@ -65,7 +74,7 @@ class Cells:
 
     @property
     def num_orders(self) -> int:
-        """Orders of the cells that differ."""
+        """Number of distinct orders of the cells."""
         found, total = 1, 0
         for count in self.counts:
             total += count
@@ -74,12 +83,12 @@ class Cells:
 
 
 def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None:
-    """How nodes hold stages of ``size`` devices.
+    """Divide nodes into cells for stages of ``size`` devices.
 
     Args:
         cluster: The kinds of nodes.
-        counts: Nodes of each kind to use, all of them.
-        size: Devices of a stage.
+        counts: Number of nodes of each kind, all of which are used.
+        size: Devices per stage.
 
     Returns:
         The cells; ``None`` if nodes would be left over.
@@ -88,6 +97,7 @@ def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None
     slots: list[Slot] = []
     numbers: list[int] = []
     stages: list[int] = []
+    # 1. Cells of one kind: several stages in a node, or several nodes for a stage.
     rest = [0] * kinds
     for kind, count in enumerate(counts):
         devices = cluster.groups[kind].node.devices
@@ -104,10 +114,12 @@ def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None
             slots.append(Slot(tuple(taken * (other == kind) for other in range(kinds)), shares))
             numbers.append(cells)
             stages.append(shares)
+    # 2. Stages of left-over nodes of several kinds.
     for left in _mixed(cluster, rest, size):
         slots.append(Slot(left))
         numbers.append(1)
         stages.append(1)
+    # 3. All nodes must be used.
     whole = [0] * kinds
     for slot, number in zip(slots, numbers, strict=True):
         whole = [have + number * more for have, more in zip(whole, slot.nodes, strict=True)]
@@ -115,7 +127,7 @@ def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None
 
 
 def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Stages of what is left over, as many as it fills, in the order of the kinds."""
+    """Stages that the left-over nodes fill, taking kinds in order; yields the nodes of each kind."""
     left = list(rest)
     while sum(left):
         taken, missing = [0] * len(left), size
@@ -130,12 +142,12 @@ def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Layouts with as many token slices that differ in schedule, recomputation and ZeRO stage only.
+    """Layouts that differ in schedule, recomputation and ZeRO stage only.
 
     Attributes:
-        plain: With 1F1B, without recomputation and ZeRO; it need not be in the space.
-        ways: Those in the space.
-        cells: Places for their stages.
+        plain: Their layout with 1F1B and without recomputation and ZeRO; it need not be in the space.
+        ways: The layouts that are in the space.
+        cells: Slots for their stages.
     """
 
     plain: Layout
@@ -144,7 +156,7 @@ class Family:
 
 
 def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Family]:
-    """All layouts of the space on so many nodes of each kind, in a fixed order."""
+    """All layouts of the space on ``counts`` nodes of each kind, in a fixed order."""
     used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
     shape, batch = workload.shape, workload.global_batch
@@ -162,7 +174,7 @@ def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space:
                 if space.samples and samples not in space.samples:
                     continue
                 for slices in space.token_slices:
-                    # Where there is one stage nothing is won.
+                    # Token slices shorten the pipeline bubble, and one stage has none.
                     if slices > 1 and (pp == 1 or slices_fault(shape, slices)):
                         continue
                     degrees = Degrees(pp, dp, tp)
@@ -185,14 +197,17 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
                 RECIPES[schedule].slices and recompute is Recompute.NONE and zero in (0, 1)
             ):
                 continue
-            # Gradients of weights that are computed apart can neither be reduced nor cast.
+            # ZB-H1 computes weight gradients apart, where they can be neither reduced nor cast.
             alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
             if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
                 yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 
 def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None, Recompute | None]]:
-    """Ways for all items, and then those to decide item by item."""
+    """Pairs of ZeRO stage and recomputation: uniform strategies first, then choices item by item.
+
+    A choice item by item includes every uniform value, so that ``None`` replaces them there.
+    """
     zeros = list(space.zero) if dp > 1 else [0]
     again = [way for way in space.recompute if way is not Recompute.SELECTIVE or not workload.flash]
     found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
@@ -202,19 +217,19 @@ def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None
 
 
 def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
-    """Which of the schedules, ways and token slices of a space exclude each other."""
+    """Reasons why the schedules, strategies and token slices of a space exclude each other."""
     faults = []
     if min(space.token_slices, default=1) > 1:
         if Recompute.NONE not in space.recompute:
-            faults.append("token slices go without recomputation")
+            faults.append("token slices cannot be combined with recomputation")
         if not {0, 1}.intersection(space.zero):
-            faults.append("token slices go with ZeRO 0 and 1 alone: 2 and 3 would exchange for every slice")
+            faults.append("token slices need ZeRO 0 or 1: 2 and 3 would communicate for every slice")
         if not any(RECIPES[schedule].slices for schedule in space.schedules):
-            faults.append(f"token slices do not go with {', '.join(space.schedules)}")
+            faults.append(f"token slices cannot be combined with {', '.join(space.schedules)}")
     for schedule in space.schedules if len(space.schedules) == 1 else ():
         items, stages = len(workload.shape.items), stages_per_rank(schedule)
         if stages > 1 and workload.shape.decoder_layers:
-            faults.append(f"{schedule} stages are not made of encoder-decoders such as {workload.shape.name}")
+            faults.append(f"{schedule} does not support encoder-decoders such as {workload.shape.name}")
         for pp in space.pp:
             if stages * pp > items:
                 faults.append(
@@ -225,28 +240,26 @@ def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
                 dp = dp if space.dp else world // pp // tp
                 microbatches = workload.global_batch // max(dp, 1) // samples
                 if schedule in LATE and microbatches < pp:
-                    faults.append(
-                        f"{schedule} needs a microbatch for each of pp={pp} stages, there are {microbatches}"
-                    )
+                    faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
     return faults
 
 
 def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
-    """Why so many ranks cannot compute a layer together; ``None`` if they can."""
+    """Reason why a tensor-parallel degree is not possible; ``None`` if it is."""
     for what, number in (("heads", shape.heads), ("inner features", shape.inner)):
         if number % tp:
             return f"tp={tp} does not divide the {number} {what} of {shape.name}"
     if shape.key_heads % tp:
-        return f"tp={tp} does not divide the {shape.key_heads} heads of keys and values of {shape.name}"
+        return f"tp={tp} does not divide the {shape.key_heads} key-value heads of {shape.name}"
     return None
 
 
 def slices_fault(shape: TransformerShape, slices: int) -> str | None:
-    """Why sequences cannot be cut into so many equal slices; ``None`` if they can."""
+    """Reason why sequences cannot be cut into ``slices`` equal token slices; ``None`` if they can."""
     if slices == 1:
         return None
     if not shape.causal or shape.decoder_layers:
-        return f"{slices} token slices: {shape.name} is not causal, every token needs all others"
+        return f"{slices} token slices: {shape.name} is not causal, every token attends to all others"
     if shape.sequence % slices:
         return f"{slices} token slices do not divide the {shape.sequence} tokens of a sequence"
     return None

@@ -1,8 +1,8 @@
-"""What is wanted of a cluster: the least time, the least cost, either under a limit, or what no other beats.
+"""Objectives of the cluster planner: minimum time, minimum cost, either under a limit, or the Pareto front.
 
-On a part of the cluster that costs *r* dollars a second, a step of *t* seconds costs *r t*: on each part the
-fastest layout is the cheapest, too, so that the best of every part is enough for all objectives. A part whose
-bounds show that it cannot beat what is known is given up early.
+On a part of the cluster that costs *r* dollars per second, a step of *t* seconds costs *r t*. The fastest
+layout on a part is therefore also the cheapest on it, and the best layouts of every part are enough for all
+objectives. A part whose lower bounds show that it cannot improve on the best known plans is abandoned early.
 """
 
 import math
@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 
 
 class Objective(StrEnum):
-    """What is least."""
+    """Quantity to minimize: time or cost of a step."""
 
     TIME = "time"
     COST = "cost"
@@ -28,14 +28,14 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What is wanted.
+    """Objective and limits of a search.
 
     Attributes:
-        objective: What is least.
-        top: How many layouts.
+        objective: Quantity to minimize.
+        top: Number of layouts to return.
         parts: Whether nodes may be left out.
-        step_dollars: Most that a step may cost, if there is a limit.
-        step_seconds: Longest that a step may take, if there is a limit.
+        step_dollars: Maximum cost of a step in dollars; infinite for no limit.
+        step_seconds: Maximum time of a step in seconds; infinite for no limit.
     """
 
     objective: Objective = Objective.TIME
@@ -46,24 +46,24 @@ class Wish:
 
     @property
     def needs_prices(self) -> bool:
-        """Whether nodes must have prices."""
+        """Whether the prices of all nodes must be known."""
         return self.objective is Objective.COST or self.step_dollars < math.inf
 
 
 def best_plans(
     prices: ClusterPrices, space: Space, wish: Wish, advance: Callable[[int, int], None] | None = None
 ) -> Found:
-    """The best layouts for a wish, proven best in the space and, if wished, over all parts of the cluster.
+    """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
 
     Args:
-        prices: Of the workload on the cluster.
-        space: What may be chosen.
-        wish: What is wanted.
-        advance: Called with the number of parts, or of layouts of the only part, that are done with, and of
-            all.
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        wish: Objective and limits.
+        advance: Progress callback, called with the number of parts done and of all parts; if there is only
+            one part, with the numbers of its layouts.
 
     Raises:
-        ValueError: A price is needed and unknown.
+        ValueError: The price of a node is needed and unknown.
     """
     if wish.needs_prices:
         require_prices(prices)
@@ -75,12 +75,12 @@ def best_plans(
         upper = wish.step_seconds
         if rate is not None:
             upper = min(upper, wish.step_dollars / rate)
-        # A layout that takes just as long as it may is wanted, whatever was rounded.
+        # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
         upper *= 1 + _ROUNDING
         if len(best) == wish.top:
             worst = _value(best[-1], wish)
             upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)
-        # One part's layouts, or many parts: what there is more of.
+        # Report progress by layouts if there is one part, by parts otherwise.
         watch = advance if len(parts) == 1 else None
         found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper, advance=watch)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
@@ -91,10 +91,15 @@ def best_plans(
 
 
 def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], None] | None = None) -> Found:
-    """On all parts of the cluster, the layouts than which none is both as fast and as cheap; fastest first.
+    """Pareto front of time and cost over all parts of the cluster; fastest first.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        advance: Progress callback, called with the number of parts done and of all parts.
 
     Raises:
-        ValueError: A price is unknown.
+        ValueError: The price of a node is unknown.
     """
     require_prices(prices)
     front: list[ClusterPlan] = []
@@ -102,7 +107,7 @@ def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], No
     parts = parts_of(prices, True)
     for done, counts in enumerate(parts):
         rate = prices.cluster.part(counts).dollars_per_second or 0.0
-        # From here on a step is slower and dearer than one that is known.
+        # A step that takes longer than this is slower and costs more than a plan on the front.
         upper = min((max(plan.step_seconds, _cost(plan) / rate) for plan in front), default=math.inf)
         found = best_layouts(prices, space, counts=counts, upper=upper)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
@@ -113,7 +118,7 @@ def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], No
 
 
 def not_beaten(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
-    """Those than which none is at least as fast and as cheap, and better in one; fastest first."""
+    """The plans that no other plan dominates in time and cost; fastest first."""
     front: list[ClusterPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.step_seconds, _cost(plan))):
         if not front or _cost(plan) < _cost(front[-1]):
@@ -122,7 +127,7 @@ def not_beaten(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
 
 
 def parts_of(prices: ClusterPrices, parts: bool) -> list[tuple[int, ...]]:
-    """Numbers of nodes of each kind to look at, all of them first."""
+    """Parts of the cluster to search, as the number of nodes of each kind; the whole cluster first."""
     whole = prices.cluster.counts
     if not parts:
         return [whole]
@@ -130,11 +135,11 @@ def parts_of(prices: ClusterPrices, parts: bool) -> list[tuple[int, ...]]:
 
 
 def require_prices(prices: ClusterPrices) -> None:
-    """Raise if a price is unknown."""
+    """Raise ``ValueError`` if the price of a node is unknown."""
     if unknown := prices.cluster.unpriced:
         raise ValueError(
-            f"the price of {', '.join(unknown)} is unknown, and none is assumed: write at these nodes of the "
-            "cluster file price: {per_hour: ..., date: ..., source: ...}"
+            f"the price of {', '.join(unknown)} is unknown, and none is assumed: add price: {{per_hour: ..., "
+            "date: ..., source: ...} to these nodes of the cluster file"
         )
 
 

@@ -1,19 +1,23 @@
-"""The best stages of a chain on places that may differ: where to cut, which place serves which stage.
+"""Optimal pipeline stages on heterogeneous devices: cuts of the chain, and the nodes that run each stage.
 
-Problem: places come as *cells* of several kinds, each with one or more stages, and so many cells of each kind
-must be used, in an order that is free. Cut the chain and order the cells so that ::
+Problem: slots for stages come in *cells* of several kinds, each with one or more stages. A given number of
+cells of each kind must be used, in any order. Cut the chain and order the cells to minimize ::
 
     bottleneck * max_s t_s + share * sum_s t_s + max_s e_s
 
-is least, *t* being seconds of a stage for a microbatch, what crosses the border before it included, and *e*
-what it takes at the end of a step. A stage must fit the memory of its place, which depends on its number:
-early stages hold more microbatches.
+where *t* is the seconds of a stage per microbatch, including the transfers over the boundary before it, and
+*e* its seconds at the end of a step. A stage must fit in the memory of its slot, which depends on its
+pipeline rank: early stages hold more microbatches. ::
 
-Algorithm: a dynamic program over (cells used of each kind, kind of the last one, items placed) covers every
-order of the cells at once; cells of one kind are alike, so that no order counts twice. Under limits on *t*
-and *e* it finds the least sum; lowering the limit on *t* below the slowest stage of each answer, until no
-lower one can help, gives the least value, as in :mod:`osdp.search.stages`; the limit on *e* is lowered around
-that.
+    items      0 1 2 3 4 5 6 7 8 9
+    stages    |-----|---|-----|---|      bounds (0, 3, 5, 8, 10)
+    cells     [ A       ][ B ][ A ]      order (A, B, A); a cell of kind A may hold two stages, B one
+
+Algorithm: a dynamic program over (number of cells used of each kind, kind of the last one, items placed)
+covers all orders of the cells at once; cells of one kind are interchangeable, so that no order is counted
+twice. Under limits on *t* and *e* it finds the minimum sum. Lowering the limit on *t* below the slowest stage
+of each answer, until no lower limit can help, gives the minimum value, as in :mod:`osdp.search.stages`; an
+outer loop lowers the limit on *e* in the same way.
 """
 
 import math
@@ -35,14 +39,15 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class CellKind:
-    """Cells that are alike.
+    """Interchangeable cells.
 
     Attributes:
-        count: How many must be used.
-        stages: Stages in each of them.
-        at: All stages by their number; those that are priced alike share their arrays.
-        inside: Seconds of the border before an item, between two stages of one cell; ``(I + 1,)``.
-        after: The same after a cell of each kind.
+        count: Number of cells, all of which must be used.
+        stages: Number of stages in each of them.
+        at: Function from pipeline rank to the tables of all stages; ranks with equal tables share arrays.
+        inside: Seconds of the transfers over the boundary before each item, between two stages of one cell;
+            shape ``(I + 1,)``.
+        after: The same if the stage before is in another cell, by the kind of that cell; ``(I + 1,)`` each.
     """
 
     count: int
@@ -54,12 +59,12 @@ class CellKind:
 
 @dataclass(frozen=True)
 class Problem:
-    """What :func:`place` solves.
+    """Cells and objective of a placement problem; see :func:`place`.
 
     Attributes:
         cells: The kinds of cells.
-        bottleneck: What the slowest stage counts beside the sum.
-        share: What the sum counts.
+        bottleneck: Coefficient of the slowest stage's seconds.
+        share: Coefficient of the sum of all stages' seconds.
     """
 
     cells: tuple[CellKind, ...]
@@ -68,12 +73,12 @@ class Problem:
 
     @cached_property
     def num_items(self) -> int:
-        """Items of the chain."""
+        """Number of items of the chain."""
         return len(self.cells[0].inside) - 1
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each kind the first one after which borders take as long: they need not be told apart."""
+        """For each kind, the first kind with the same transfer times to the next cell; these share tables."""
 
         def after(kind: int) -> list[Floats]:
             return [cell.after[kind] for cell in self.cells]
@@ -86,12 +91,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Stages and their places.
+    """Stages and their placement.
 
     Attributes:
-        order: Kinds of the cells, in order.
-        bounds: First item of each stage, and the number of items.
-        value: What was minimised.
+        order: Kind of each cell, in order of the stages.
+        bounds: First item of each stage, followed by the number of items.
+        value: Minimized objective in seconds.
     """
 
     order: tuple[int, ...]
@@ -100,15 +105,17 @@ class Arrangement:
 
 
 def place(problem: Problem, upper: float = math.inf) -> Arrangement | None:
-    """The best arrangement; among equals the first by kinds and cuts.
+    """Find the optimal arrangement; among equals the first by kinds and cuts.
 
     Args:
         problem: The chain and the cells.
-        upper: Arrangements that are not better need not be found.
+        upper: Objective value in seconds; arrangements that are not better are not searched.
 
     Returns:
         The arrangement; ``None`` if none fits or none is better than ``upper``.
     """
+    # Outer loop over the limit on the end of a step: each answer is optimal under the current limit, so that
+    # a better one must have a shorter end. It stops at the minimum that any arrangement can have.
     search = _Search(problem)
     least_end = search.least(of_end=True)
     best: Arrangement | None = None
@@ -128,25 +135,30 @@ def place(problem: Problem, upper: float = math.inf) -> Arrangement | None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """How the best way to a state came about: the state before by kind of its last cell, and the cuts."""
+    """Back-pointers of a state: kind of the cell before, and cuts of the last cell's stages.
+
+    Arrays of shape ``(I + 1,)``, by the items placed at the end of a stage: ``cuts[0]`` is the first item of
+    the cell's first stage, ``cuts[1]`` that of its second, and so on; ``last`` is by the end of the first.
+    """
 
     last: NDArray[np.int64]
     cuts: tuple[NDArray[np.int64], ...]
 
 
 class _Search:
-    """Sweeps over the states of a problem."""
+    """Dynamic programs over the states of a placement problem, with cached stage tables."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._counts = tuple(cell.count for cell in problem.cells)
         self._at: dict[tuple[int, int], Stretches] = {}
-        #: Seconds of a stage with its border: first of a cell after each kind, or (-1) inside one; by what
-        #: stages of several numbers may share.
+        #: Seconds of all stages including the transfers before them, with the plain table (kept alive for its
+        #: ``id``). Key: kind of the cell before, or -1 inside a cell, and the ``id`` of the plain table,
+        #: which pipeline ranks may share.
         self._seconds: dict[tuple[int, int], tuple[Floats, Floats]] = {}
 
     def least(self, *, of_end: bool = False, limit: float = math.inf) -> float:
-        """The least that the slowest stage takes, or the longest end, of any arrangement."""
+        """Minimum of the slowest stage's seconds, or of the longest end, over all arrangements."""
         found = self._sweep(
             np.maximum,
             lambda kind, before, rank: self._entries(kind, before, rank, math.inf, limit, of_end),
@@ -154,11 +166,16 @@ class _Search:
         return min((float(vector[-1]) for vector, _ in found[self._counts].values()), default=math.inf)
 
     def least_value(self, limit: float, ceiling: float) -> tuple[float, float, Arrangement] | None:
-        """The least of ``bottleneck * max t + share * sum t`` below ``ceiling`` with ends up to ``limit``.
+        """Minimum of ``bottleneck * max t + share * sum t`` with ends up to ``limit``.
+
+        Args:
+            limit: Maximum seconds of an end.
+            ceiling: Only values below this one are of interest.
 
         Returns:
-            It, the longest end and the arrangement; ``None`` if there is none.
+            The value, the longest end and the arrangement; ``None`` if there is none below ``ceiling``.
         """
+        # 1. Lower bounds: the minimum bottleneck, and the minimum sum, each by itself.
         problem = self._problem
         slowest = self.least(limit=limit)
         if problem.bottleneck * slowest >= ceiling or math.isinf(slowest):
@@ -166,12 +183,14 @@ class _Search:
         least_sum = self._least_sum(math.inf, limit)[0]
         if problem.bottleneck * slowest + problem.share * least_sum >= ceiling:
             return None
+        # 2. A good start: the minimum sum at the minimum bottleneck.
         best: tuple[float, float, Arrangement] | None = None
         total, arrangement = self._least_sum(slowest, limit)
         found = self._valued(total, arrangement)
         if found[0] < ceiling:
             best, ceiling = found, found[0]
-        # A slower stage than this makes even the least sum of all too much.
+        # 3. Lower the pace, the limit on every stage, from the highest that could still pay: with a slower
+        # stage, even the minimum sum exceeds the ceiling.
         pace = math.inf
         if problem.bottleneck:
             pace = (ceiling - problem.share * least_sum) / problem.bottleneck * (1 + _ROUNDING)
@@ -180,18 +199,21 @@ class _Search:
             found = self._valued(total, arrangement)
             if found[0] < ceiling:
                 best, ceiling = found, found[0]
+            # A lower pace only raises the minimum sum: stop if that cannot pay even at the best bottleneck.
             if problem.bottleneck * slowest + problem.share * total >= ceiling:
                 break
             pace = math.nextafter(max(self._times(arrangement)), -math.inf)
         return best
 
     def _valued(self, total: float, arrangement: Arrangement) -> tuple[float, float, Arrangement]:
+        """Value and longest end of an arrangement whose stages take ``total`` seconds in sum."""
+        # Its slowest stage may be faster than the pace that it was found with.
         slowest = max(self._times(arrangement))
         value = self._problem.bottleneck * slowest + self._problem.share * total
         return value, max(self._ends(arrangement)), arrangement
 
     def _least_sum(self, pace: float, limit: float) -> tuple[float, Arrangement]:
-        """The least sum with stages no slower than ``pace``; there is one."""
+        """Minimum sum with stages no slower than ``pace``, infinite if there is none; and its arrangement."""
         states = self._sweep(
             np.add, lambda kind, before, rank: self._entries(kind, before, rank, pace, limit, False)
         )
@@ -199,6 +221,7 @@ class _Search:
         total = float(vector[-1])
         if math.isinf(total):
             return total, Arrangement((), (), math.inf)
+        # Follow the back-pointers from the last cell to the first.
         order: list[int] = []
         bounds = [self._problem.num_items]
         used = self._counts
@@ -214,11 +237,13 @@ class _Search:
         return total, Arrangement(tuple(order[::-1]), tuple(bounds[::-1]), math.inf)
 
     def _entries(self, kind: int, before: int, rank: int, pace: float, limit: float, of_end: bool) -> Floats:
+        """Seconds, or ends, of all stages within ``pace`` and ``limit``, else inf; ``(I + 1, I + 1)``."""
         seconds, end = self._with_border(kind, before, rank), self._stretches(kind, rank).end
         possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
         return np.where(possible, end if of_end else seconds, math.inf)
 
     def _stretches(self, kind: int, rank: int) -> Stretches:
+        # Kept for the lifetime of the search, so that the ``id`` of a table is a safe cache key.
         if (kind, rank) not in self._at:
             self._at[kind, rank] = self._problem.cells[kind].at(rank)
         return self._at[kind, rank]
@@ -235,7 +260,19 @@ class _Search:
     def _sweep(
         self, join: np.ufunc, entries: Callable[[int, int, int], Floats]
     ) -> dict[tuple[int, ...], dict[int, tuple[Floats, _Step]]]:
-        """The best way to every number of items with every set of cells, by the kind of the last cell."""
+        """Dynamic program over all multisets of cells.
+
+        Args:
+            join: ``np.add`` for the sum over stages, ``np.maximum`` for the slowest.
+            entries: Function of (kind, kind before or -1 inside a cell, pipeline rank) that returns the value
+                of every stage, ``(I + 1, I + 1)``, infinite where it is not allowed.
+
+        Returns:
+            By cells used of each kind, then by the kind of the last cell: the best value for every number of
+            items placed, shape ``(I + 1,)``, and the back-pointers.
+        """
+        # 1. Values of the stages that fit. Pipeline ranks with one table of seconds share the entries, and
+        # differ only in what fits in memory.
         cells = self._problem.cells
         alike = self._problem.alike
         shared: dict[tuple[int, int, int], Floats] = {}
@@ -250,17 +287,21 @@ class _Search:
                 fitting[kind, before, rank] = np.where(there.fits, shared[key], math.inf)
             return fitting[kind, before, rank]
 
+        # 2. Without cells no items are placed.
         start = np.full(self._problem.num_items + 1, math.inf)
         start[0] = 0.0
         nowhere = _Step(np.zeros(len(start), dtype=np.int64), ())
         states: dict[tuple[int, ...], dict[int, tuple[Floats, _Step]]] = {
             (0,) * len(cells): {0: (start, nowhere)}
         }
+        # 3. Add one cell to every multiset of cells: its first stage after each kind of cell before, then its
+        # other stages.
         for used in product(*(range(count + 1) for count in self._counts)):
             if not any(used):
                 continue
             states[used] = {}
-            for kind, cell in enumerate(cells):
+            # ``product`` ascends, so that all states with one cell less are known.
+            for kind, cell in enumerate(cells):  # the last cell is of this kind
                 if not used[kind]:
                     continue
                 previous = states[tuple(count - (other == kind) for other, count in enumerate(used))]
@@ -278,7 +319,7 @@ class _Search:
         return states
 
     def _stages(self, arrangement: Arrangement) -> list[tuple[int, int, int, int]]:
-        """Kind, kind before (-1 inside a cell), first item and the one after the last, of each stage."""
+        """Kind, kind before (-1 inside a cell), first item and end of each stage."""
         found: list[tuple[int, int, int, int]] = []
         last = 0
         for kind in arrangement.order:
@@ -302,6 +343,7 @@ class _Search:
 
 
 def _extend(join: np.ufunc, vector: Floats, stage: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """Append a stage to the best values ``vector``: new best values and cuts, by items placed."""
     ways = join(vector[:, None], stage)
     cuts = ways.argmin(axis=0)
     return ways[cuts, np.arange(len(vector))], cuts
@@ -310,7 +352,7 @@ def _extend(join: np.ufunc, vector: Floats, stage: Floats) -> tuple[Floats, NDAr
 def _best_of(
     ways: Sequence[tuple[int, Floats, NDArray[np.int64]]],
 ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-    """Element by element the best of several ways: values, the last kind before, and the cut."""
+    """Elementwise minimum over the kinds of the cell before: values, that kind, and the cut; ``(I + 1,)``."""
     last, vector, cuts = ways[0]
     lasts = np.full(len(vector), last, dtype=np.int64)
     for other, values, others in ways[1:]:
