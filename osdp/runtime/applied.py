@@ -18,6 +18,7 @@ from osdp.plan import Plan
 from osdp.runtime.accumulation import Accumulation
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.entries import Arguments, Entries
+from osdp.runtime.group_dtensor import compute_with_other_meshes
 from osdp.runtime.lockstep import Lockstep
 from osdp.runtime.mesh import device_of
 from osdp.runtime.module_api import give_interface
@@ -411,6 +412,7 @@ class AppliedPlan:
         self._reducer.finish(absent)
         for parameter in self.parameters:
             path, stored = parameter.path, parameter.stored
+            compute_with_other_meshes(stored.grad)
             is_absent = parameter.name in absent
             if path.is_held:
                 path.deliver(stored, None if is_absent else stored.grad)

@@ -37,8 +37,8 @@ class Entries:
         leave: Called after it with its output, and whether it raised; returns what the caller gets.
         around: For a module, the wrapped modules around it whose units hold parameters of it, the outermost
             first; modules that are left out need none.
-        param_dtype: What floating-point inputs are cast to, as FSDP2 does for the root and for modules that it
-            wraps; ``None`` for what they are.
+        param_dtype: What floating-point inputs are cast to, as FSDP2 does for the root and for wrapped
+            modules; ``None`` leaves them as they are.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from osdp.layout import is_inside
 from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.arguments import keep_identity
 from osdp.runtime.gradients import GradientPath, num_ranks
+from osdp.runtime.group_dtensor import compute_with_other_meshes
 from osdp.runtime.owners import Owned
 from osdp.runtime.reports import reporter
 from osdp.runtime.torch_private.autograd import version_of
@@ -126,6 +127,7 @@ class ShardedParameter:
     def __init__(self, owned: Owned, unit: int) -> None:
         self.owned = owned
         self.stored = owned.parameter
+        compute_with_other_meshes(self.stored)
         self.path = GradientPath()
         self.unit = unit
         self.compute: nn.Parameter | None = None
