@@ -1,9 +1,9 @@
 """Entry points of a model: calls that start at the root or at any module inside it.
 
-The work before and after a forward (swapping in the parameters that are computed with, recovery from a failed
-step, resharding of stale units) happens around the *outermost* call: that of the root, or of any module inside
-that is called by itself, such as an encoder that is evaluated alone, a head that computes a loss in chunks, or
-a method that was registered by ``register_fsdp_forward_method``.
+The work before and after a forward (swapping in the parameters that are computed with, recovery from a
+failed step, resharding of stale units) happens around the *outermost* call: that of the root, or of any
+module inside that is called by itself, such as an encoder that is evaluated alone, a head that computes a
+loss in chunks, or a method that was registered by ``register_fsdp_forward_method``.
 
 A module that is called by itself may compute with parameters of a unit that wraps a module around it: FSDP2
 would gather them in that module's forward only. They are gathered here, in the way FSDP2 does it for methods.

@@ -73,7 +73,7 @@ def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One process group of all ranks of ``mesh``; a new one, created by all of them, if it has several axes."""
+    """One process group of all ranks of ``mesh``; created anew, by all of them, if it has several axes."""
     group: dist.ProcessGroup
     if mesh.ndim == 1:
         group = mesh.get_group()

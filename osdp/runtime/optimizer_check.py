@@ -1,7 +1,7 @@
 """Checks before each optimizer step that the optimizer fits the wrapped model and its plan.
 
-The wrapper never receives the optimizer, so a step pre-hook of ``torch.optim`` checks each new one: whether it
-was created before the model was wrapped, whether its step is correct on shards, and whether it needs more
+The wrapper never receives the optimizer, so a step pre-hook of ``torch.optim`` checks each new one: whether
+it was created before the model was wrapped, whether its step is correct on shards, and whether it needs more
 memory than was planned; and until gradients have arrived once, whether there are any.
 """
 
@@ -54,7 +54,7 @@ class OptimizerCheck:
         self._plan = plan
         self._replaced = replaced
         self._awaits_backward = awaits_backward
-        # No weak references: torch cannot swap a tensor that has one, as ``module.to(...)`` does for DTensors.
+        # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
         self._parameters = {id(p): p for p in parameters}
         #: Number of parameters that each optimizer had when it was checked.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -105,7 +105,7 @@ class OptimizerCheck:
             logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:
-        """Raise for parameters that came into the model after it was wrapped: their gradients are not reduced."""
+        """Raise for parameters that were added after wrapping: nothing reduces their gradients."""
         others = {id(p) for group in optimizer.param_groups for p in group["params"] if not self._is_mine(p)}
         others -= self._computing().keys()
         added = [name for name, parameter in self._registered() if id(parameter) in others]

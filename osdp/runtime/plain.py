@@ -44,7 +44,7 @@ class Wrapped:
         _refuse("DataParallel")
 
     def _check_alone(self) -> None:
-        """Raise if a module around this one is in DistributedDataParallel, which checks only the outermost."""
+        """Raise if a module around this one is wrapped in DDP, which checks only the outermost module."""
         outer: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is self for module in outer.modules()):
             _refuse("DistributedDataParallel")

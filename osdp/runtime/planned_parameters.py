@@ -56,7 +56,7 @@ class PlannedParameters:
         )
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The stored parameter, as the optimizer sees it, of ``parameter``, which may be a compute parameter."""
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
         for candidate in self._all:
             if candidate.compute is parameter or candidate.owned.parameter is parameter:
                 return candidate.stored

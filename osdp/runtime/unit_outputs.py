@@ -2,9 +2,9 @@
 
 FSDP2 gathers a unit again when the gradient of an output arrives: of an output of the module that ran *last*,
 and only of those tensors in it that it finds. But backward may enter a unit of several modules through any of
-them: the last one may be frozen (Whisper's positions), return integers, stay out of the loss, or be on another
-branch; and outputs may be objects that FSDP2 does not look into. So here every tensor that a module returns
-gets a hook that gathers its unit; all calls but the first find it gathered already.
+them: the last one may be frozen (Whisper's positions), return integers, stay out of the loss, or be on
+another branch; and outputs may be objects that FSDP2 does not look into. So here every tensor that a module
+returns gets a hook that gathers its unit; all calls but the first find it gathered already.
 
 This is enough: autograd runs nodes in the reverse order of their creation, so no weight of a module is needed
 before the gradient of its last output has arrived.
@@ -32,7 +32,7 @@ class UnitOutputs:
         self._first = next(iter(self._fqns))
 
     def register(self) -> None:
-        """Register the hooks; to be called before sharding, so that FSDP2's hooks see the outputs changed here."""
+        """Register the hooks; to be called before sharding, so that FSDP2's hooks see the changed outputs."""
         for module in self._fqns:
             module.register_forward_hook(torch.compiler.disable(self._prepare))
 

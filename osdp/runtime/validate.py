@@ -1,4 +1,4 @@
-"""Does a plan fit a model and a mesh? All differences at once, before anything is changed."""
+"""Validation of a plan against a model and a mesh: all differences at once, before anything is changed."""
 
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -18,7 +18,8 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
     """Raise unless ``plan`` fits ``model`` and ``world_size``.
 
     Raises:
-        ValueError: The model is wrapped already, cannot be, or has an embedding that no plan can train.
+        ValueError: The model is wrapped already, cannot be wrapped, or has an embedding that no plan can
+            train.
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     check_plain(model)
@@ -40,10 +41,10 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
 def check_double_backward(plan: Plan) -> None:
     """Raise unless a backward under ``plan`` can itself be differentiated.
 
-    Gathering, slicing and recomputation happen in a backward, outside of the graph that a second one follows.
+    Gathering, slicing and recomputation happen in the first backward, outside the graph of the second.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot be; lists the decisions that prevent it.
     """
     faults = [f"{name} is {mode}" for name, mode in plan.modes.items() if mode.sharded]
     faults += [f"{d.operator} runs in {d.slices} slices" for d in plan.decisions if d.slices > 1]
@@ -57,13 +58,13 @@ def check_double_backward(plan: Plan) -> None:
 
 
 def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
-    """The sharded units that are not the root's, those inside others before those.
+    """The sharded units except the root's in the order of wrapping: inner units before outer ones.
 
     Args:
         units: Units that FSDP2 shards, and others.
 
     Raises:
-        PlanMismatchError: Two units lie inside each other.
+        PlanMismatchError: Two units contain each other.
     """
     sharded = [unit for unit in units if unit.mode.sharded and not unit.root]
     graph = {
@@ -80,7 +81,7 @@ def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
 def fsdp_units(plan: Plan) -> tuple[Unit, ...]:
     """The units of ``plan`` that FSDP2 shards.
 
-    Operators in slices shard themselves; of operators without elements there is nothing to shard.
+    Left out are operators in slices, which shard themselves, and units without parameter elements.
     """
     in_slices = {decision.operator for decision in plan.decisions if decision.slices > 1}
     nbytes = {decision.operator: decision.nbytes for decision in plan.decisions}
