@@ -1,10 +1,10 @@
 """Initialisation of models built on ``meta``, without ever holding the whole model.
 
-Block by block (the elements of its ``ModuleList`` and ``Sequential`` containers, and the modules next to them)
-a model is allocated whole on every rank, initialised by its own modules, cut into shards and freed. The seed
-of a block is derived from rank 0's seed and the block's name. So values depend neither on the plan nor on the
-stage of a block (except parameters tied over several stages), and a rank holds at most its shards and one
-block.
+Block by block (the elements of its ``ModuleList`` and ``Sequential`` containers, and the modules next to
+them) a model is allocated whole on every rank, initialised by its own modules, cut into shards and freed. The
+seed of a block is derived from rank 0's seed and the block's name. So values depend neither on the plan nor
+on the stage of a block (except parameters tied over several stages), and a rank holds at most its shards and
+one block.
 """
 
 import zlib

@@ -1,7 +1,7 @@
 """Output structure, shapes and dtypes of modules that were removed from a stage.
 
-A copy of the module without memory (its twin) runs on fake tensors, once for each combination of input shapes;
-equal modules share a twin.
+A copy of the module without memory (its twin) runs on fake tensors, once for each combination of input
+shapes; equal modules share a twin.
 """
 
 import copy
@@ -102,7 +102,7 @@ def _kind(leaf: Any) -> object:
 
 
 def _settings(module: nn.Module) -> tuple[object, ...]:
-    """Plain attributes of a module and its submodules, such as an attention window; layer indices left out."""
+    """Plain attributes of a module and its submodules, such as an attention window, without layer indices."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (key, value)

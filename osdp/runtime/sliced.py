@@ -1,8 +1,8 @@
 """Operators that a plan runs in slices: replacing their modules and sharding their weights.
 
 The weight of a sharded one is a DTensor with ``Shard`` along the dimension that is not sliced; FSDP2 ignores
-it, since its slices are gathered and its gradient is reduce-scattered inside the operator. Other parameters of
-the operator (a bias) are replicated.
+it, since its slices are gathered and its gradient is reduce-scattered inside the operator. Other parameters
+of the operator (a bias) are replicated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,10 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
 
 
 def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
-    """Replace the modules of sliced operators by ones that run in slices; names, parameters and types stay."""
+    """Replace the modules of sliced operators by ones that run in slices, with the same names and parameters.
+
+    Their types are subclasses of the original ones.
+    """
     made: dict[nn.Module, nn.Module] = {}
     routes = {operator: unit.route for unit in plan.units for operator in unit.operators}
     for decision in _sliced_decisions(plan):

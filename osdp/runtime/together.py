@@ -32,7 +32,7 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
 
 
 def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The objects of all ranks of ``group`` (``None``: of all ranks); just ``mine`` without a process group."""
+    """The objects of all ranks of ``group`` (``None``: all ranks); just ``mine`` without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     everyone: list[T] = [mine] * dist.get_world_size(group)
