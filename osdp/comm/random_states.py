@@ -28,7 +28,7 @@ class Source:
 
 
 def torch_sources(device: torch.device) -> list[Source]:
-    """torch's default generators: the host's, and that of ``device``."""
+    """The default generators of torch: the host's, and that of ``device``."""
     found = [Source(torch.get_rng_state, torch.set_rng_state, torch.equal)]
     if device.type != "cpu":
         module = torch.get_device_module(device)

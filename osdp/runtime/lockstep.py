@@ -2,21 +2,22 @@
 
 A *pass* is one forward into the model from outside, or one backward. For each kind of pass the ranks agree
 once on the order of its collectives: in the first pass of a kind, each rank asks the others before every
-collective. From then on a rank follows the known order without communication. Collectives that it has skipped
-(layers dropped at random, experts without tokens, branches) it *joins*, with no computation of its own, before
-the next one that it runs, and those left over at the end of the pass: so each collective has all its ranks::
+collective. From then on a rank follows the known order without communication. Collectives that it has
+skipped (layers dropped at random, experts without tokens, branches) it *joins*, without any computation,
+before the next one that it runs, and those left over at the end of the pass: so each collective has all its
+ranks::
 
     agreed order   A  B  C  D
     rank 0         A  B  .  D     runs A, B, D; joins C before D
     rank 1         A  .  C  .     runs A, C; joins B before C, and D at the end
 
-Training. Units that no rank has run yet are in the order too, at their position in the plan. A collective that
-is not in the rest of the order (another order, a second call) needs a new agreement, if all ranks ask for it;
-otherwise ranks wait for different things, which :mod:`osdp.runtime.control` detects within seconds.
+Training. Units that no rank has run yet are in the order too, at their position in the plan. A collective
+that is not in the rest of the order (another order, a second call) starts a new agreement if all ranks ask
+for it; otherwise ranks wait for different things, which :mod:`osdp.runtime.control` detects within seconds.
 
-Evaluation. Ranks exchange which pass they begin, and ask each other again at its end: so one rank may evaluate
-more batches than another, which joins all collectives of the extra passes, and may run its units in another
-order.
+Evaluation. Ranks exchange which pass they begin, and ask each other again at its end: so one rank may
+evaluate more batches than another, which joins all collectives of the extra passes, and may run its units in
+another order.
 """
 
 import zlib
@@ -52,7 +53,7 @@ class _Pass:
     Attributes:
         code: Identifies the kind of pass, equally on all ranks.
         label: Its name in messages.
-        events: The order of its collectives, as far as it is known. An event is ``participant * CODES + code``.
+        events: The known order of its collectives. An event is ``participant * CODES + code``.
         at: Number of events that are done.
         in_backward: Whether it is a backward.
         asks: Whether the order may be continued by agreement where it ends (evaluation).
@@ -236,7 +237,7 @@ class Lockstep:
             self._control.wait(work, what)
 
     def used_anywhere(self, used: Sequence[bool]) -> list[bool]:
-        """For each trainable parameter, whether any rank used it in a backward that reduces; a collective call."""
+        """For each trainable parameter, whether any rank used it in this backward; a collective call."""
         if self._control is None:
             return list(used)
         return [bool(vote) for vote in self._control.maximum([*used], "the end of a backward of all ranks")]

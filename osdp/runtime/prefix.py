@@ -4,8 +4,8 @@ A slice reads the keys and values of earlier slices as tensors without a history
 small graph of its own. Backward goes from the last slice to the first. The gradients that reach a slice's
 leaves, added to those that later slices left there, are the gradients of all keys and values of the slices
 before it. They are kept in one tensor per layer for keys and one for values: the next backward takes the end
-of it as the gradient of its slice's own part, and adds to its beginning (the mechanism of TeraPipe, Li et al.,
-ICML 2021, without a copy for each slice)::
+of it as the gradient of its slice's own part, and adds to its beginning (the mechanism of TeraPipe, Li et
+al., ICML 2021, without a copy for each slice)::
 
     tokens               slice 0 | slice 1 | slice 2
     backward of slice 2  [   leaves, adds  ]  own        → gradient over slices 0, 1
@@ -64,7 +64,7 @@ class Prefix:
         self._gradients: dict[_Key, torch.Tensor] = {}
 
     def forward(self, run: Callable[[dict[str, Any]], Any], length: int) -> tuple[KeyValues, Any]:
-        """Call ``run`` with the cache inputs of a slice of ``length`` tokens; returns the cache and its result."""
+        """Call ``run`` with the cache inputs of a slice of ``length`` tokens; returns cache and result."""
         now = self._next
         result = run(now.arguments)
         left = {
@@ -75,12 +75,12 @@ class Prefix:
         return now, result
 
     def roots(self, now: KeyValues) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Further roots of a slice's backward, besides its output: its cache, with later slices' gradients."""
+        """Further roots of a slice's backward besides its output: its cache, with later slices' gradients."""
         for key, total in list(self._gradients.items()):
             layer, which = key
             added, held = now.added[layer][which], now.held[layer][which]
             start = _length(now, key)
-            # Extended only (no sliding window): the end is this slice's part, the rest stays for earlier ones.
+            # Extended only (no sliding window): the end is this slice's part, the rest is of earlier ones.
             if start + added.shape[-2] == held.shape[-2]:
                 root, gradient = added, total[..., start:, :]
                 if start:

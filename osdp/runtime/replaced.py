@@ -1,9 +1,10 @@
 """Parameters that wrapping has replaced, for references that users still hold.
 
-A plan stores parameters of its own: shards, or new objects with the same values. An optimizer that was created
-before, a list of parameters for gradient clipping, or another model that shares a weight would go on with the
-old ones, which are no longer trained. So under every plan all parameters are replaced, and the old ones become
-:class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an error.
+A plan stores parameters of its own: shards, or new objects with the same values. An optimizer that was
+created before, a list of parameters for gradient clipping, or another model that shares a weight would go on
+with the old ones, which are no longer trained. So under every plan all parameters are replaced, and the old
+ones become :class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an
+error.
 """
 
 import weakref

@@ -168,7 +168,7 @@ class SlicedWeight:
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Gather the slices in turn; yields index, start, end and values of each.
 
-        Unpack them in the loop statement itself: ``enumerate`` and ``zip`` would keep the previous slice alive.
+        Unpack them in the loop statement itself: ``enumerate`` and ``zip`` would keep the previous slice.
 
         Args:
             local: This rank's part of the whole weight.
@@ -179,7 +179,7 @@ class SlicedWeight:
     def whole_again(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor]
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """As :meth:`whole_slices`, in backward: first the slices in ``kept``, which are removed, then the rest.
+        """As :meth:`whole_slices`, in backward: first the slices in ``kept``, removing them, then the rest.
 
         Args:
             local: This rank's part of the whole weight.

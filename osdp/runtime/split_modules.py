@@ -205,10 +205,10 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
-    """Slicing that a module supports: ``by``, the sliced dimension of its weight, and a fixed number of slices.
+    """Slicing that a module supports: ``by``, the sliced dimension of its weight, and its number of slices.
 
     The number is 0 if the plan may choose it; an :class:`LMHeadLoss` has one of its own. ``None`` if the
-    module cannot run in slices.
+    module cannot run in slices, or is set to run in one.
     """
     kind = kind_of(module)
     if kind is None:

@@ -72,7 +72,7 @@ class TiedCopies:
                 self._replace(gradient, total)
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that ranks exchange: the shard if all copies are sharded the same way, else the whole."""
+        """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
         if not isinstance(tensor, DTensor):
             return tensor
         return tensor.to_local() if self.alike else tensor.full_tensor()
