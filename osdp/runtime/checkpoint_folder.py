@@ -171,7 +171,7 @@ def whole_checkpoint(path: str | Path) -> Metadata:
         # Checked on one rank only: all ranks see the same folder.
         faults = _faults(folder, stored_files(metadata.storage_data.values())) if _is_first() else ""
         if faults:
-            raise ValueError(f"{path} is no whole checkpoint: {faults}; load another one")
+            raise ValueError(f"{path} is not a complete checkpoint: {faults}; load another one")
     except (OSError, ValueError) as error:
         fault = error
     raise_together(fault)
@@ -193,8 +193,8 @@ def sentence_of(error: CheckpointException) -> str:
 def _require_folder(path: str | Path) -> None:
     if "://" in str(path):
         raise ValueError(
-            f"{path} is no folder: for other storages call torch.distributed.checkpoint.save and load with "
-            "osdp.runtime.checkpoint.train_state(model, optimizer)"
+            f"{path} is not a folder: for other storages call torch.distributed.checkpoint.save and load "
+            "with osdp.runtime.checkpoint.train_state(model, optimizer)"
         )
 
 
@@ -202,11 +202,11 @@ def _metadata(folder: Path) -> Metadata:
     if not folder.exists():
         raise FileNotFoundError(f"there is no checkpoint {folder}")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder, so no checkpoint of osdp.runtime.checkpoint.save")
+        raise ValueError(f"{folder} is not a folder, so no checkpoint of osdp.runtime.checkpoint.save")
     if not (folder / METADATA).exists():
         raise ValueError(
-            f"{folder} is no whole checkpoint: it has no {METADATA}, which is written last; its save was "
-            "interrupted or goes on. Load another one"
+            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last; its save "
+            "was interrupted or is still running. Load another one"
         )
     try:
         metadata: Metadata = FileSystemReader(folder).read_metadata()

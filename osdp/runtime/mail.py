@@ -88,7 +88,7 @@ class Mail:
             raise RuntimeError(
                 f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
                 f"{agreed[1]} for inputs of the same shapes: shapes and dtypes of what modules return must "
-                "follow from those of the inputs, since other ranks are not told"
+                "follow from those of the inputs, since other ranks do not receive them"
             )
         if agreed is None:
             self.known[address.kind] = (tensor.shape, tensor.dtype)

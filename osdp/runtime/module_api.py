@@ -182,7 +182,7 @@ class PlannedModule(FSDPModule):
     def _osdp_prefetch(self, modules: Sequence[FSDPModule], kind: str) -> None:
         for module in modules:
             if not isinstance(module, PlannedModule):
-                raise ValueError(f"{type(module).__name__} is no module of a model under a plan")
+                raise ValueError(f"{type(module).__name__} is not a module of a model under a plan")
         plain = [module._osdp_module for module in modules if isinstance(module, PlannedModule)]
         targets = [state for module in plain if (state := sharding_state(module)) is not None]
         own = sharding_state(self._osdp_module)

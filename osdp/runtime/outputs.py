@@ -91,7 +91,7 @@ def check_finished(output: Any, fqn: str) -> None:
     if isinstance(output, _LATE):
         raise TypeError(
             f"the forward of {fqn or 'the model'} returns a {type(output).__name__}, which would compute "
-            "after the forward has ended and sharded weights are given up; return what it makes: a list, say"
+            "after the forward has ended and sharded weights are freed; return what it makes: a list, say"
         )
 
 

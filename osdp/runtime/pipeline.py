@@ -339,7 +339,7 @@ class Pipeline:
 
     @contextmanager
     def _reducing(self, step: Step, action: Action) -> Iterator[None]:
-        """Reduce the stage's gradients in the backward inside if it is its last, or if the policy asks for it."""
+        """Reduce the stage's gradients in the backward inside if it is its last, or if the policy says so."""
         running = self.stages[action.stage]
         last = _last_backward(step.schedule, self.rank, action.stage) == action
         each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches

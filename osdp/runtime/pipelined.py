@@ -257,7 +257,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
 
 
 def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
-    """The part of the model that one tensor-parallel rank computes: values between its modules may be parts."""
+    """The part of the model that one tensor-parallel rank computes; values between modules may be parts."""
     if plan.tensor is None:
         return model
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
@@ -346,7 +346,7 @@ def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
     ]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     faults += [
-        f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known
+        f"stages keep module {name!r}, which the model lacks" for name in plan.modules if name not in known
     ]
     if faults:
         raise PlanMismatchError(faults)

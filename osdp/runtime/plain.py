@@ -80,7 +80,7 @@ def _fault(where: str, module: nn.Module) -> str | None:
     if _runs_late(module):
         return (
             f"the forward of {where}, of type {type(module).__name__}, is a generator or coroutine: it would "
-            "compute after it has returned, when sharded weights are given up again; return a list, say"
+            "compute after it has returned, when sharded weights are freed again; return a list, say"
         )
     return None
 

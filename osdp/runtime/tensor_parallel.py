@@ -139,7 +139,7 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
     for entry in plan.modules:
         module = modules.get(entry.module)
         if module is None:
-            yield f"module {entry.module!r} is to be sharded, which the model has not; use plan.restricted()"
+            yield f"module {entry.module!r} is to be sharded, which the model lacks; use plan.restricted()"
             continue
         kind = kind_of(module)
         if entry.style not in _STYLES.get(kind or "", ()):
@@ -150,7 +150,7 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
             yield f"module {entry.module!r} has size {size} in dim {entry.dim}, the plan says {entry.size}"
     for name in plan.summed:
         if name not in modules:
-            yield f"the gradients of module {name!r} are to be summed, which the model has not"
+            yield f"the gradients of module {name!r} are to be summed, which the model lacks"
     for divided in plan.divided:
         value = getattr(modules.get(divided.module), divided.name, None)
         if value != divided.value:

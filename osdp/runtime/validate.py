@@ -75,7 +75,7 @@ def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
         return [sharded[index] for index in TopologicalSorter(graph).static_order()]
     except CycleError as error:
         names = ", ".join(str(sharded[index].operators) for index in error.args[1])
-        raise PlanMismatchError([f"units lie inside each other: {names}"]) from error
+        raise PlanMismatchError([f"units contain each other: {names}"]) from error
 
 
 def fsdp_units(plan: Plan) -> tuple[Unit, ...]:
@@ -107,14 +107,14 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
     for decision in plan.decisions:
         for module in decision.modules:
             if module not in known:
-                yield f"operator {decision.operator!r} is used by module {module!r}, which the model has not"
+                yield f"operator {decision.operator!r} is used by module {module!r}, which the model lacks"
     for unit in plan.units:
         for module in unit.modules:
             if module not in known:
-                yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model has not"
+                yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model lacks"
     for module in plan.recomputed:
         if module not in known or not module:
-            yield f"module {module!r} is to be recomputed, which the model has not"
+            yield f"module {module!r} is to be recomputed, which the model lacks"
         if plan.recomputed.count(module) > 1 or any(
             other != module and is_inside(module, other) for other in plan.recomputed
         ):
@@ -126,7 +126,7 @@ def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]
     for decision in plan.decisions:
         missing = [name for name in decision.parameters if name not in owned]
         for name in missing:
-            yield f"operator {decision.operator!r} has parameter {name!r}, which the model has not"
+            yield f"operator {decision.operator!r} has parameter {name!r}, which the model lacks"
         decided.update(decision.parameters)
         nbytes = sum(owned[name].parameter.nbytes for name in decision.parameters if name in owned)
         if not missing and nbytes != decision.nbytes:

@@ -58,7 +58,7 @@ def reset_sharded(root: nn.Module, *, drop_gradients: bool) -> None:
 
 
 def _reset_without_feature(state: Any) -> None:
-    """What ``_reset_iter_state`` does, for versions of torch without it."""
+    """The reset of ``_reset_iter_state``, for versions of torch without it."""
     for inner in state._state_ctx.all_states:
         inner._training_state = type(inner._training_state).IDLE
     for module in state._modules[0].modules():
