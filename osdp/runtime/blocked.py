@@ -55,11 +55,11 @@ def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any], prefix: str = "
         names = (name for name in stored if prefix and key.startswith(f"{prefix}{name}."))
         return stored.get(key) if not prefix else stored.get(next(names, ""))
 
-    return {
-        key: value if parameter is None else _mapped(partial(relaid, parameter), value)
-        for key, value in by_parameter.items()
-        for parameter in [owner(key)]
-    }
+    found = {}
+    for key, value in by_parameter.items():
+        parameter = owner(key)
+        found[key] = value if parameter is None else _mapped(partial(relaid, parameter), value)
+    return found
 
 
 def _layout(tensor: DTensor) -> tuple[int | None, int]:

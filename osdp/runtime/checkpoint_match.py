@@ -33,14 +33,13 @@ def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], pat
     # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*map(set, gathered(stray)))
     missing = [name for name in own if name not in known]
-    shapes = [
-        f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here"
-        for name, value in own.items()
-        for entry in [saved.get(name)]
-        if isinstance(value, torch.Tensor)
-        and isinstance(entry, TensorStorageMetadata)
-        and entry.size != value.shape
-    ]
+    shapes = []
+    for name, value in own.items():
+        entry = saved.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if entry.size != value.shape:
+            shapes.append(f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here")
     faults = [f"it lacks {_few(missing)}"] if missing else []
     faults += [f"only it has {_few(sorted(nowhere))}"] if nowhere else []
     faults += [_few(shapes)] if shapes else []

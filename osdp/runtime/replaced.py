@@ -158,13 +158,12 @@ class Replaced:
         Raises:
             RuntimeError: It has optimizer states of replaced parameters, which belong to whole parameters.
         """
-        found = {
-            id(parameter): successor
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for successor in [self._successor(parameter) or (computing or {}).get(id(parameter))]
-            if successor is not None
-        }
+        found: dict[int, Successor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                successor = self._successor(parameter) or (computing or {}).get(id(parameter))
+                if successor is not None:
+                    found[id(parameter)] = successor
         if not found:
             return
         names = [found[id(p)][0] for p, state in optimizer.state.items() if state and id(p) in found]

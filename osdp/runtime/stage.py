@@ -228,8 +228,8 @@ def _merge(
     for registry in ("_parameters", "_buffers"):
         own = getattr(module, registry)
         for key in own:
-            found = [value for tree in trees for value in [getattr(tree, registry)[key]] if value is not None]
-            own[key] = found[0] if found else None
+            held = (getattr(tree, registry)[key] for tree in trees)
+            own[key] = next((value for value in held if value is not None), None)
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")
         if child is None:
