@@ -117,7 +117,7 @@ def loaded_and_saved_again(path: str) -> tuple[Any, Any]:
 
 
 def refused_and_saved_again(path: str) -> None:
-    refusal = r"first is no whole checkpoint: it has no \.metadata, which is written last; its save was"
+    refusal = r"first is not a complete checkpoint: it has no \.metadata, which is written last; its save was"
     with pytest.raises(ValueError, match=refusal):
         loaded(path)
     save(path, 1)
@@ -214,11 +214,11 @@ def refusals(folder: str) -> None:
     dist.barrier()
     with pytest.raises(RuntimeError, match=r"no checkpoint was saved at .*rank 0: FileExistsError"):
         checkpoint.save(file, model, optimizer)
-    with pytest.raises(ValueError, match="is no folder, so no checkpoint"):
+    with pytest.raises(ValueError, match="is not a folder, so no checkpoint"):
         checkpoint.load(file, model, optimizer)
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nowhere"):
         checkpoint.load(Path(folder, "nowhere"), model, optimizer)
-    with pytest.raises(ValueError, match=r"s3://bucket/x is no folder: for other storages call torch\."):
+    with pytest.raises(ValueError, match=r"s3://bucket/x is not a folder: for other storages call torch\."):
         checkpoint.save("s3://bucket/x", model, optimizer)
     own = f"{folder}/own-{dist.get_rank()}"  # as on machines with disks of their own
     with pytest.raises(
@@ -258,7 +258,7 @@ def test_missing_cut_and_broken_files_are_named(
     content = second.read_bytes()
     second.write_bytes(content[:-500])
     cut = rf"{second.name} has {len(content) - 500} of {len(content)} bytes"
-    with pytest.raises(ValueError, match=rf"hurt is no whole checkpoint: {cut}; load another one"):
+    with pytest.raises(ValueError, match=rf"hurt is not a complete checkpoint: {cut}; load another one"):
         whole_checkpoint(path)
     first.unlink()
     with pytest.raises(ValueError, match=rf"{first.name} is missing, {cut}"):

@@ -153,7 +153,7 @@ def refusals_alone(plan: TensorParallelPlan) -> None:
     with pytest.raises(PlanMismatchError, match=r"has size 128 in dim 1, the plan says 256"):
         wider = [replace(e, size=256) if e.module.endswith("c_fc") else e for e in plan.modules]
         parallelize(model, replace(plan, modules=tuple(wider)), mesh)
-    with pytest.raises(PlanMismatchError, match="which the model has not"):
+    with pytest.raises(PlanMismatchError, match="which the model lacks"):
         parallelize(build("llama"), plan, mesh)
     patched = build("gpt2")
     patched.lm_head.forward = patched.lm_head.forward

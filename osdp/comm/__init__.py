@@ -1,1 +1,1 @@
-"""Process groups and collectives of sharded units, which the profiler measures and the runtime uses."""
+"""Process groups and collectives of sharded units: measured by the profiler, used by the runtime."""

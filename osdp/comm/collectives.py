@@ -1,8 +1,16 @@
-"""Collectives of sharded units for links of two speeds, and a reduce-scatter where a backend has no real one.
+"""Hierarchical collectives of sharded units, and a reduce-scatter for backends without a native one.
 
-Ranks are numbered group by group: rank ``i * P + j`` is member *j* of group *i*, of *N* groups of *P*. A
-gather in two steps goes across groups first, so that every shard crosses the slow link once for each group
-instead of once for each rank; a reduce-scatter goes the other way. Shards lie as after a flat collective.
+Ranks are numbered group by group: rank ``i * P + j`` is member *j* of group *i*, of *N* groups of *P*::
+
+                  inside: fast links
+               j = 0 ... P-1
+    group 0   [ 0   1   ...  P-1 ]     |
+    group 1   [ P  P+1  ... 2P-1 ]     | across: slow links
+    ...                                v
+
+A two-step all-gather goes across groups first, so that every shard crosses the slow link once per group
+instead of once per rank; a two-step reduce-scatter runs the two steps in reverse. The resulting shards are
+placed as by the flat collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +24,12 @@ from osdp.comm.groups import Grid
 from osdp.comm.torch_private import AllGather, ReduceScatter, all_gather, reduce_scatter
 from osdp.plan import Route
 
-#: What a reduction may be: an operation of c10d, or its bare type.
+#: A reduction operation: one of c10d, or its bare type.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class _Temporary:
-    """Buffers that live for one collective."""
+    """Allocation of buffers that are freed after one collective."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -31,11 +39,11 @@ class _Temporary:
 
 
 class TwoStepAllGather(_Temporary, AllGather):
-    """All-gather across rows, then inside each.
+    """All-gather in two steps: across the rows of a grid, then inside each row.
 
     Args:
         grid: The ranks of the group it is called with.
-        by_exchange: Whether ranks send each other their shards in the first step.
+        by_exchange: Whether the first step uses point-to-point messages instead of an all-gather.
     """
 
     def __init__(self, grid: Grid, *, by_exchange: bool) -> None:
@@ -48,7 +56,7 @@ class TwoStepAllGather(_Temporary, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` with the inputs of all ranks, in the order of ranks."""
+        """Fill ``output_tensor`` with the inputs of all ranks, in rank order."""
         rows, columns = self._grid.shape
         assert group.size() == rows * columns
         column = input_tensor.new_empty(rows, input_tensor.numel())
@@ -59,16 +67,16 @@ class TwoStepAllGather(_Temporary, AllGather):
         whole = output_tensor.view(rows, -1)
         work: dist.Work | None = None
         for row in range(rows):
-            # On one communicator collectives end in the order they began: the last one stands for all.
+            # Collectives on one communicator end in the order of their start: waiting for the last is enough.
             is_async = async_op and row == rows - 1
             work = all_gather(whole[row], column[row], group=self._grid.inside, async_op=is_async)
         return work
 
 
 class FlatReduceScatter(_Temporary, ReduceScatter):
-    """Reduce-scatter over all ranks of the group as an exchange of shards and local sums.
+    """Reduce-scatter over all ranks of the group as an exchange of shards and a local sum.
 
-    For gloo, whose own is an all-reduce of the whole tensor in disguise.
+    For gloo, whose own reduce-scatter is an all-reduce of the whole tensor.
     """
 
     def __call__(
@@ -80,17 +88,17 @@ class FlatReduceScatter(_Temporary, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` with this rank's part of the reduced inputs."""
-        del async_op  # the sums wait for the exchange
+        del async_op  # the local sum has to wait for the exchange anyway
         exchange(output_tensor, input_tensor, op, group)
         return None
 
 
 class TwoStepReduceScatter(_Temporary, ReduceScatter):
-    """Reduce-scatter inside each row, then across rows.
+    """Reduce-scatter in two steps: inside each row of a grid, then across rows.
 
     Args:
         grid: The ranks of the group it is called with.
-        by_exchange: Whether both steps are exchanges of shards with local sums.
+        by_exchange: Whether both steps are exchanges of shards with a local sum.
     """
 
     def __init__(self, grid: Grid, *, by_exchange: bool) -> None:
@@ -111,7 +119,8 @@ class TwoStepReduceScatter(_Temporary, ReduceScatter):
         column = input_tensor.new_empty(rows, output_tensor.numel())
         for row in range(rows):
             self._step(column[row], parts[row], op, self._grid.inside)
-        # A mean of means of equally many is the mean; a factor is applied once.
+        # The mean of means over equally large rows is the overall mean, so AVG is applied in both steps;
+        # any other factor (a premultiplied sum) must be applied only once.
         last = op if op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) else dist.ReduceOp.SUM
         return self._step(output_tensor, column.view(-1), last, self._grid.across, async_op=async_op)
 
@@ -138,34 +147,34 @@ def scatter_sum(
     group: dist.ProcessGroup,
     run: Callable[[Callable[[], dist.Work | None]], None],
 ) -> None:
-    """Reduce-scatter as gloo does it, by an all-reduce; in place, and to be waited for in parts.
+    """Reduce-scatter as gloo does it, by an in-place all-reduce whose start and wait the caller controls.
 
     Args:
         output: This rank's shard.
-        whole: Shards for all ranks, in their order; overwritten.
-        op: How shards are reduced.
+        whole: Shards for all ranks, in rank order; overwritten.
+        op: The reduction.
         group: The ranks.
-        run: Starts what it is given, and waits for it.
+        run: Starts the collective that it is given, and waits for it.
     """
     run(lambda: dist.all_reduce(whole, op=op, group=group, async_op=True))
     output.copy_(whole.view(group.size(), *output.shape)[group.rank()])
 
 
 def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
-    """Reduce-scatter as an exchange of shards and a local sum; each rank sends every other one its shard.
+    """Reduce-scatter as an exchange of shards and a local sum; each rank sends every other rank its shard.
 
     Args:
         output: This rank's shard.
-        whole: Shards for all ranks, in their order.
+        whole: Shards for all ranks, in rank order.
         op: ``SUM`` or ``AVG``.
         group: The ranks.
 
     Raises:
-        ValueError: It is another operation.
+        ValueError: ``op`` is another operation.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"a reduce-scatter by exchange sums or averages; it cannot do {op}")
-    parts = whole.view(group.size(), *output.shape)
+    parts = whole.view(group.size(), *output.shape)  # (num_ranks, *output.shape)
     received = torch.empty_like(parts)
     _swap(list(parts), list(received), group)
     torch.sum(received, 0, out=output)
@@ -176,10 +185,10 @@ def exchange(output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, group: dis
 def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Send every rank of ``group`` its part, and receive one from each.
 
-    All receives are posted before anything is sent. gloo's sender waits for the receiver's word, and on the
-    one connection of two ranks that word would queue behind what goes the same way. (A unit that needs 126 ms
-    of the link between two hosts took 178 by gloo's own all-gather and all-to-all, 126 so; torch 2.13,
-    2026-11, :mod:`benchmarks.group_sharding`.)
+    All receives are posted before anything is sent. A gloo sender waits until the receiver is ready, and two
+    ranks share one connection, so the receiver's notice would queue behind the data it sends the same way.
+    (A unit that needs 126 ms of the link between two hosts took 178 ms by gloo's own all-gather and
+    all-to-all, and 126 ms this way; torch 2.13, 2026-11, :mod:`benchmarks.group_sharding`.)
     """
     mine, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
     operations = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in others]
@@ -191,12 +200,12 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:
-    """Let the collectives of a unit go by ``route``.
+    """Set the collectives of a unit.
 
     Args:
         module: A module that ``fully_shard`` has sharded by itself or with others.
-        route: How.
-        grid: The groups of a route in two steps.
+        route: Whether the collectives run in one step or two, and by exchange or natively.
+        grid: The groups of a two-step route.
     """
     assert isinstance(module, FSDPModule)
     if route.in_two_steps:

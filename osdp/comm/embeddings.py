@@ -1,13 +1,13 @@
-"""Embeddings that neither a description nor a plan can do right."""
+"""Embeddings that no plan can train correctly."""
 
 from torch import nn
 
 
 def check_embeddings(model: nn.Module) -> None:
-    """Raise if an embedding of ``model`` does what no plan keeps right, whatever mode it is in.
+    """Raise if ``model`` has an embedding that would be wrong in every sharding mode.
 
     Raises:
-        ValueError: It writes to its weight in forward, or its gradient is sparse; names all of them.
+        ValueError: An embedding writes to its weight in forward, or its gradient is sparse; lists them all.
     """
     faults = []
     for fqn, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""Fake tensors, for which operations run without computing, as real tensors behave.
+"""Fake tensors, on which operations run without computing, with the fake kernels that torch gets wrong.
 
-torch's own fake kernel of a grouped matrix product (experts in transformers 5) takes bfloat16 only, where the
-real kernels take float32 and float16, too: it predates them. Its shapes are made here.
+torch's own fake kernel of a grouped matrix product (experts in transformers 5) accepts bfloat16 only, while
+the real kernels also accept float32 and float16: it predates them. Its output shapes are computed here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-#: Rows of the result of a grouped product start at multiples of so many bytes.
+#: Rows of the result of a grouped product start at multiples of this number of bytes.
 _ALIGNMENT = 16
-#: What the real kernels take.
+#: Dtypes that the real kernels accept.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FakeTensors(FakeTensorMode):
-    """A ``FakeTensorMode`` that knows the operations whose fake kernel is stricter than the real one.
+    """A ``FakeTensorMode`` that replaces fake kernels that are stricter than the real ones.
 
-    Constants that a model keeps, which are neither parameters nor buffers, may be real tensors.
+    Constants of a model that are neither parameters nor buffers may be real tensors.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ def _grouped(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """An empty result of a grouped product, laid out as the real one.
+    """An empty result of a grouped product, with the shape and strides of the real one.
 
     Raises:
-        RuntimeError: The real kernels would not take the operands.
+        RuntimeError: The real kernels would not accept the operands.
     """
     if mat_a.dtype not in _DTYPES or mat_a.dtype != mat_b.dtype:
         raise RuntimeError(
@@ -83,6 +83,7 @@ def _grouped(
     rows, columns = mat_a.shape[-2], mat_b.shape[-1]
     groups = offs.shape[0] if offs is not None else mat_a.shape[0]
     shape = [rows, columns] if mat_a.dim() != mat_b.dim() else [groups, rows, columns]
+    # The real kernels pad each row up to the alignment: the padding shows in the strides only.
     per_row = _ALIGNMENT // mat_a.element_size()
     width = -(-columns // per_row) * per_row
     strides = [rows * width, width, 1][-len(shape) :]

@@ -1,4 +1,4 @@
-"""Groups of neighbouring ranks: meshes and communicators, each made once."""
+"""Meshes and communicators of groups of neighbouring ranks, each created once."""
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -11,10 +11,11 @@ from osdp.comm.torch_private import number_of_groups
 
 
 def level_groups(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let all ranks of ``mesh`` have been members of equally many groups; all of them call it.
+    """Make all ranks of ``mesh`` members of the same number of process groups; a collective call.
 
-    Where some ranks have made groups that others have not (stages that are sharded in other ways), the next
-    group with local synchronization would wait for a name that its other members do not use.
+    torch derives the name of a group with local synchronization from that number. Where some ranks have
+    created groups that others have not (stages with different sharding), the members of the next group would
+    wait for each other under different names, forever. Single-rank groups make up the difference.
     """
     most = torch.tensor([number_of_groups()], device=device)
     for axis in range(mesh.ndim):
@@ -26,7 +27,7 @@ def level_groups(mesh: DeviceMesh, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks of a group in rows, the fast links, and columns, the slow ones.
+    """The ranks of a group as a grid: rows share the fast links, columns the slow ones.
 
     Attributes:
         inside: This rank's row: ranks ``i * P`` to ``i * P + P - 1``.
@@ -43,13 +44,13 @@ class Grid:
 
 
 class Meshes:
-    """The mesh of all data-parallel ranks, and those of its groups.
+    """The mesh of all data-parallel ranks, and the meshes of its shard groups.
 
-    All ranks make them alike; :meth:`over` gives those of the same ranks again, so that several models share
-    their communicators.
+    All ranks create them in the same order; :meth:`over` returns the existing meshes of the same ranks, so
+    that several models share their communicators.
 
     Args:
-        world: A mesh with one axis, of all ranks or one of several such (data-parallel groups of a pipeline).
+        world: A mesh with one axis: all ranks, or the ranks of one data-parallel group of a pipeline.
 
     Attributes:
         world: The mesh of all ranks.
@@ -61,14 +62,14 @@ class Meshes:
 
     @classmethod
     def over(cls, world: DeviceMesh) -> "Meshes":
-        """The meshes over the ranks of ``world``, made before or new."""
+        """The meshes over the ranks of ``world``, created at the first call."""
         return _MADE.setdefault(world.get_group(), cls(world))
 
     def grouped(self, group_size: int) -> DeviceMesh:
-        """All ranks as rows of ``group_size`` neighbours; the axes are called as FSDP2 uses them.
+        """All ranks as rows of ``group_size`` neighbours, with FSDP2's axes ("replicate", "shard").
 
         Raises:
-            ValueError: The rows would not be of one length.
+            ValueError: ``group_size`` does not divide the number of ranks.
         """
         ranks = self.world.mesh
         if ranks.numel() % group_size:
@@ -83,17 +84,17 @@ class Meshes:
         return self._grouped[group_size]
 
     def _group(self, ranks: torch.Tensor) -> dist.ProcessGroup:
-        # Only its own ranks take part: those of other data-parallel meshes may make theirs at another time.
+        # Only the group's own ranks take part: other data-parallel meshes may create theirs at another time.
         group: dist.ProcessGroup = dist.new_group(
             ranks.tolist(), backend=dist.get_backend(self.world.get_group()), use_local_synchronization=True
         )
         return group
 
     def grid(self, group_size: int) -> Grid:
-        """The communicators of such groups."""
+        """The communicators of shard groups of ``group_size`` neighbouring ranks."""
         mesh = self.grouped(group_size)
         return Grid(inside=mesh.get_group("shard"), across=mesh.get_group("replicate"))
 
 
-#: Communicators are costly and do not go away: those of one group of ranks are made once, while it lives.
+#: Communicators are costly and never freed, so each group of ranks creates its own only once while it exists.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Meshes] = WeakKeyDictionary()

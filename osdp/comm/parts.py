@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds; the only place that cuts and joins them."""
+"""The part of a tensor that a rank holds; the only place that splits tensors into parts and joins them."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import torch
 
 
 def part_of(whole: torch.Tensor, dim: int, rank: int, ranks: int, blocks: int = 1) -> torch.Tensor:
-    """Part ``rank`` of ``ranks`` along ``dim``, as ``Shard(dim)`` cuts it: of equal length but for the last.
+    """Part ``rank`` of ``ranks`` along ``dim``, as ``Shard(dim)`` splits it: equal lengths except the last.
 
     Args:
         whole: A tensor.
         dim: The dimension.
-        rank: Which part.
+        rank: Index of the part.
         ranks: Number of parts.
-        blocks: Number of blocks that the dimension is made of; each is cut by itself.
+        blocks: Number of blocks that the dimension consists of; each block is split separately.
 
     >>> part_of(torch.arange(7), 0, 1, 2).tolist(), part_of(torch.arange(8), 0, 1, 2, blocks=2).tolist()
     ([4, 5, 6], [2, 3, 6, 7])
@@ -23,7 +23,7 @@ def part_of(whole: torch.Tensor, dim: int, rank: int, ranks: int, blocks: int = 
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
-    """The tensor of which these are the parts; the inverse of :func:`part_of`."""
+    """The whole tensor, joined from its parts; the inverse of :func:`part_of`."""
     cut = [part.chunk(blocks, dim) for part in parts]
     return torch.cat([pieces[block] for block in range(blocks) for pieces in cut], dim)
 

@@ -1,4 +1,4 @@
-"""What random numbers are drawn from, whoever made it: states that can be read, set and compared."""
+"""Random generators of torch, Python and NumPy behind one interface: their states, read, set and compared."""
 
 import operator
 import random
@@ -14,12 +14,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that random numbers are drawn from.
+    """A random generator.
 
     Attributes:
         get: Returns its state.
         set: Sets it.
-        same: Whether two of its states are equal.
+        same: Compares two of its states for equality.
     """
 
     get: Callable[[], Any]
@@ -28,7 +28,7 @@ class Source:
 
 
 def torch_sources(device: torch.device) -> list[Source]:
-    """What torch draws from unless told otherwise: on the host, and on ``device``."""
+    """The default generators of torch: the host's, and that of ``device``."""
     found = [Source(torch.get_rng_state, torch.set_rng_state, torch.equal)]
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -41,7 +41,7 @@ def torch_sources(device: torch.device) -> list[Source]:
 
 
 def python_sources() -> list[Source]:
-    """What Python and, if it is in use, NumPy draw from unless told otherwise."""
+    """The default generators of Python and, if it has been imported, NumPy."""
     found = [Source(random.getstate, random.setstate, operator.eq)]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -51,7 +51,7 @@ def python_sources() -> list[Source]:
 
 @contextmanager
 def python_states_kept() -> Iterator[None]:
-    """What is drawn within it from :func:`python_sources` can be drawn again after it."""
+    """Restore the states of :func:`python_sources` on exit."""
     states = [(source, source.get()) for source in python_sources()]
     try:
         yield
@@ -61,7 +61,7 @@ def python_states_kept() -> Iterator[None]:
 
 
 def source_of(value: object) -> Source | None:
-    """``value`` as a source, if it is a generator of torch, Python or NumPy."""
+    """``value`` as a source if it is a generator of torch, Python or NumPy, else None."""
     if isinstance(value, torch.Generator):
         return Source(value.get_state, value.set_state, torch.equal)
     if isinstance(value, random.Random):
@@ -78,7 +78,7 @@ def source_of(value: object) -> Source | None:
 
 
 def _same_in_numpy(one: Any, other: Any) -> bool:
-    """Whether two states are equal that have arrays in them, which compare by element."""
+    """Whether two states are equal; they contain arrays, whose ``==`` is elementwise."""
     if isinstance(one, dict):
         return all(_same_in_numpy(value, other[key]) for key, value in one.items())
     if isinstance(one, tuple):

@@ -1,4 +1,4 @@
-"""Runs a plan: FSDP2 for sharded units, overlapped all-reduces for replicated ones."""
+"""Execution of a plan: FSDP2 for sharded units, overlapped all-reduces for replicated ones."""
 
 from osdp.runtime.applied import AppliedPlan
 from osdp.runtime.apply import apply

@@ -1,8 +1,8 @@
-"""A tensor that is not here: shape, dtype and device of a value of another stage.
+"""Placeholder tensors: the shape, dtype and device of a value that another stage holds.
 
-Code around the steps of a stage meets values that other stages make. They stand for themselves by tensors
-without storage, and whatever is computed of one is absent too; what only asks for its shape or dtype (masks,
-positions) goes on as ever.
+Code around the modules of a stage meets values that other stages compute. They are represented by tensors
+without storage, and whatever is computed from one is a placeholder too; code that only uses its shape or
+dtype (masks, positions) works as usual.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-#: What these return has values of its own, whatever it was made like.
+#: Operations whose results do not depend on the values of the tensor they are called with.
 _FACTORIES = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("new_empty", "new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
@@ -18,7 +18,7 @@ _FACTORIES = frozenset(
 
 
 class Absent(torch.Tensor):
-    """Made by :func:`absent`."""
+    """A placeholder tensor without storage; created by :func:`absent`."""
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Absent":
@@ -34,7 +34,7 @@ class Absent(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Shapes by torch's own rules, on ``meta``."""
+        """Run ``func`` on ``meta`` tensors, so that shapes follow torch's own rules."""
         device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Absent))
         if func in _FACTORIES:
             like, *rest = args
@@ -43,21 +43,21 @@ class Absent(torch.Tensor):
         args, kwargs = tree_map(_on_meta, (args, _without_device(kwargs or {})))
         try:
             result = func(*args, **kwargs)
-        # Both are what torch raises for want of values on ``meta``: item() the second, operators without a
-        # rule for shapes the first. The cause is chained, should it be another.
+        # Torch raises both where ``meta`` tensors lack values: RuntimeError for item(), NotImplementedError
+        # for operators without a shape rule. The cause is chained, should it be another.
         except (NotImplementedError, RuntimeError) as error:
             raise AbsentError(f"{func} needs the values of a tensor that another stage holds") from error
         return tree_map(lambda leaf: absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 class AbsentError(RuntimeError):
-    """The code around a stage's modules needs what another stage holds: it cannot be cut there."""
+    """Code around a stage's modules needs values that another stage holds: the model cannot be cut there."""
 
 
 def absent(
     like: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Absent:
-    """An absent tensor like ``like``; of ``dtype`` if that is given and ``like`` is of floating point."""
+    """A placeholder like ``like``; of ``dtype`` if that is given and ``like`` is of floating point."""
     floating = dtype is not None and like.is_floating_point()
     return Absent(like.shape, dtype if floating and dtype else like.dtype, device or like.device)
 

@@ -1,10 +1,10 @@
-"""Gradients that are kept between the backwards of an accumulation, and ``zero_grad()`` in its middle.
+"""Detection of ``zero_grad()`` in the middle of a gradient accumulation.
 
-Backwards that do not synchronize keep their gradients out of sight: in units, in buckets, or aside. DDP has
-them in ``grad``, where ``zero_grad()`` reaches them, so that an accumulation can be given up. So small
-parameters with a kept gradient get one of zeros, a mark that costs next to nothing: where ``zero_grad()`` has
-taken it away, or filled it again, before the next backward, what was kept is dropped. A large parameter goes
-with the marked one that is nearest to it in the order of parameters.
+Backwards that do not synchronize keep their gradients internally: in FSDP2's units, in buckets, or in
+gradient paths. DDP keeps them in ``grad``, where ``zero_grad()`` reaches them, so that an accumulation can be
+abandoned. So small parameters with a kept gradient get a ``grad`` of zeros, a mark that costs next to
+nothing: if ``zero_grad()`` has removed it, or filled it again, before the next backward, the kept gradients
+are dropped. A large parameter follows the marked one that is nearest to it in the order of parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from torch import nn
 
 from osdp.runtime.torch_private.autograd import version_of
 
-#: Local elements of a parameter that may get a mark.
+#: Maximum number of elements of a parameter that may get a mark.
 _SMALL = 2048
 
 
 class Kept(Protocol):
-    """A parameter whose gradient may be kept."""
+    """A parameter whose gradient may be kept between backwards."""
 
     @property
     def name(self) -> str:
@@ -28,27 +28,27 @@ class Kept(Protocol):
 
     @property
     def stored(self) -> nn.Parameter:
-        """What the optimizer sees."""
+        """The parameter that the optimizer sees."""
 
 
 Parameter = TypeVar("Parameter", bound=Kept)
 
 
 class Accumulation(Generic[Parameter]):
-    """Notices that an accumulation is given up.
+    """Detects an abandoned accumulation.
 
     Args:
-        drop: Forgets what is kept of a parameter.
+        drop: Drops the kept gradient of a parameter.
     """
 
     def __init__(self, drop: Callable[[Parameter], None]) -> None:
         self._drop = drop
         self._kept: tuple[Parameter, ...] = ()
-        #: Place in ``_kept`` to the gradient that was there, its version, and whether it is a mark.
+        #: By index in ``_kept``: ``grad`` at the end of the backward, its version, and whether it is a mark.
         self._marks: dict[int, tuple[torch.Tensor, int, bool]] = {}
 
     def end_backward(self, kept: Sequence[Parameter]) -> None:
-        """Mark the parameters of which something is kept after a backward."""
+        """Mark the parameters whose gradients are kept after a backward."""
         self._kept, self._marks = tuple(kept), {}
         for place, parameter in enumerate(self._kept):
             grad, is_mark = parameter.stored.grad, False
@@ -60,7 +60,7 @@ class Accumulation(Generic[Parameter]):
                 self._marks[place] = (grad, version_of(grad), is_mark)
 
     def begin_backward(self) -> list[str]:
-        """Take the marks away before a backward; the names of the parameters that were given up."""
+        """Remove the marks before a backward; returns the parameters whose kept gradients were dropped."""
         if not self._marks:
             return []
         cleared = {place: self._take(place, *mark) for place, mark in self._marks.items()}
@@ -74,11 +74,11 @@ class Accumulation(Generic[Parameter]):
         return given_up
 
     def reset(self) -> None:
-        """Forget all marks: nothing is kept any more."""
+        """Forget all marks: no gradients are kept any more."""
         self._kept, self._marks = (), {}
 
     def _take(self, place: int, mark: torch.Tensor, version: int, is_mark: bool) -> bool:
-        """Whether a gradient was cleared since it was marked; a mark is gone afterwards."""
+        """Remove a mark; returns whether the gradient was cleared since it was set."""
         stored = self._kept[place].stored
         is_cleared = stored.grad is not mark or version_of(mark) != version
         if is_mark and stored.grad is mark:

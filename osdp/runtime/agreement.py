@@ -1,4 +1,4 @@
-"""What all ranks must have alike before a plan is applied: no fault in what is given, one plan, one model."""
+"""Checks that all ranks agree before a plan is applied: valid arguments, the same plan, the same model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from osdp.errors import PlanMismatchError
 from osdp.plan import Plan
 from osdp.runtime.control import Control
 
-#: How many differences are shown.
+#: Number of differences that a message lists.
 _SHOWN = 5
 
 
@@ -19,11 +19,11 @@ def check_together(control: Control | None, check: Callable[[], None]) -> None:
 
     Args:
         control: The ranks; ``None`` if there is one.
-        check: Looks at what this rank was given.
+        check: Checks the arguments of this rank.
 
     Raises:
-        ValueError: It raised on some ranks; names them and says what each found. Where all found the same,
-            the error is what ``check`` raised.
+        ValueError: ``check`` raised on some ranks; lists these with their errors. Where all ranks found the
+            same, the error that ``check`` raised.
     """
     if control is None:
         check()
@@ -40,7 +40,7 @@ def check_together(control: Control | None, check: Callable[[], None]) -> None:
         raise error
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
     raise ValueError(
-        f"some of {control.size} ranks were given what cannot be applied, so that none applies it; give all "
+        f"some of {control.size} ranks were given what cannot be applied, so none applies it; give all "
         f"of them the same plan and model:\n{lines}"
     ) from error
 
@@ -48,16 +48,16 @@ def check_together(control: Control | None, check: Callable[[], None]) -> None:
 def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options: object) -> None:
     """Raise on all ranks unless all have the same plan, parameters and options.
 
-    One small exchange if they have; what differs is exchanged only where something does.
+    Costs one small exchange if they agree; the full texts are exchanged only if they do not.
 
     Args:
         control: The ranks; ``None`` if there is one.
         model: The plain model.
         plan: The plan.
-        **options: What else must be the same.
+        **options: Other options that must be the same.
 
     Raises:
-        PlanMismatchError: They have not; says which ranks differ from rank 0, and in what.
+        PlanMismatchError: Some ranks differ from rank 0; lists these ranks and their differences.
     """
     if control is None:
         return
@@ -77,7 +77,7 @@ def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    """What is run of a plan, one line for each operator and unit, and for the rest; not why it was chosen."""
+    """A line for each operator, unit and setting of a plan that affects execution; reasons are left out."""
     decisions = [f"operator {d.operator!r}: {replace(d, reason='')}" for d in plan.decisions]
     units = [f"unit of {unit.operators[0]!r}: {unit}" for unit in plan.units]
     rest = [f"{name}: {getattr(plan, name)!r}" for name in ("world_size", "training", "recomputed")]

@@ -1,4 +1,4 @@
-"""A stage without data parallelism: parameters are whole, and gradients stay where autograd left them."""
+"""A stage without data parallelism: parameters are unsharded, and gradients are not reduced."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from osdp.runtime.validate import check_plan
 
 
 class AloneStage:
-    """What :class:`osdp.runtime.applied.AppliedPlan` is to a stage with data parallelism.
+    """A stage's model on one data-parallel rank; with more ranks it is an ``AppliedPlan``.
 
     Attributes:
         model: The stage's model.
@@ -27,23 +27,23 @@ class AloneStage:
         self.model = model
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Nothing is reduced, so nothing changes."""
+        """No effect: nothing is reduced."""
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself."""
         return parameter
 
     def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
-        """Nothing: modules compute with the parameters themselves."""
+        """Empty: modules compute with the stored parameters themselves."""
         return {}
 
     def stored_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer sees."""
+        """The parameters that the optimizer updates."""
         return list(self.model.parameters())
 
 
 def stands_alone(plan: Plan) -> bool:
-    """Whether a stage under ``plan`` reduces nothing and computes in the dtype of its parameters."""
+    """Whether a stage under ``plan`` needs neither reductions nor mixed precision."""
     return plan.world_size == 1 and plan.training.param_dtype is None and plan.training.reduce_dtype is None
 
 

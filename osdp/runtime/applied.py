@@ -1,4 +1,4 @@
-"""A model that runs under a plan: what happens around its forward, its backward and an exception."""
+"""A model that runs under a plan: the work around its forwards, its backwards and exceptions."""
 
 import logging
 import sys
@@ -68,7 +68,7 @@ class AppliedPlan:
         plan: The plan.
         mesh: The mesh of all data-parallel ranks.
         root_state: FSDP2's state of the model's root.
-        parameters: Its parameters, in whichever way they are held.
+        parameters: Its parameters, of all modes.
     """
 
     def __init__(
@@ -94,18 +94,21 @@ class AppliedPlan:
         self._double_backward = backwards.double_backward
         self._norm_group = norm_group
         self._lockstep = lockstep
+        # 1. State of a step.
         lockstep.on_backward = self._begin_backward
         self._backward_runs = False
         self._pending = False
-        #: Names of parameters that got a gradient which is not delivered yet.
+        #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
+        # 2. Parameters by mode.
         initialise_root(model)
         self.root_state = sharding_state(model)
         self._sharded = ShardedParameters(model, fsdp_units(plan), sharded, self._on_gradient)
         self._in_slices = SlicedParameters(in_slices, self._on_gradient)
         self._in_slices.watch()
         self.parameters = PlannedParameters(model, replicated, self._sharded, self._in_slices)
+        # 3. Hooks on parameters, calls and state dicts, and FSDP2's interface on all modules.
         self._names = {inner: name for name, inner in model.named_modules()}
         self._trainable = self.parameters.trainable
         self._watched: set[int] = set()
@@ -127,11 +130,11 @@ class AppliedPlan:
     # What a user calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """The model's output."""
         return self.model(*args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the next backwards reduce gradients, or keep them for one that does."""
+        """Set whether the next backwards reduce gradients, or keep them for one that does."""
         if all(parameter.path.syncs is requires_gradient_sync for parameter in self.parameters):
             return
         for parameter in self.parameters:
@@ -140,7 +143,7 @@ class AppliedPlan:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients; the first one outside reduces them all."""
+        """Accumulate without reductions: backwards inside keep their gradients for the first one outside."""
         before = [parameter.path.syncs for parameter in self.parameters]
         self.set_requires_gradient_sync(False)
         try:
@@ -153,7 +156,7 @@ class AppliedPlan:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``; the norm before."""
+        """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before."""
         return clip_grad_norm_(
             self.stored_parameters(),
             max_norm,
@@ -164,11 +167,11 @@ class AppliedPlan:
         )
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer sees of ``parameter``, which may be what a forward computes with."""
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
         return self.parameters.stored(parameter)
 
     def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
-        """By the id of each parameter that a forward computes with its name, and what is stored of it."""
+        """Name and stored parameter of each compute parameter, by the id of the compute parameter."""
         return {
             id(parameter.compute): (parameter.name, parameter.stored)
             for parameter in self.parameters
@@ -180,31 +183,31 @@ class AppliedPlan:
         self.model.train(mode)
 
     def stored_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer sees."""
+        """The parameters that the optimizer updates."""
         return [parameter.stored for parameter in self.parameters]
 
     @property
     def computes(self) -> bool:
-        """Whether modules may hold what forward and backward compute with, rather than what is stored."""
+        """Whether modules may register compute parameters at present, rather than the stored ones."""
         return self.parameters.computes
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward ran with gradients, and no backward has come back since."""
+        """Whether a forward ran with gradients, and no backward has reached the model since."""
         return self._pending
 
     def settle(self) -> None:
-        """After a forward whose backward may never come: register what is stored, for changes in place."""
+        """Register the stored parameters, for in-place changes after a forward that gets no backward."""
         if self._pending and not self._backward_runs and self._entries.is_idle:
             for unit in self._sharded.units:
                 unit.reshard()
             self._before_state_dict()
 
     def recover(self, *, drop_gradients: bool) -> None:
-        """Get ready for the next forward after an exception; called without being asked.
+        """Reset to the state between steps after an exception; also called automatically.
 
         Args:
-            drop_gradients: Whether a backward failed, so that gradients are of no use any more.
+            drop_gradients: Whether to drop all gradients, because a backward failed.
         """
         reset_sharded(self.model, drop_gradients=drop_gradients)
         self._entries.reset()
@@ -222,10 +225,10 @@ class AppliedPlan:
         self._pending = False
         self._replicated.swap_out()
 
-    # What modules under a plan are asked (osdp.runtime.module_api)
+    # Called by modules under a plan (osdp.runtime.module_api)
 
     def follow_settings(self) -> None:
-        """Let all modes do what is set for gradients from the next backward on."""
+        """Apply the gradient settings of all parameters, from the next backward on."""
         self._lockstep.syncs = any(parameter.path.syncs for parameter in self.parameters)
         self._reducer.follow_settings()
         self._in_slices.follow_settings()
@@ -233,11 +236,11 @@ class AppliedPlan:
             unit.follow_settings()
 
     def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
-        """Gather the parameters of ``module``; of the root those that no module inside wraps."""
+        """Gather the parameters of ``module``; for the root only those of the root's own unit."""
         return self.parameters.unshard(module, async_op=async_op)
 
     def reshard(self, module: nn.Module) -> None:
-        """Give up whole parameters of ``module``."""
+        """Free the gathered parameters of ``module``."""
         self.parameters.reshard(module)
         if not self._pending:
             self._replicated.swap_out()
@@ -245,16 +248,16 @@ class AppliedPlan:
     def before_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None
     ) -> Arguments:
-        """Before a call of a method of ``module`` that counts as a forward; ``caller`` is what runs it."""
+        """Prepare a call of a method of ``module`` that counts as a forward; ``caller`` is its frame."""
         args, kwargs = self._entries.begin(module, args, kwargs, caller)
         return before_forward(module, module, args, kwargs)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After it; what its caller gets."""
+        """Finish such a call; returns the output for its caller."""
         output = after_forward(module, module, args, free_of_views(output))
         return self._entries.end(module, args, output)
 
-    # What happens around a forward
+    # Around a forward
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._backward_runs or backward_is_unfinished(self.model):
@@ -302,7 +305,7 @@ class AppliedPlan:
                 tensor.register_hook(self._begin_backward)
         elif not self._pending:
             self._replicated.swap_out()
-            # What stayed whole would be out of date after an optimizer step.
+            # Units that stay gathered would be stale after an optimizer step.
             for unit in self._sharded.units:
                 unit.reshard()
         return output
@@ -311,13 +314,13 @@ class AppliedPlan:
         self._replicated.swap_out()
         self._in_slices.reshard()
 
-    # What happens in a backward
+    # In a backward
 
     def _begin_backward(self, _grad: torch.Tensor | None = None) -> None:
-        # First of all: the first collective of the backward may have begun it, where gradients are off.
+        # Checked at every call: the first, from a collective of the backward, may run with gradients off.
         if torch.is_grad_enabled() and not self._double_backward:
             raise RuntimeError(
-                "create_graph=True differentiates a backward, which is not planned for: pass "
+                "create_graph=True differentiates a backward, which the plan does not support: pass "
                 "OSDP(..., double_backward=True), which replicates everything and recomputes nothing"
             )
         if self._backward_runs:
@@ -333,7 +336,7 @@ class AppliedPlan:
         queue_backward_callback(self._end_backward)
 
     def _give_up(self, parameter: Parameter) -> None:
-        """Forget what an accumulation has kept of a parameter."""
+        """Drop the gradient that an accumulation has kept for a parameter."""
         parameter.path.give_up()
         if isinstance(parameter, ReplicatedParameter):
             self._reducer.give_up(parameter)
@@ -349,7 +352,7 @@ class AppliedPlan:
                 self._watched.add(id(parameter))
 
     def _watch_stored(self) -> None:
-        """Notice gradients that do not come through a forward, such as those of a penalty on weights."""
+        """Register hooks for gradients that do not come through a forward, such as a penalty on weights."""
         for parameter in self.parameters:
             if not parameter.stored.requires_grad:
                 continue
@@ -371,7 +374,8 @@ class AppliedPlan:
         self._used.add(parameter.name)
 
     def _end_backward(self) -> None:
-        # FSDP2 may have queued its callback after this one, and what other ranks have run is joined after it.
+        # Queued again to run last: FSDP2 may have queued its callback after this one, and collectives that
+        # only other ranks have run are joined after that.
         queue_backward_callback(self._reduce_rest)
 
     def _reduce_rest(self) -> None:
@@ -391,7 +395,7 @@ class AppliedPlan:
             raise unused_error(missing)
 
     def _deliver(self, absent: Collection[str]) -> None:
-        """Hand out gradients, and call the hooks of users, in one order on all ranks; then be idle."""
+        """Hand out gradients and call users' hooks, in the same order on all ranks; ends the backward."""
         self._sharded.end_backward()
         self._backward_runs = False
         self._pending = False
@@ -400,7 +404,7 @@ class AppliedPlan:
         try:
             self._hand_out(absent)
         except BaseException:
-            # A hook raised: gradients that are held still go with those of a backward that did not end.
+            # A hook raised: this counts as a backward that did not end, whose gradients are dropped.
             self._backward_runs = True
             raise
         finally:
@@ -420,6 +424,6 @@ class AppliedPlan:
                 stored.grad = None  # FSDP2 counted it as zero
 
     def _agree(self, due: Sequence[str]) -> Iterator[str]:
-        """Those of ``due`` that no rank used."""
+        """The names in ``due`` that no rank used."""
         used = self._lockstep.used_anywhere([name in self._used for name in due])
         return (name for name, is_used in zip(due, used, strict=True) if not is_used)

@@ -1,7 +1,7 @@
-"""``apply``: a model under a plan, on FSDP2.
+"""``apply``: run a model under a plan, on top of FSDP2.
 
-Sharded units become ``fully_shard`` groups and the root is always sharded last, even if nothing is left in
-it. Replicated operators stay outside FSDP2, whose own way to replicate copies them in every forward. All
+Sharded units become ``fully_shard`` groups, and the root is always sharded last, even if no parameters are
+left for it. Replicated operators stay outside FSDP2, whose own replication copies them in every forward. All
 ranks start from rank 0's values.
 """
 
@@ -45,26 +45,28 @@ def apply(
 ) -> AppliedPlan:
     """Run ``model`` under ``plan``, changing it in place.
 
-    Every rank calls it. A real model starts from rank 0's parameters and buffers everywhere; one built on
-    ``meta`` is initialised block by block from rank 0's seed, so that no rank ever holds it whole.
+    A collective call: every rank makes it. A model on a real device starts from rank 0's parameters and
+    buffers on all ranks; one built on ``meta`` is initialised block by block from rank 0's seed, so that no
+    rank ever holds the whole model.
 
     Args:
         model: The plain model.
         plan: A plan that was made for it.
-        mesh: A mesh with one axis; one over all ranks if ``None``. Beside tensor parallelism it is the other
-            axis of the mesh the model was parallelized on.
+        mesh: A mesh with one axis; one over all ranks if ``None``. With tensor parallelism, the
+            data-parallel axis of the mesh that the model was parallelized on.
         find_unused_parameters: Whether parameters may go without a gradient, which costs a small all-reduce
             after each backward that reduces; otherwise such a parameter is an error.
         double_backward: Whether a backward may itself be differentiated.
 
     Returns:
-        The handle through which it is trained.
+        The handle through which the model is trained.
 
     Raises:
         RuntimeError: There is no process group, or this torch cannot reduce unused sharded parameters.
         ValueError: The model is wrapped already, partly on ``meta``, or cannot initialise itself.
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
+    # 1. Check on all ranks together, before anything is changed.
     mesh = data_parallel_mesh(model, mesh)
     control = Control.over(mesh)
     size, on_meta = mesh.size(), is_on_meta(model)
@@ -79,6 +81,7 @@ def apply(
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
     if whole_mesh is not mesh and any(unit.mode is Mode.HYBRID_SHARD for unit in plan.units):
         raise ValueError("HYBRID_SHARD does not go with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP")
+    # 2. Replicated parameters and buffers: rank 0's values everywhere.
     exchange_modules(model, plan, policy)
     owned = owned_parameters(model)
     replicated = {
@@ -92,11 +95,14 @@ def apply(
         for name in names:
             _start_parameter(owned[name].parameter, mesh, device)
 
+    # 3. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
+    #    ignore weights that run in slices, as it does replicated ones.
     for name, dim in in_slices.items():
         start_unit([name])
         replicated.add(shard_weight(owned[name], dim, mesh))
     recompute(model, plan, device)
     shard_units(model, plan, Meshes.over(mesh), policy, replicated, start_unit)
+    # 4. Initialise what is still on meta, now in shards.
     if on_meta:
         offloaded = [
             name for unit in plan.units if unit.offloaded for name in _parameters_of(plan, unit.operators)
@@ -152,14 +158,14 @@ def _assemble(
         lockstep=lockstep,
         backwards=backwards,
     )
-    accept_plain_states(model)  # after what puts stored parameters in their places first
+    accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
     return applied
 
 
 def _in_shards(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """The parameters that FSDP2 is to shard, each with the number of its unit.
+    """The parameters that FSDP2 shards, each with the index of its unit.
 
-    It cannot reduce those without elements, which are replicated at no cost.
+    Parameters without elements are left out: FSDP2 cannot reduce them, and replicating them costs nothing.
     """
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
     return {
@@ -186,7 +192,7 @@ def _policy(plan: Plan) -> MixedPrecisionPolicy:
 
 
 def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Move ``parameter`` to ``device`` with rank 0's values."""
+    """Move ``parameter`` to ``device`` and broadcast rank 0's values."""
     if parameter.is_meta:
         return
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Arguments that were one tensor stay one.
+"""Identity of arguments through FSDP2's pre-forward: one tensor passed several times stays one object.
 
-FSDP2 hands every argument of a unit's module on through an autograd function, which makes three tensors of
-one that was given three times. ``nn.MultiheadAttention`` projects queries, keys and values in one product
-only if they are the same object; otherwise it computes and keeps more.
+FSDP2 passes every argument of a unit's module through an autograd function, which makes three tensors of one
+that was passed three times. ``nn.MultiheadAttention`` projects queries, keys and values in one matrix product
+only if they are the same object; otherwise it computes and saves more.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import nn
 
 
 def keep_identity(module: nn.Module) -> None:
-    """Let ``module``, sharded already, see arguments as the same where its caller gave the same."""
+    """Restore the identity of equal arguments of ``module``, which is sharded already."""
     same = _SameArguments()
     module.register_forward_pre_hook(torch.compiler.disable(same.note), prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(torch.compiler.disable(same.restore), with_kwargs=True)
 
 
 class _SameArguments:
-    """Which arguments of a call were the same: for each the position of the first that is it."""
+    """For each argument of a call, the position of the first argument that is the same object."""
 
     def __init__(self) -> None:
         self._first: list[int] = []

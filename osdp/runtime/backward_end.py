@@ -1,4 +1,4 @@
-"""The end of a backward, whether it is reached or an exception ends it before."""
+"""Callbacks at the end of a backward, whether it completes or raises."""
 
 import weakref
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from osdp.runtime.torch_private.autograd import error_in_flight, queue_backward_
 
 
 def watch_end_of_backward(end: Callable[[], None], fail: Callable[[BaseException | None], None]) -> None:
-    """Call ``end`` when the backward that is running has ended, or ``fail`` if it raises.
+    """Call ``end`` at the end of the running backward, or ``fail`` if the backward raises.
 
     Args:
-        end: A bound method, called after what FSDP2 does then, which may be to reduce. Its object is not kept
+        end: A bound method, called after FSDP2's own final callback, which may reduce. Its object is not kept
             alive.
-        fail: A bound method, called with the exception, or ``None`` where that cannot be found; also if
+        fail: A bound method, called with the exception, or ``None`` if that cannot be found; also if
             ``end`` raises.
     """
     queue_backward_callback(_Unwinding(end, fail))
 
 
 class _Unwinding:
-    """Called at the end of a backward; thrown away without a call if the backward raised."""
+    """A backward callback; autograd destroys it without calling it if the backward raised."""
 
     def __init__(self, end: Callable[[], None], fail: Callable[[BaseException | None], None]) -> None:
         self._end, self._fail = weakref.WeakMethod(end), weakref.WeakMethod(fail)

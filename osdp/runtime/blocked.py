@@ -1,7 +1,12 @@
-"""States of weights whose blocks are sharded each by itself, laid out for a checkpoint and back.
+"""Conversion of fused weights, whose blocks are sharded separately, to a checkpoint's layout and back.
 
-Tensor-parallel ranks hold a part of each block of a fused weight. ``torch.distributed.checkpoint`` stores one
-box a rank, so such a tensor is exchanged for one that is sharded in one piece; names and shapes stay.
+Tensor-parallel ranks hold a part of each block of a fused weight (queries, keys and values, for example).
+``torch.distributed.checkpoint`` stores one contiguous box per rank, so such a tensor is converted to one that
+is sharded in one piece; names and whole shapes stay the same::
+
+    2 ranks, blocks Q K V      rank 0        rank 1
+    in blocks                  Q0 K0 V0      Q1 K1 V1
+    in one piece               Q0 Q1 K0      K1 V0 V1
 """
 
 from collections.abc import Callable
@@ -19,10 +24,10 @@ from osdp.runtime.torch_private.dtensor import blocked_shard, blocks_of_shard, s
 
 
 def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:
-    """States by parameter name, with every tensor in one piece on each rank.
+    """State dict entries with every tensor in one contiguous piece on each rank.
 
     Args:
-        by_parameter: A tensor, or a mapping of several, for each parameter; all ranks have the same.
+        by_parameter: A tensor, or a mapping of several, by parameter name; the same names on all ranks.
     """
 
     def relaid(value: DTensor) -> DTensor:
@@ -33,12 +38,12 @@ def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of :func:`in_one_block`: states laid out as the parameters of ``model`` are.
+    """The inverse of :func:`in_one_block`: entries with the placements of the parameters of ``model``.
 
     Args:
         model: The model.
-        by_parameter: Values by name of a parameter; with a ``prefix`` by that, the name and more.
-        prefix: What names begin with.
+        by_parameter: Values by parameter name; with a ``prefix``, by names ``{prefix}{parameter}.{state}``.
+        prefix: The prefix of names.
     """
     stored = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and _layout(p)[1] > 1}
 
@@ -50,15 +55,15 @@ def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any], prefix: str = "
         names = (name for name in stored if prefix and key.startswith(f"{prefix}{name}."))
         return stored.get(key) if not prefix else stored.get(next(names, ""))
 
-    return {
-        key: value if parameter is None else _mapped(partial(relaid, parameter), value)
-        for key, value in by_parameter.items()
-        for parameter in [owner(key)]
-    }
+    found = {}
+    for key, value in by_parameter.items():
+        parameter = owner(key)
+        found[key] = value if parameter is None else _mapped(partial(relaid, parameter), value)
+    return found
 
 
 def _layout(tensor: DTensor) -> tuple[int | None, int]:
-    """The dimension that the last axis of its mesh, the tensor-parallel one, shards, and its blocks."""
+    """The dimension that the last mesh axis (tensor parallelism) shards, and its number of blocks."""
     last = tensor.placements[-1]
     return sharded_dim(last), blocks_of_shard(last)
 
@@ -70,7 +75,7 @@ def _mapped(function: Callable[[DTensor], DTensor], state: Any) -> Any:
 
 
 def _relaid(value: DTensor, dim: int, before: int, after: int) -> DTensor:
-    """``value`` with its dimension in ``after`` blocks on the last axis, which now has ``before``."""
+    """``value`` with ``dim`` sharded on the last axis in ``after`` blocks instead of ``before``."""
     mesh = value.device_mesh
     axis = mesh.ndim - 1
     local = value.to_local().detach().contiguous()

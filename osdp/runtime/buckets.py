@@ -1,12 +1,18 @@
-"""Gradients of replicated parameters: one all-reduce for each bucket, overlapped with backward.
+"""Gradient buckets of replicated parameters: one all-reduce per bucket, overlapped with backward.
 
-A bucket is the gradients of one NO_SHARD unit in one flat tensor. As gradients arrive from autograd they are
-scaled by 1/N into their slice of it and freed; with the last one an asynchronous all-reduce starts. Buckets
-start in one fixed order, the reverse of first use, whatever the order in which they fill: ranks must agree.
+A bucket holds the gradients of one NO_SHARD unit in one flat tensor. As gradients arrive from autograd they
+are scaled by 1/N into their slice of it and freed; the last one starts an asynchronous all-reduce. Buckets
+start in one fixed order, the reverse of first use, whatever the order in which they fill, since ranks must
+agree::
 
-The mean is linear, so a gradient that is there already (the same on all ranks) may be reduced once more with
-what is added to it: accumulation over microbatches needs no second buffer. Where the contribution of a
-backward must be told from earlier gradients, for hooks or settings, its path holds those meanwhile.
+    backward     g3 g2        g1      g0
+    bucket B     [g3|g2]→ all-reduce
+    bucket A                  [g1     g0]→ all-reduce
+
+The mean is linear, so an existing gradient (the same on all ranks) may be reduced again together with what is
+added to it: accumulation over microbatches needs no second buffer. Where the contribution of a backward must
+be kept apart from earlier gradients, for hooks or settings, the parameter's ``GradientPath`` holds those
+meanwhile.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,26 +35,26 @@ class _Content(Enum):
 
 
 class Reduction:
-    """How gradients are averaged over a group.
+    """Averaging of gradients over a process group.
 
     Attributes:
         group: The ranks.
-        scale: What each rank multiplies its gradient by before the collective.
-        wait: Waits for one that was started.
+        scale: Factor that each rank applies to its gradient before the collective.
+        wait: Waits for a collective that was started.
     """
 
     def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]) -> None:
         self.group = group
         self.wait = wait
         size = group.size()
-        # NCCL averages on the way, which saves a pass over the gradients; gloo can only sum.
+        # NCCL averages within the collective, which saves a pass over the gradients; gloo can only sum.
         averages = dist.get_backend(group) == "nccl"
         self.scale = 1.0 if averages else 1.0 / size
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._alone = size == 1
 
     def start(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start averaging ``tensor`` in place; ``None`` if there is nobody to wait for."""
+        """Start averaging ``tensor`` in place; ``None`` if this is the only rank."""
         if self._alone:
             return None
         work: dist.Work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
@@ -59,9 +65,9 @@ class Bucket:
     """Gradients that share one all-reduce.
 
     Args:
-        parameters: Trainable parameters of one dtype, the last to be used first.
-        dtype: What gradients are reduced in.
-        reduction: How.
+        parameters: Trainable parameters of one dtype, in reverse order of first use.
+        dtype: Dtype in which gradients are reduced.
+        reduction: The all-reduce of the bucket.
     """
 
     def __init__(
@@ -83,19 +89,19 @@ class Bucket:
 
     @property
     def syncs(self) -> bool:
-        """Whether this backward reduces it; parameters that do not synchronize keep their share aside."""
+        """Whether this backward reduces the bucket; parameters that do not sync keep their part aside."""
         return any(parameter.path.syncs for parameter in self.parameters)
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter got its gradient in this backward."""
+        """Whether the gradients of all parameters have arrived in this backward."""
         return len(self._arrived) == len(self.parameters)
 
     def receive(self, index: int) -> None:
-        """Take the gradient autograd left on parameter ``index``.
+        """Move the gradient that autograd left on parameter ``index`` into the bucket.
 
         Raises:
-            RuntimeError: Its all-reduce is under way already.
+            RuntimeError: The all-reduce of the bucket has already started.
         """
         parameter = self.parameters[index]
         grad = parameter.compute.grad
@@ -114,7 +120,7 @@ class Bucket:
         self._arrived.add(index)
 
     def start(self) -> None:
-        """Start the all-reduce; what has not arrived counts as zero."""
+        """Start the all-reduce of a full bucket; gradients that have not arrived count as zero."""
         with torch.no_grad():
             if self._flat is None:
                 self._open()
@@ -128,10 +134,10 @@ class Bucket:
         self.started = True
 
     def finish(self, without_gradient: Collection[str]) -> None:
-        """Wait, and hand the gradients to the stored parameters.
+        """Wait for the all-reduce, and pass the gradients to the stored parameters.
 
         Args:
-            without_gradient: Names of parameters no rank used; their gradients stay as they were.
+            without_gradient: Names of parameters that no rank used; their gradients stay unchanged.
         """
         flat = self._flat
         assert flat is not None
@@ -146,14 +152,14 @@ class Bucket:
                 self._views.clear()
             views = [self._view(index) for index in range(len(self.parameters))]
             content = self._content
-            # Hooks of users may start the next thing with these parameters.
+            # Before users' hooks run: they may already start another pass with these parameters.
             self.reset()
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
                 _hand_over(parameter, None if missing else views[index])
 
     def reset(self) -> None:
-        """Forget everything that has arrived."""
+        """Drop everything that has arrived."""
         if self._work is not None and not self._work.is_completed():
             self._reduction.wait(self._work)
         self._flat = None
@@ -164,14 +170,14 @@ class Bucket:
         self._arrived.clear()
 
     def give_up(self, index: int) -> None:
-        """Forget what was kept of parameter ``index``."""
+        """Drop the gradient that was kept for parameter ``index``."""
         if self._flat is not None:
             self._content[index] = _Content.NOTHING
         if all(content is _Content.NOTHING for content in self._content):
             self.reset()
 
     def end_backward(self) -> None:
-        """Keep what has arrived for the next backward of an accumulation."""
+        """Keep the gradients that have arrived for the next backward of an accumulation."""
         self._arrived.clear()
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
@@ -180,7 +186,8 @@ class Bucket:
         view = self._view(index)
         content = self._content[index]
         if view.data_ptr() == grad.data_ptr():
-            # The gradient is the bucket: autograd added to what an earlier backward left, or it is all of it.
+            # The gradient shares the bucket's memory (``_open_with``, or autograd added into it): scale it
+            # in place.
             view.mul_(scale)
         elif content is _Content.NOTHING:
             _scaled_copy(grad, scale, view)
@@ -191,18 +198,18 @@ class Bucket:
         self._content[index] = _Content.SCALED
 
     def _weight(self, index: int) -> float:
-        """What a gradient counts beside the mean over ranks: it may be divided by another factor."""
+        """Weight of a gradient relative to the mean over ranks, for parameters with a divide factor."""
         factor = self.parameters[index].path.divide_factor
         return 1.0 if factor is None else self._reduction.group.size() / factor
 
     @property
     def _joint_hook(self) -> AllReduceHook | None:
-        """The all-reduce hook that is set for all parameters; others are called for each by itself."""
+        """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
         hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
         return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
 
     def follow_settings(self) -> None:
-        """Prepare for what is set for the gradients of its parameters."""
+        """Apply the gradient settings of its parameters."""
         joint, syncs = self._joint_hook is not None, self.syncs
         for parameter in self.parameters:
             path = parameter.path
@@ -210,7 +217,7 @@ class Bucket:
             path.separate = path.all_reduce_hook is not None or (syncs and not path.syncs)
 
     def _open_with(self, index: int, grad: torch.Tensor) -> bool:
-        """Use the gradient of an only parameter as the bucket, if it is one piece of the right dtype."""
+        """Use the gradient of a bucket's only parameter as the bucket, if dtype and strides are right."""
         parameter = self.parameters[index]
         fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
         if len(self.parameters) > 1 or not fits or parameter.stored.grad is not None:
@@ -219,7 +226,7 @@ class Bucket:
         return True
 
     def _open(self) -> None:
-        """Take the memory of the gradients that an earlier backward left, or new memory."""
+        """Allocate the bucket: reuse the memory of gradients of an earlier backward, or take new memory."""
         grads = [parameter.local_grad for parameter in self.parameters]
         keeps = self._dtype == self._stored_dtype
         self._flat = self._joint_memory(grads) if keeps else None
@@ -278,7 +285,8 @@ def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None) -> Non
     if parameter.path.is_held:
         given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
         if stored.grad is not None:
-            # Autograd has left one there by another way than a forward, the same on all ranks.
+            # Autograd accumulated one directly on the stored parameter (a weight penalty, say), the same on
+            # all ranks.
             given = stored.grad if given is None else given.add_(stored.grad)
         parameter.path.deliver(stored, given)
         return

@@ -1,8 +1,8 @@
-"""Communicators of their own for what goes from one stage to another.
+"""Separate communicators for the messages from one stage to another.
 
 NCCL ignores tags, and what two ranks exchange in one communicator runs in the order it was posted: a receive
-that is posted early would hold up every send behind it, and two stages that send to each other would wait for
-one another. With a communicator for each pair of stages and direction both sides post in the same order.
+that is posted early would hold up every send behind it, and two stages that send to each other would
+deadlock. With a communicator for each pair of stages and direction both sides post in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ import torch.distributed as dist
 
 from osdp.pipeline_plan import PipelinePlan
 
-#: From which stage to which.
+#: (source stage, target stage).
 Channel = tuple[int, int]
 
 
 def tokens_channel(placement: Sequence[int], rank: int) -> Channel:
-    """From the last stage, where tokens are chosen, to the first stage of ``rank``."""
+    """The channel from the last stage, where tokens are chosen, to the first stage of ``rank``."""
     return len(placement) - 1, placement.index(rank)
 
 
 def ordered_channels(
     plan: PipelinePlan, placement: Sequence[int], group: dist.ProcessGroup, level: Callable[[], None]
 ) -> dict[Channel, dist.ProcessGroup]:
-    """The communicators that this rank is in; every rank of the pipeline calls it.
+    """Create the communicators that this rank belongs to; every rank of the pipeline calls it.
 
     Args:
         plan: The plan.
         placement: The rank of each stage in its pipeline.
         group: The ranks of this pipeline.
-        level: Called after each group: by all ranks, members or not (:func:`osdp.comm.groups.level_groups`).
+        level: Called by all ranks, members or not, after each group (:func:`osdp.comm.groups.level_groups`).
     """
     forward = {(transfer.source, transfer.target) for transfer in plan.transfers}
     backward = {(transfer.target, transfer.source) for transfer in plan.transfers if transfer.differentiable}

@@ -1,8 +1,9 @@
-"""Checkpoints: the original model's names and whole shapes, whatever the plan; optimizer states too.
+"""Distributed checkpoints of model and optimizer, with the original model's names and whole shapes.
 
-Thin over ``torch.distributed.checkpoint``: what is saved under one plan loads under another, under another
-world size, in other stages, and into the plain model. Optimizer states are flat, one entry for each parameter
-and state, so that stages can each write theirs; what several stages hold is written under its owner's name.
+A thin layer over ``torch.distributed.checkpoint``: a checkpoint saved under one plan loads under another,
+with another world size, in other stages, and into the plain model. Optimizer states are flat, one entry for
+each parameter and state, so that each stage can write its own; parameters that several stages hold are
+written under their owner's name.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,16 +32,16 @@ from osdp.runtime.whole_states import MissingAndUnexpected, send_whole
 State = dict[str, Any]
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-#: What flat names of optimizer states begin with.
+#: Prefixes of flat names in optimizer state dicts.
 _KINDS = ("state", "param_groups")
 
 
 @runtime_checkable
 class InStages(Protocol):
-    """A model of which each rank holds some stages.
+    """A model of which each rank holds some pipeline stages.
 
     Attributes:
-        owners: For each parameter that another stage owns its name there, by its name here.
+        owners: Local names of parameters that another stage owns, mapped to their names there.
         stage_group: The ranks of this pipeline.
     """
 
@@ -49,7 +50,7 @@ class InStages(Protocol):
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """State dicts of ``model`` and ``optimizer`` by the model's FQNs, sharded as they are.
+    """State dicts of ``model`` and ``optimizer`` by the model's FQNs, with tensors sharded as they are.
 
     Returns:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
@@ -64,7 +65,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Load what :func:`train_state` gave, under any plan."""
+    """Load the state dicts of :func:`train_state`, under any plan."""
     Replaced().exchange_in(optimizer)
     owners = model.owners if isinstance(model, InStages) else {}
     of_optimizer = _for_copies(state["optimizer"], owners, dict(model.named_parameters()))
@@ -78,7 +79,7 @@ def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: S
 
 
 def _renamed(flat: State, names: Mapping[str, str]) -> State:
-    """The flat optimizer state with the parameters in ``names`` called otherwise."""
+    """The flat optimizer state with the parameters in ``names`` renamed."""
     prefixes = {f"{kind}.{old}.": f"{kind}.{new}." for old, new in names.items() for kind in _KINDS}
 
     def renamed(key: str) -> str:
@@ -89,7 +90,7 @@ def _renamed(flat: State, names: Mapping[str, str]) -> State:
 
 
 def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -> State:
-    """The flat optimizer state with the owners' entries for each copy; not for owners that are elsewhere."""
+    """The flat optimizer state with each copy given its owner's entries; owners not held here are dropped."""
     found = dict(flat)
     for kind in _KINDS:
         for name, owner in owners.items():
@@ -104,12 +105,12 @@ def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it.
 
-    A checkpoint that the folder has is replaced, by one rename, when the new one is whole on the disk: both
-    have room there, and wherever a rank is killed one of them loads.
+    An existing checkpoint in the folder is replaced by one atomic rename when the new one is complete on
+    disk: the disk must have room for both, and whenever a rank is killed one of them can be loaded.
 
     Raises:
-        RuntimeError: A rank could not write, which all of them say; the folder has what it had before.
-        ValueError: ``path`` is no folder of a file system.
+        RuntimeError: A rank could not write; raised on all ranks. The folder keeps its old checkpoint.
+        ValueError: ``path`` is not a folder in a file system.
     """
     new = NewCheckpoint(path)
     is_fresh = not optimizer.state
@@ -125,7 +126,7 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         raise
     finally:
         if is_fresh:
-            optimizer.state.clear()  # torch has counted a step to see which states there will be
+            optimizer.state.clear()  # torch has run a step to learn which optimizer states there will be
     new.settle()
 
 
@@ -133,15 +134,15 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Read the folder ``path`` into ``model`` and ``optimizer``; every rank calls it.
 
     Args:
-        path: What :func:`save` wrote, under any plan and world size.
-        model: Wrapped under another plan, or plain.
+        path: A folder written by :func:`save`, under any plan and world size.
+        model: A model wrapped under any plan, or plain.
         optimizer: An optimizer of the same class over its parameters.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: It is no whole checkpoint, or one of another model or optimizer; says what differs.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The checkpoint is incomplete, or one of another model or optimizer; lists the differences.
             Nothing was changed.
-        RuntimeError: A rank could not read a file; what was loaded of it is of no use.
+        RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
     metadata = whole_checkpoint(path)
     is_fresh = not optimizer.state
@@ -162,9 +163,9 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def whole_state_dict(model: nn.Module) -> State:
-    """The model's state dict as plain tensors on the CPU, on rank 0; empty on the others.
+    """The model's full state dict as plain tensors on the CPU, on rank 0; empty on the others.
 
-    Every rank calls it. It loads into the plain model by ``load_state_dict``, and into a wrapped one by
+    Every rank calls it. Load it into the plain model with ``load_state_dict``, and into a wrapped one with
     :func:`load_whole_state_dict`.
     """
     if not isinstance(model, InStages):
@@ -185,15 +186,15 @@ def load_whole_state_dict(
 ) -> MissingAndUnexpected:
     """Load a plain state dict that rank 0 has; the others pass ``{}`` or ``None``.
 
-    Every rank calls it. Tensors are sent one by one, so none but rank 0 holds more than one whole.
+    Every rank calls it. Tensors are sent one by one, so ranks other than 0 hold at most one whole tensor.
 
     Args:
-        model: Under any plan, in stages, or plain.
-        state_dict: As :func:`whole_state_dict` or the plain model's ``state_dict`` gives it.
-        strict: Whether names that are missing, or that the model has not, are an error.
+        model: A model under any plan, in stages, or plain.
+        state_dict: The result of :func:`whole_state_dict` or of the plain model's ``state_dict``.
+        strict: Whether missing and unexpected names are an error.
 
     Returns:
-        These names.
+        The missing and unexpected names.
 
     Raises:
         RuntimeError: Names or shapes differ, as for ``nn.Module.load_state_dict``, the same on all ranks;

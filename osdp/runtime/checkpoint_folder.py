@@ -1,4 +1,4 @@
-"""A checkpoint's folder: new files beside the old ones, and one rename that publishes them.
+"""The folder of a checkpoint: new files next to the old ones, published by one atomic rename.
 
 ``torch.distributed.checkpoint`` reads what ``.metadata`` names. A save writes files with names that no other
 save uses, ``__<token>_<rank>_<number>.distcp``, then ``.metadata.tmp``, and renames that to ``.metadata``,
@@ -7,8 +7,8 @@ which a file system does wholly or not at all. So wherever a rank is killed:
 - before the rename, ``.metadata`` is the old one, or missing if there was none, and all it names is there;
 - after it, ``.metadata`` is the new one, and all it names is there.
 
-What is left over in either case belongs to no checkpoint; the next save into the folder removes it. Other
-files of the folder are nobody's business here.
+Files left over in either case belong to no checkpoint; the next save into the folder removes them. Other
+files in the folder are never touched.
 """
 
 import hashlib
@@ -39,22 +39,22 @@ METADATA = ".metadata"
 #: Files that only :class:`NewCheckpoint` makes.
 _OWN = re.compile(r"__[0-9a-f]{12}_\d+_\d+\.distcp|\.saving-[0-9a-f]{12}|\.metadata\.tmp")
 
-#: Faults of a folder that a message lists.
+#: Number of faulty files that a message lists.
 _LISTED = 3
 
 
 class NewCheckpoint:
-    """A checkpoint on its way into a folder, which may have one; every rank makes it.
+    """A checkpoint being written into a folder, which may contain an old one; created by every rank.
 
     Args:
-        path: The folder, made if it is not there.
+        path: The folder; created if it does not exist.
 
     Attributes:
-        writer: Writes it, and publishes it when all ranks have written.
+        writer: Writes the checkpoint, and publishes it when all ranks have written.
 
     Raises:
         RuntimeError: A rank cannot write there, or does not see what rank 0 wrote.
-        ValueError: ``path`` is no folder of a file system.
+        ValueError: ``path`` is not a folder in a file system.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -84,17 +84,17 @@ class NewCheckpoint:
         self._path.mkdir(parents=True, exist_ok=True)
         with suppress(ValueError, FileNotFoundError):
             self._old = stored_files(_metadata(self._path).storage_data.values())
-        # First of all: what killed saves left may be what fills the disk.
+        # Before anything is written: files left by interrupted saves may be what fills the disk.
         self._remove(name for name in self._own_files() if name not in self._old)
         probe.touch()
 
     def settle(self) -> None:
-        """Remove what is not needed any more once it is published; every rank may call it."""
+        """Remove the old checkpoint and left-over files after publishing; every rank may call it."""
         if self._first:
             self._remove({*self._own_files(), *self._old} - self.writer.written)
 
     def drop(self) -> None:
-        """Remove what was written of it, since it will not be published; every rank may call it."""
+        """Remove the files written so far, since they will not be published; every rank may call it."""
         if self._first:
             self._remove(name for name in self._own_files() if name not in self._old)
 
@@ -104,7 +104,7 @@ class NewCheckpoint:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             if Path(name).name != name:
-                continue  # of another writer, which has folders inside
+                continue  # written by another writer, into a subfolder
             try:
                 (self._path / name).unlink(missing_ok=True)
             except OSError as error:
@@ -113,7 +113,7 @@ class NewCheckpoint:
 
 
 class _Writer(FileSystemWriter):
-    """Writes files with names of their own.
+    """Writes files under names that no other save uses.
 
     Attributes:
         written: On rank 0, the files that it has published.
@@ -127,14 +127,14 @@ class _Writer(FileSystemWriter):
         self._token = token
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Torch's own makes the folder, which is there, and warns of what it would overwrite.
+        # Torch's own creates the folder, which exists, and warns about files it would overwrite.
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [with_file_prefix(plan, f"__{self._token}_{rank}_") for rank, plan in enumerate(plans)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish, on rank 0, what all ranks have written."""
+        """Publish, on rank 0, the files that all ranks have written."""
         written = stored_files(result.storage_data for mine in results for result in mine)
         if faults := _faults(self._folder, written):
             raise RuntimeError(f"what was written is not there: {faults}")
@@ -143,24 +143,24 @@ class _Writer(FileSystemWriter):
 
 
 class _Publishing(FileSystem):
-    """A file system whose renames replace, and outlast a loss of power."""
+    """A file system whose renames replace the target atomically and survive a power failure."""
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Leave the old ``.metadata`` where it is until the new one takes its place."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         folder = Path(new_path).parent
-        _sync(folder)  # the names of what was written come first
+        _sync(folder)  # the directory entries of the written files must be on disk first
         os.replace(path, new_path)
         _sync(folder)
 
 
 def whole_checkpoint(path: str | Path) -> Metadata:
-    """What a folder has, after a look at every file of it; every rank calls it.
+    """Metadata of a complete checkpoint, after checking the size of every file; every rank calls it.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: It is no whole checkpoint, or not the same one for all ranks.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The checkpoint is incomplete, or not the same one for all ranks.
     """
     fault: Exception | None = None
     folder, metadata, digest = Path(path), Metadata({}), ""
@@ -168,10 +168,10 @@ def whole_checkpoint(path: str | Path) -> Metadata:
         _require_folder(path)
         metadata = _metadata(folder)
         digest = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
-        # One rank is enough where all see the same.
+        # Checked on one rank only: all ranks see the same folder.
         faults = _faults(folder, stored_files(metadata.storage_data.values())) if _is_first() else ""
         if faults:
-            raise ValueError(f"{path} is no whole checkpoint: {faults}; load another one")
+            raise ValueError(f"{path} is not a complete checkpoint: {faults}; load another one")
     except (OSError, ValueError) as error:
         fault = error
     raise_together(fault)
@@ -185,7 +185,7 @@ def whole_checkpoint(path: str | Path) -> Metadata:
 
 
 def sentence_of(error: CheckpointException) -> str:
-    """What ranks met in a save or a load, on one line."""
+    """The errors of all ranks in a save or a load, on one line."""
     met = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
     return by_ranks(met, world_size=0)
 
@@ -193,8 +193,8 @@ def sentence_of(error: CheckpointException) -> str:
 def _require_folder(path: str | Path) -> None:
     if "://" in str(path):
         raise ValueError(
-            f"{path} is no folder: for other storages call torch.distributed.checkpoint.save and load with "
-            "osdp.runtime.checkpoint.train_state(model, optimizer)"
+            f"{path} is not a folder: for other storages call torch.distributed.checkpoint.save and load "
+            "with osdp.runtime.checkpoint.train_state(model, optimizer)"
         )
 
 
@@ -202,24 +202,24 @@ def _metadata(folder: Path) -> Metadata:
     if not folder.exists():
         raise FileNotFoundError(f"there is no checkpoint {folder}")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder, so no checkpoint of osdp.runtime.checkpoint.save")
+        raise ValueError(f"{folder} is not a folder, so no checkpoint of osdp.runtime.checkpoint.save")
     if not (folder / METADATA).exists():
         raise ValueError(
-            f"{folder} is no whole checkpoint: it has no {METADATA}, which is written last; its save was "
-            "interrupted or goes on. Load another one"
+            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last; its save "
+            "was interrupted or is still running. Load another one"
         )
     try:
         metadata: Metadata = FileSystemReader(folder).read_metadata()
         stored_files(metadata.storage_data.values())
     except OSError:
         raise
-    except Exception as error:  # what a broken pickle raises can be anything
+    except Exception as error:  # a broken pickle can raise anything
         raise ValueError(f"{folder / METADATA} cannot be read: {type(error).__name__}: {error}") from error
     return metadata
 
 
 def _faults(folder: Path, files: Mapping[str, int]) -> str:
-    """Files that are missing or too short, the first few of them; empty if there are none."""
+    """The first few files that are missing or too short, as text; empty if there are none."""
     found = []
     for name, size in sorted(files.items()):
         file = folder / name
@@ -245,7 +245,7 @@ def _is_first() -> bool:
 
 
 def _same_everywhere(text: str) -> str:
-    """Rank 0's text."""
+    """Rank 0's ``text``, on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return text
     box = [text]

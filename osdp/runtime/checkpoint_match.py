@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of the model and optimizer that it is to be loaded into."""
+"""The check that a checkpoint belongs to the model and optimizer that it is loaded into."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,39 +8,38 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from osdp.runtime.together import gathered, raise_together
 
-#: Names of each kind that a message lists.
+#: Number of names of each kind that a message lists.
 _LISTED = 5
 
 
 def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], path: str) -> None:
-    """Refuse a checkpoint with other names or shapes; every rank calls it.
+    """Raise for a checkpoint with other names or shapes; every rank calls it.
 
-    Entries of the optimizer for parameters that this one does not have may stay unread: some parameters can
-    be frozen from here on.
+    Optimizer states of parameters that this optimizer does not have may stay unread, so that parameters can
+    be frozen after loading.
 
     Args:
-        metadata: Of the checkpoint.
-        state: As :func:`osdp.runtime.checkpoint.train_state` gives it; each rank has its stages' names.
+        metadata: The metadata of the checkpoint.
+        state: The result of :func:`osdp.runtime.checkpoint.train_state`; each rank has its stages' names.
         path: The checkpoint, for messages.
 
     Raises:
-        ValueError: They differ; says how.
+        ValueError: Names or shapes differ; lists the differences.
     """
     own = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
     saved = metadata.state_dict_metadata
     known = {prefix for name in saved for prefix in _prefixes(name)}
     stray = [name for name in saved if _concerns(name, own) and not own.keys() & _prefixes(name)]
-    # What one stage does not know another one does.
+    # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*map(set, gathered(stray)))
     missing = [name for name in own if name not in known]
-    shapes = [
-        f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here"
-        for name, value in own.items()
-        for entry in [saved.get(name)]
-        if isinstance(value, torch.Tensor)
-        and isinstance(entry, TensorStorageMetadata)
-        and entry.size != value.shape
-    ]
+    shapes = []
+    for name, value in own.items():
+        entry = saved.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if entry.size != value.shape:
+            shapes.append(f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here")
     faults = [f"it lacks {_few(missing)}"] if missing else []
     faults += [f"only it has {_few(sorted(nowhere))}"] if nowhere else []
     faults += [_few(shapes)] if shapes else []
@@ -49,7 +48,7 @@ def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], pat
 
 
 def _concerns(name: str, own: Mapping[str, Any]) -> bool:
-    """Whether an entry is of the model, or a state of a parameter that the optimizer has."""
+    """Whether an entry is the model's, or an optimizer state of a parameter that the optimizer has."""
     part, _, rest = name.partition(".")
     if part == "model":
         return True
@@ -60,7 +59,7 @@ def _concerns(name: str, own: Mapping[str, Any]) -> bool:
 
 
 def _prefixes(name: str) -> set[str]:
-    """The name, and what ends before one of its dots."""
+    """``name``, and its prefixes that end before a dot."""
     return {name, *(name[:at] for at, letter in enumerate(name) if letter == ".")}
 
 

@@ -1,6 +1,6 @@
-"""Clipping by the norm of all gradients, right for every plan.
+"""Gradient clipping by the total norm, correct under every plan.
 
-Each rank sums over its shards, which one all-reduce joins, and counts replicated gradients once.
+Each rank sums over its shards, one all-reduce adds the sums, and replicated gradients count once.
 """
 
 import math
@@ -25,16 +25,16 @@ def clip_grad_norm_(
     copies: Collection[int] = (),
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the gradients in place so that their joint norm is at most ``max_norm``.
+    """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
     Args:
         parameters: As the optimizer sees them; those without a gradient are skipped.
         max_norm: The limit.
         norm_type: Order of the norm; ``math.inf`` for the largest magnitude.
-        group: The ranks that share the sharded ones.
+        group: The ranks over which parameters are sharded.
         device: This rank's device.
-        across: Ranks that hold other parameters, whose norm is joined too.
-        copies: Ids of parameters that a rank across holds as well and counts.
+        across: Ranks that hold other parameters (pipeline stages), whose norms are included.
+        copies: Ids of parameters that a rank of ``across`` also holds and counts.
         error_if_nonfinite: Whether to raise, before anything is scaled, if the norm is infinite or NaN.
 
     Returns:
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}; use 2 or math.inf")
-    #: Local gradients by how many ranks hold each shard; those of 0 are whole everywhere.
+    # 1. Local gradients by the number of ranks that hold each shard; 0 stands for replicated ones.
     held_by: dict[int, list[torch.Tensor]] = {0: []}
     scaled: list[torch.Tensor] = []
     dtype = torch.float32
@@ -55,13 +55,14 @@ def clip_grad_norm_(
         for parameter in parameters:
             held = _holders(parameter, group.size())
             if parameter.requires_grad:
-                # All ranks must join alike, those without a gradient or with an empty shard too.
+                # All ranks must make the same all-reduce, also without a gradient or with an empty shard.
                 held_by.setdefault(held, [])
                 dtype = torch.promote_types(dtype, _accumulation_dtype(parameter))
             if parameter.grad is not None:
                 scaled.append(_local(parameter.grad))
                 if id(parameter) not in copies:
                     held_by.setdefault(held, []).append(scaled[-1])
+        # 2. The total norm: replicated gradients, plus shards over ``group``, plus other stages.
         norm = _local_norm(held_by[0], norm_type, device)
         shards = {held: grads for held, grads in held_by.items() if held}
         if shards:
@@ -74,6 +75,7 @@ def clip_grad_norm_(
                 f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be "
                 "clipped; pass error_if_nonfinite=False to scale them all the same"
             )
+        # 3. Scale.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in scaled:
             grad.mul_(factor.to(grad.device))
@@ -81,7 +83,7 @@ def clip_grad_norm_(
 
 
 def _holders(parameter: torch.Tensor, ranks: int) -> int:
-    """How many of the ``ranks`` hold each shard of ``parameter``; 0 if all hold it whole."""
+    """Number of the ``ranks`` that hold each shard of ``parameter``; 0 if it is replicated."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh = parameter.device_mesh
@@ -96,7 +98,7 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
 def _norm_of_shards(
     shards: Mapping[int, list[torch.Tensor]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of the norm of all shards, each counted once over all ranks that hold it."""
+    """This rank's part of the norm of all shards; each shard counts once over the ranks that hold it."""
     norms = [
         _local_norm(grads, norm_type, device) / (1 if math.isinf(norm_type) else copies ** (1 / norm_type))
         for copies, grads in shards.items()
@@ -109,8 +111,8 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.devic
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # Those of units in host memory are there, too. Norms of several dtypes are joined in the widest, which is
-    # the same on all ranks, whatever gradients each has.
+    # Norms of offloaded gradients are on the host. All norms are joined in float64, so that all ranks use one
+    # dtype whatever gradients each has.
     norms = [_norm_of(grad, norm_type).to(device, torch.float64) for grad in grads]
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return joined
@@ -121,7 +123,7 @@ def _norm_of(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     if grad.is_complex():
         grad = grad.abs()
     if grad.device.type == "cpu" and grad.dim() > 1:
-        # CPUs add up in one run: of 12 million elements the norm is 5e-4 off. Row by row it is exact to 1e-7.
+        # CPUs sum sequentially: over 12 million elements the norm is off by 5e-4; row by row by 1e-7.
         grad = torch.linalg.vector_norm(grad, norm_type, dim=-1, dtype=dtype)
     norm: torch.Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm

@@ -1,9 +1,10 @@
-"""What the ranks of a model tell each other beside their tensors: small exchanges, and words in the store.
+"""Control messages between ranks, and the detection of deadlocks and failed ranks.
 
-A rank that is blocked in a collective looks into the store every second, where the others leave words: what
-they wait for, which error they met, that they have ended. So a rank that would wait forever (all ranks wait,
-but not for the same thing, or one has failed) ends within seconds, with a message that says who is where. A
-rank that is merely slow has left no word, and is waited for.
+Ranks make small exchanges in a gloo group of their own, and leave messages in a key-value store. A rank that
+is blocked in a collective polls the store every second, where the others write what they wait for, an error
+they met, or that they have ended. So a rank that would wait forever (all ranks wait, but not for the same
+thing, or one has failed) ends within seconds, with a message that shows where each rank is. A rank that is
+merely slow has written nothing, and is waited for.
 """
 
 import atexit
@@ -33,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A blocked rank says so, and looks for words, after so long and then as often.
+#: Interval in which a rank waits for a collective before it reports that it is blocked and polls the store.
 _SLICE = timedelta(seconds=1.0)
-#: How long a rank whose connection broke waits for the word of the one that broke it, in seconds.
+#: Seconds that a rank whose connection broke waits for a message of the rank that broke it.
 _PATIENCE = 4.0
 
 
-#: After so many slices a blocked rank logs what it waits for.
+#: Number of intervals after which a blocked rank logs what it waits for.
 _TELL_AFTER = 10
 
 
@@ -48,11 +49,11 @@ class LockstepError(RuntimeError):
 
 
 class Control:
-    """The ranks of one mesh beside their training: a gloo group of their own, and a store.
+    """Control messages between the ranks of one mesh: a gloo group of their own, and a store.
 
     Args:
-        group: A group of gloo, used for nothing but small exchanges.
-        blocks: Whether collectives of the model block the host, so that they are waited for in slices.
+        group: A gloo group, used only for small exchanges.
+        blocks: Whether collectives of the model block the host, so that they are waited for in intervals.
 
     Attributes:
         rank: This rank in the group.
@@ -74,7 +75,7 @@ class Control:
 
     @classmethod
     def over(cls, mesh: DeviceMesh) -> "Control | None":
-        """That of the ranks of ``mesh``, made once; ``None`` for one rank and where nothing communicates."""
+        """The control of the ranks of ``mesh``, created once; ``None`` for one rank and for fake groups."""
         group: dist.ProcessGroup = mesh.get_group()
         backend = dist.get_backend(group)
         if mesh.size() == 1 or backend == "fake":
@@ -90,11 +91,11 @@ class Control:
     # Exchanges
 
     def exchange(self, numbers: Sequence[int], what: str) -> list[list[int]]:
-        """The numbers of all ranks, equally many of each.
+        """All-gather small integers; returns one row per rank.
 
         Args:
-            numbers: This rank's.
-            what: What it is doing, for the others.
+            numbers: This rank's; the same number of them on every rank.
+            what: The purpose, for messages of other ranks.
         """
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         everybody = mine.new_empty(self.size * len(numbers))
@@ -103,14 +104,14 @@ class Control:
         return found
 
     def maximum(self, numbers: Sequence[int], what: str) -> list[int]:
-        """The largest of each of these numbers on any rank."""
+        """The elementwise maximum of ``numbers`` over the ranks."""
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.run(lambda: dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True), what)
         found: list[int] = votes.tolist()
         return found
 
     def gather(self, mine: T, what: str) -> list[T]:
-        """The objects of all ranks, in their order; each is pickled."""
+        """All-gather pickled objects; returns them in rank order."""
         data = pickle.dumps(mine)
         longest = max(size for (size,) in self.exchange([len(data)], what))
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -132,8 +133,8 @@ class Control:
 
         Args:
             start: Starts it.
-            what: What it is, for the others.
-            of_model: Whether it is one of the model, for which on an accelerator only the stream waits.
+            what: Its name, for messages of other ranks.
+            of_model: Whether it is one of the model's, for which on an accelerator only the stream waits.
 
         Raises:
             LockstepError: Another rank failed, or the ranks wait for each other.
@@ -142,7 +143,7 @@ class Control:
             work = start()
         except RuntimeError as error:
             if not _is_of_connection(error):
-                raise  # what the backend cannot do, for instance; it cannot on any rank
+                raise  # unsupported by the backend, for instance, and then on all ranks
             raise self._broken(error, what) from error
         if work is not None and of_model:
             self.wait(work, what)
@@ -150,7 +151,7 @@ class Control:
             self._wait(work, what)
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for a collective of the model; on an accelerator its stream does.
+        """Wait for a collective of the model; on an accelerator only the stream waits.
 
         Raises:
             LockstepError: Another rank failed, or the ranks wait for each other.
@@ -181,7 +182,8 @@ class Control:
                 if not patience:
                     self._tell_waiting(what)
         finally:
-            # The others see a fault first: whoever counts the waiting ranks looks for faults before.
+            # A fault of this rank is already in the store, and others look for faults before they count the
+            # waiting ranks: so they see the fault first.
             with contextlib.suppress(RuntimeError):
                 self._store.add("waiting", -1)
 
@@ -207,13 +209,16 @@ class Control:
         return True
 
     def _look(self, before: list[Any] | None) -> list[Any] | None:
-        """Look for words.
+        """Poll the store for faults and for a deadlock.
 
         Args:
-            before: What all ranks said when this one looked last, if all were waiting then.
+            before: The messages of all ranks at the last poll, if all were waiting then.
 
         Returns:
-            The same of now.
+            Their messages at this poll; ``None`` if some rank is not waiting.
+
+        Raises:
+            LockstepError: Another rank failed, or all wait, for different things, at two polls in a row.
         """
         self._look_for_faults()
         if self._store.add("waiting", 0) < self.size:
@@ -238,7 +243,7 @@ class Control:
         self._seen = told
 
     def _broken(self, error: BaseException, what: str) -> LockstepError:
-        """What to raise when the backend gave up."""
+        """The error to raise when the backend has lost a connection: a fault in the store explains it."""
         deadline = time.monotonic() + _PATIENCE
         try:
             while time.monotonic() < deadline:
@@ -253,23 +258,23 @@ class Control:
             f"said why: a process has ended without a word; see the output of the other ranks ({error})"
         )
 
-    # Words
+    # Messages in the store
 
     def refuse(self, text: str) -> LockstepError:
-        """Tell the others that this rank gives up, for this reason; what to raise."""
+        """Report to the others that this rank gives up, with the reason; returns the error to raise."""
         self._tell_fault(text)
         return LockstepError(text)
 
     def _give_up(self, text: str) -> LockstepError:
-        """As :meth:`refuse`, with a collective that will never end, so that nothing can come after it."""
+        """As :meth:`refuse`, when a collective will never end, so that no other can follow."""
         self._broken_by = text
         return self.refuse(text)
 
     def check(self) -> None:
-        """Raise if a collective was given up.
+        """Raise if an earlier collective was given up.
 
         Raises:
-            LockstepError: It was; only a new start of the processes helps.
+            LockstepError: It was; the processes must be restarted.
         """
         if self._broken_by is not None:
             raise LockstepError(
@@ -278,19 +283,19 @@ class Control:
             )
 
     def fault(self, error: BaseException | None, where: str) -> None:
-        """Tell the others that this rank met ``error``."""
+        """Report an error of this rank to the others."""
         if isinstance(error, LockstepError):
-            return  # they know
+            return  # the others have it already
         said = "an error" if error is None else f"{type(error).__name__}: {error}"
         self._tell_fault(f"rank {self.rank} failed in {where}: {said}")
 
     @property
     def failed(self) -> bool:
-        """Whether this rank met an error since :meth:`start_over`."""
+        """Whether this rank has reported an error since :meth:`start_over`."""
         return self._faults > 0
 
     def start_over(self) -> None:
-        """All ranks go on together: their errors are behind them."""
+        """Clear this rank's fault: all ranks continue together."""
         if self._faults:
             self._faults = 0
             self._say("fault", {"count": 0, "text": "", "broken": False})
@@ -303,7 +308,7 @@ class Control:
             self._store.add("faults", 1)
 
     def say_farewell(self) -> None:
-        """Tell the others that this process ends, and of what."""
+        """Report to the others that this process ends, with the exception that ends it, if any."""
         last = getattr(sys, "last_value", None)
         if self._ended or isinstance(last, LockstepError):
             return
@@ -330,11 +335,11 @@ def _farewell(control: "weakref.ref[Control]") -> None:
         alive.say_farewell()
 
 
-#: Groups are costly and do not go away: that of one group of ranks is made once, while it lives.
+#: Groups are costly and never freed, so each group of ranks creates its own only once while it exists.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Control] = WeakKeyDictionary()
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether gloo says that it has lost another rank, rather than that it cannot do something."""
+    """Whether gloo reports a lost connection, rather than an unsupported operation."""
     text = str(error)
     return "gloo/" in text or "onnection" in text or "imed out" in text

@@ -1,9 +1,9 @@
-"""Calls into a model, whichever of its modules they begin at.
+"""Entry points of a model: calls that start at the root or at any module inside it.
 
-What has to happen before and after a forward (parameters that are computed with in place of the stored ones,
-recovery from a failed step, units that have become stale) happens around the *outermost* call: that of the
-root, or of any module inside that is called by itself, such as an encoder that is evaluated alone, a head
-that computes a loss in chunks, or a method that was registered by ``register_fsdp_forward_method``.
+The work before and after a forward (swapping in the parameters that are computed with, recovery from a
+failed step, resharding of stale units) happens around the *outermost* call: that of the root, or of any
+module inside that is called by itself, such as an encoder that is evaluated alone, a head that computes a
+loss in chunks, or a method that was registered by ``register_fsdp_forward_method``.
 
 A module that is called by itself may compute with parameters of a unit that wraps a module around it: FSDP2
 would gather them in that module's forward only. They are gathered here, in the way FSDP2 does it for methods.
@@ -29,16 +29,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Entries:
-    """Notices the outermost calls into a model.
+    """Detects the outermost calls into a model.
 
     Args:
         model: The model; its units are sharded already.
         enter: Called before an outermost call, with its module.
-        leave: Called after it with its output, and whether it raised; returns what the caller gets.
-        around: For a module, the wrapped modules around it whose units hold parameters of it, the outermost
-            first; modules that are left out need none.
-        param_dtype: What floating-point inputs are cast to, as FSDP2 does for the root and for wrapped
-            modules; ``None`` leaves them as they are.
+        leave: Called after it with its output, and whether it raised; returns the output for the caller.
+        around: For a module, the wrapped modules around it whose units hold parameters of it, outermost
+            first; modules that need none are left out.
+        param_dtype: Dtype to cast floating-point inputs to, as FSDP2 does for the root and for wrapped modules;
+            ``None`` leaves them as they are.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Entries:
         self._caller: FrameType | None = None
         self._depth = 0
         self._leaves: set[nn.Module] = set()
-        #: Whether calls inside a backward are from outside too: it has ended but for hooks of users.
+        #: Whether calls inside a backward count as outermost too: it has ended except for users' hooks.
         self.open_in_backward = False
-        # First of all pre-hooks: FSDP2 must not start on the remains of a failed step.
+        # First of all pre-hooks: FSDP2 must not start from the state of a failed step.
         begin = torch.compiler.disable(self._before)
         model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         self._watch_end(model)
@@ -74,7 +74,7 @@ class Entries:
 
     @property
     def _is_closed(self) -> bool:
-        """Whether calls are parts of a backward, for instance because a checkpoint recomputes."""
+        """Whether calls are part of a backward, for instance the recomputation of a checkpoint."""
         return in_backward() and not self.open_in_backward
 
     def begin(
@@ -84,13 +84,14 @@ class Entries:
         kwargs: dict[str, Any],
         caller: FrameType | None = None,
     ) -> Arguments:
-        """Before a call of ``module``, or of one of its methods; the arguments it is to get.
+        """Prepare a call of ``module``, or of one of its methods; returns the arguments to call it with.
 
         Args:
             module: The module.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            caller: What runs a method; torch does not say when that raises, so it may have ended unnoticed.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            caller: The frame that runs a method; torch does not report when that raises, so a call whose
+                frame is gone has failed.
         """
         self._notice_failed_method()
         if self._module is not None:
@@ -116,7 +117,7 @@ class Entries:
         return found
 
     def end(self, module: nn.Module, args: object, output: Any, *, raised: bool = False) -> Any:
-        """After it; what the caller is to get."""
+        """Finish a call of ``module``; returns the output for the caller."""
         if module is not self._module:
             return output
         self._depth -= 1
@@ -131,7 +132,7 @@ class Entries:
         return self._leave(output, raised)
 
     def reset(self) -> None:
-        """Forget the call that is under way: it has failed."""
+        """Forget the call in progress, which has failed."""
         self._module, self._caller, self._depth = None, None, 0
 
     def _notice_failed_method(self) -> None:
@@ -145,7 +146,7 @@ class Entries:
             self._leave(None, True)
 
     def _before_inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Dynamo traces this as a constant: what is compiled is not called from outside.
+        # Dynamo traces this as a constant: a call inside compiled code is never the outermost one.
         if torch.compiler.is_compiling():
             return None
         self._notice_failed_method()
@@ -161,12 +162,12 @@ class Entries:
 
     def _watch_end(self, module: nn.Module) -> None:
         if module not in self._leaves:
-            # Last of all hooks: FSDP2's own final callback is queued before ours then.
+            # Last of all hooks, so that FSDP2 queues its final callback before ours.
             module.register_forward_hook(torch.compiler.disable(self._after), always_call=True)
             self._leaves.add(module)
 
     def _after(self, module: nn.Module, args: object, output: Any) -> Any:
-        # torch calls it without an output when the forward raised.
+        # torch calls the hook with output=None when the forward raised.
         return self.end(module, args, output, raised=output is None and sys.exc_info()[0] is not None)
 
 

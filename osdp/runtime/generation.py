@@ -1,7 +1,11 @@
-"""Generation through a pipeline: keys and values as of slices, where each one after the prompt is one token.
+"""Autoregressive generation through a pipeline.
 
-Prompts go through the stages in several groups. While one group's next token is chosen on the last stage and
-on its way to the first, other stages work on other groups.
+It runs as a forward in token slices with cached keys and values: the first slice is the prompt, each later
+one a single token. Prompts pass through the stages in several groups. While one group's next token is chosen
+on the last stage and sent to the first, other stages work on other groups::
+
+    stage 0   A  B  A' B' .        A, B: forwards of two groups' prompts
+    stage 1   .  A  B  A' B'       A', B': of their next tokens; the last stage sends tokens to all ranks
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,19 +27,19 @@ from osdp.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen, and which one is the last.
+    """Sampling settings: how the next token is chosen, and which tokens end a sequence.
 
     Attributes:
-        do_sample: Whether it is drawn; otherwise it is the likeliest.
-        temperature: What logits are divided by before drawing.
-        top_k: Draw from so many likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens that have this probability together.
+        do_sample: Whether the token is sampled; otherwise it is the most likely one.
+        temperature: Divisor of the logits before sampling.
+        top_k: Sample from this number of most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens with at least this total probability.
         ends: Tokens that end a sequence.
-        pad: What follows them.
-        generator: Of the random numbers, which the last stage draws.
+        pad: The token that fills a sequence after its end.
+        generator: Random generator of the last stage, which samples.
 
     Raises:
-        ValueError: The temperature is not positive, or nothing is left to draw from.
+        ValueError: The temperature is not positive, or no tokens are left to sample from.
     """
 
     do_sample: bool = False
@@ -62,10 +66,12 @@ class Choice:
         """Tokens of shape ``(samples,)`` for logits of shape ``(samples, vocabulary)``."""
         if not self.do_sample:
             return logits.argmax(-1)
+        # Both of shape (samples, vocabulary).
         ordered, tokens = (logits.float() / self.temperature).sort(-1, descending=True)
         if self.top_k is not None:
             ordered[:, self.top_k :] = -torch.inf
         if self.top_p is not None:
+            # Probability of all more likely tokens: the most likely one always stays.
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
             ordered = ordered.masked_fill(before >= self.top_p, -torch.inf)
         drawn = torch.multinomial(ordered.softmax(-1), 1, generator=self.generator)
@@ -73,17 +79,17 @@ class Choice:
 
 
 class Sequences:
-    """Some prompts, and what was generated after them.
+    """A group of prompts and their generated tokens.
 
     Args:
-        tokens: Of shape ``(samples, length)``.
-        mask: Which of them are no padding; ``None``: all.
+        tokens: Prompts of shape ``(samples, length)``.
+        mask: Attention mask of the same shape, 0 at padding; ``None`` if there is no padding.
     """
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.tokens, self.mask = tokens, mask
         self.begun = False
-        #: The number of the forward whose tokens have not been appended, and on the last stage those tokens.
+        #: Index of the forward whose tokens have not been appended yet, and on the last stage these tokens.
         self.under_way: int | None = None
         self.chosen: torch.Tensor | None = None
         self._ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -91,16 +97,16 @@ class Sequences:
 
     @property
     def complete(self) -> bool:
-        """Whether all have ended."""
+        """Whether all sequences have ended."""
         return self._length is not None
 
     @property
     def result(self) -> torch.Tensor:
-        """Prompts and generated tokens until all had ended."""
+        """Prompts and generated tokens, up to the step at which all sequences had ended."""
         return self.tokens[:, : self._length]
 
     def inputs(self, takes: Collection[str]) -> dict[str, Any]:
-        """What the model needs for the next token: the prompts, or the last one."""
+        """Model inputs for the next token: the prompts at first, then the last token of each sequence."""
         since = -1 if self.begun else 0
         inputs: dict[str, Any] = {"input_ids": self.tokens[:, since:]}
         if "logits_to_keep" in takes:
@@ -108,13 +114,13 @@ class Sequences:
         if self.mask is not None:
             inputs[MASK] = self.mask
             if "position_ids" in takes:
-                # As transformers' own generation counts: padding has no position.
+                # As in transformers' own generation, padding has no position.
                 positions = (self.mask.long().cumsum(-1) - 1).masked_fill(self.mask == 0, 0)
                 inputs["position_ids"] = positions[:, since:]
         return inputs
 
     def append(self, chosen: torch.Tensor, choice: Choice) -> None:
-        """Take the next tokens."""
+        """Append the next tokens, of shape ``(samples,)``; ended sequences get padding."""
         chosen = torch.where(self._ended, choice.pad, chosen)
         self.tokens = torch.cat([self.tokens, chosen[:, None]], dim=1)
         if self.mask is not None:
@@ -127,17 +133,17 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Generation:
-    """What is generated, and where.
+    """The generation loop of one rank of a pipeline.
 
     Attributes:
         pipeline: The stages of this rank.
-        schedule: Its forwards: as many microbatches as there are groups of prompts, as many slices as tokens.
-        choice: How tokens are chosen.
+        schedule: Its forwards: one microbatch per group of prompts, one slice per token.
+        choice: Sampling settings.
         takes: Names of the model's inputs.
-        empty: Makes what a stage holds before the prompt.
+        empty: Creates a stage's empty key-value cache.
         device: This rank's device.
-        data_group: Ranks that must run as many forwards, whatever they generate.
-        tensor_group: Ranks that compute layers together and must choose the same; ``None``: one alone.
+        data_group: Data-parallel ranks, which must run the same number of forwards whatever they generate.
+        tensor_group: Tensor-parallel ranks, which must choose the same tokens; ``None`` if there is one.
     """
 
     pipeline: Pipeline
@@ -150,7 +156,7 @@ class Generation:
     tensor_group: dist.ProcessGroup | None
 
     def run(self, groups: Sequence[Sequences]) -> None:
-        """Append to each of ``groups`` until all of its sequences have ended, or the schedule has."""
+        """Append tokens to each of ``groups`` until all of its sequences, or the schedule, have ended."""
         num_tokens = self.schedule.num_slices
         units: dict[int, Microbatch] = {}
         step = Step(self.schedule, units, None, LossSum(self.device), False, self.empty)
@@ -202,7 +208,7 @@ class Generation:
         return chosen
 
     def _receive(self, group: Sequences) -> None:
-        """Take the tokens that were chosen in the group's last forward."""
+        """Append the tokens that were chosen after the group's last forward."""
         if group.under_way is None:
             return
         chosen = group.chosen
@@ -217,7 +223,7 @@ class Generation:
         return self.schedule.placement[-1] == self.pipeline.rank
 
     def _address(self, unit: int, samples: int, rank: int) -> Address:
-        """Of tokens chosen for ``rank``: after the numbers of all messages between stages."""
+        """Address of chosen tokens sent to ``rank``, numbered after all messages between stages."""
         between = 2 * self.schedule.num_units * self.pipeline.num_transfers
         channel = tokens_channel(self.schedule.placement, rank)
         return Address(between + unit, ("tokens", samples, channel), channel)

@@ -1,18 +1,19 @@
-"""From a reduced gradient to the optimizer: the hooks and settings of one parameter, alike in every mode.
+"""The path of a reduced gradient to the optimizer: hooks and settings of a parameter, the same in every mode.
 
-Autograd knows the tensors that are computed with, users and optimizers the *stored* ones. Which of the two a
-hook on a stored parameter meets, and when, would depend on the mode: FSDP2 calls post-accumulate hooks at its
-reduce-scatter and tensor hooks never, autograd calls both before the all-reduce of a replicated parameter. So
-hooks of stored parameters are held back during a backward and called at its end, in one order on all ranks:
+Autograd knows the tensors that are computed with, users and optimizers the *stored* ones. When a hook on a
+stored parameter is called, and with which gradient, would depend on the mode: FSDP2 calls post-accumulate
+hooks at its reduce-scatter and never calls tensor hooks; autograd calls both before the all-reduce of a
+replicated parameter. So hooks of stored parameters are held back during a backward and called at its end, in
+the same order on all ranks:
 
     contribution of this backward, reduced over ranks
       -> all-reduce hook (``set_all_reduce_hook``)
-      -> tensor hooks (``register_hook``), of which a returned tensor replaces it
+      -> tensor hooks (``register_hook``); a tensor that one returns replaces the contribution
       -> kept aside while the parameter does not synchronize (``set_requires_gradient_sync``)
       -> added to ``grad``
       -> post-accumulate hooks (``register_post_accumulate_grad_hook``), for instance an optimizer in backward
 
-Unlike under DDP tensor hooks see the mean over ranks instead of this rank's own gradient.
+Unlike under DDP, tensor hooks see the mean over ranks instead of this rank's own gradient.
 """
 
 from collections.abc import Callable
@@ -23,23 +24,23 @@ from torch.distributed.tensor import DTensor
 
 from osdp.runtime.torch_private.autograd import HeldHooks, has_hooks
 
-#: What ``set_all_reduce_hook`` takes: called with reduced gradients, which it may change in place.
+#: A hook of ``set_all_reduce_hook``: called with reduced gradients, which it may change in place.
 AllReduceHook = Callable[[torch.Tensor], object]
 
 
 class GradientPath:
-    """What is set for the gradient of one parameter, and what is held of it during a backward.
+    """Settings of the gradient of one parameter, and its state during a backward.
 
     Attributes:
         syncs: Whether the next backwards reduce it.
-        divide_factor: What the sum over ranks is divided by; ``None`` for their number.
-        all_reduce_hook: Called with what was reduced.
-        own_hooks: Ids of the hooks on the stored parameter that are the runtime's.
-        separate: Whether a backward's contribution has to be told from earlier gradients.
-        scale: What a contribution is multiplied by here, because its unit cannot do it while reducing.
-        calls_hook: Whether ``all_reduce_hook`` is called here, because its unit cannot do it.
+        divide_factor: Divisor of the sum over ranks; ``None`` for the number of ranks.
+        all_reduce_hook: Called with the reduced gradient.
+        own_hooks: Ids of the runtime's own hooks on the stored parameter.
+        separate: Whether a backward's contribution must be kept apart from earlier gradients.
+        scale: Factor applied to a contribution here, because its unit cannot apply it while reducing.
+        calls_hook: Whether ``all_reduce_hook`` is called here, because its unit cannot call it.
         had_gradient: Whether there was a gradient before this backward.
-        trained: Whether it required a gradient when a forward began last; ``None`` before the first.
+        trained: Whether it required a gradient at the start of the last forward; ``None`` before the first.
     """
 
     __slots__ = (
@@ -77,9 +78,9 @@ class GradientPath:
         return self._held is not None
 
     def follow_freezing(self, stored: nn.Parameter, computed: nn.Parameter | None) -> None:
-        """At the start of a forward: let both require a gradient, or neither, as was set last.
+        """Make ``requires_grad`` of both equal at the start of a forward; the one changed last counts.
 
-        Between a forward and its backward modules register what is computed with, and may be frozen then.
+        Between a forward and its backward modules register compute parameters, which users may freeze then.
         """
         if computed is not None and computed is not stored:
             if self.trained is not None and computed.requires_grad is not self.trained:
@@ -89,14 +90,14 @@ class GradientPath:
         self.trained = stored.requires_grad
 
     def begin(self, stored: nn.Parameter) -> None:
-        """At the start of a backward: hold back what must not see or mix with an unfinished gradient."""
+        """Take hooks and the earlier gradient off the parameter at the start of a backward, where needed."""
         self.had_gradient = stored.grad is not None
         if self.separate or self._kept_aside is not None or has_hooks(stored, self.own_hooks):
             self._held = HeldHooks(stored, self.own_hooks)
             self._earlier, stored.grad = stored.grad, None
 
     def deliver(self, stored: nn.Parameter, contribution: torch.Tensor | None) -> None:
-        """At the end of a backward: add ``contribution`` to what was there, and call the hooks.
+        """Call the hooks at the end of a backward, and add ``contribution`` to the earlier gradient.
 
         Args:
             stored: The parameter.
@@ -123,13 +124,13 @@ class GradientPath:
                 hook(stored)
 
     def drop(self, stored: nn.Parameter) -> None:
-        """After a failed backward: give the hooks back and forget what was held."""
+        """Restore the hooks and drop all held gradients, after a failed backward."""
         if self._held is not None:
             self._held.give_back(stored)
         self._held = self._earlier = self._kept_aside = None
 
     def give_up(self) -> None:
-        """Forget what was kept aside."""
+        """Drop the gradient that was kept aside."""
         self._kept_aside = None
 
     def _passed_on(self, contribution: torch.Tensor, held: HeldHooks) -> torch.Tensor:
@@ -152,6 +153,6 @@ class GradientPath:
 
 
 def num_ranks(parameter: torch.Tensor) -> int:
-    """Ranks over which gradients of a sharded parameter are averaged."""
+    """Number of ranks over which gradients of a sharded parameter are averaged."""
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh.size()

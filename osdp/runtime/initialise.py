@@ -1,9 +1,10 @@
-"""Models built on ``meta``: real values, the same under every plan, without ever holding the whole model.
+"""Initialisation of models built on ``meta``, without ever holding the whole model.
 
-Block after block (the elements of its ``ModuleList`` and ``Sequential`` containers, and whatever lies beside
-them) is made whole on every rank, initialised by its own modules, cut into shards and dropped. Its seed is
-made of rank 0's and of its name. So values depend on neither the plan nor the stage a block is in (but for
-parameters tied over several stages), and a rank holds its shards and one block at most.
+Block by block (the elements of its ``ModuleList`` and ``Sequential`` containers, and the modules next to
+them) a model is allocated whole on every rank, initialised by its own modules, cut into shards and freed. The
+seed of a block is derived from rank 0's seed and the block's name. So values depend neither on the plan nor
+on the stage of a block (except parameters tied over several stages), and a rank holds at most its shards and
+one block.
 """
 
 import zlib
@@ -26,7 +27,7 @@ def is_on_meta(model: nn.Module) -> bool:
     """Whether ``model`` was built without storage.
 
     Raises:
-        ValueError: A part of it was, and another was not.
+        ValueError: Some of its parameters are on ``meta``, and some are not.
     """
     places = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if len(set(places.values())) > 1:
@@ -39,10 +40,10 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def check_initialisers(model: nn.Module) -> None:
-    """Raise unless every module with parameters or buffers of its own knows how to initialise them.
+    """Raise unless every module with parameters or buffers of its own can initialise them.
 
     Raises:
-        ValueError: Some do not; names them.
+        ValueError: Some modules cannot; names them.
     """
     lost = [
         f"{name or 'the root'} ({type(module).__name__})"
@@ -59,7 +60,7 @@ def check_initialisers(model: nn.Module) -> None:
 
 
 def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    """How ``module`` of ``model`` is initialised: the model's ``_init_weights``, or its own method."""
+    """The initialiser of ``module``: the model's ``_init_weights``, its own method, or ``None``."""
     by_model = getattr(model, "_init_weights", None)
     if callable(by_model):
         return lambda: by_model(module)
@@ -81,12 +82,12 @@ def materialise(
     """Give ``model``, wrapped on ``meta``, storage and initial values.
 
     Args:
-        model: Sharded and replicated already, all of it on ``meta``.
+        model: The wrapped model, all of it on ``meta``.
         owned: Its parameters.
         mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
         stamp: Seed; rank 0's current one if ``None``.
-        offloaded: Names of parameters that live in host memory.
+        offloaded: Names of parameters that are offloaded to host memory.
     """
     seed = torch.tensor([torch.initial_seed() % 2**62 if stamp is None else stamp], device=device)
     dist.broadcast(seed, group=mesh.get_group(), group_src=0)
@@ -108,7 +109,7 @@ def _seed_of(seed: int, block: str) -> int:
 
 
 def blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules of ``model`` in groups that are made whole together, children before parents."""
+    """The modules of ``model`` in groups that are allocated together, children before parents."""
     yield from _blocks(model)
 
 
@@ -129,7 +130,7 @@ def _has_containers(module: nn.Module) -> bool:
 
 
 def _bottom_up(module: nn.Module) -> list[nn.Module]:
-    # Children are listed after their parents, so the reverse has them first.
+    # ``modules()`` lists parents before their children.
     return list(reversed(list(module.modules())))
 
 
@@ -173,7 +174,7 @@ def _store(whole: torch.Tensor, parameter: nn.Parameter) -> None:
         return
     local = parameter.to_local()
     mesh, last = parameter.device_mesh, len(parameter.placements) - 1
-    # Data-parallel ranks, an axis before, shard what tensor-parallel ranks have sharded.
+    # The last axis (tensor parallelism) was sharded first; data-parallel axes shard its result.
     for axis, placement in reversed(list(enumerate(parameter.placements))):
         dim = sharded_dim(placement)
         if dim is not None:

@@ -1,17 +1,23 @@
-"""Ranks run their collectives in one order, though they may run different parts of the model.
+"""One order of collectives on all ranks, even if they run different parts of the model.
 
 A *pass* is one forward into the model from outside, or one backward. For each kind of pass the ranks agree
-once on the order of its collectives: in the first pass of a kind, each asks the others before every one.
-From then on a rank checks by itself, without a word to the others. What it has skipped when it asks for
-something later (layers dropped at random, experts without tokens, branches) it *joins* first, and what is
-left at the end of a pass it joins there: so each collective has all its ranks.
+once on the order of its collectives: in the first pass of a kind, each rank asks the others before every
+collective. From then on a rank follows the known order without communication. Collectives that it has
+skipped (layers dropped at random, experts without tokens, branches) it *joins*, without any computation,
+before the next one that it runs, and those left over at the end of the pass: so each collective has all its
+ranks::
 
-Training. Units that no rank has run yet are in the order as well, where the plan has them. A collective that
-is not in the rest of the order (another order, a second call) is a new agreement if all ranks ask for it
-alike; otherwise they wait for different things, which :mod:`osdp.runtime.control` finds within seconds.
+    agreed order   A  B  C  D
+    rank 0         A  B  .  D     runs A, B, D; joins C before D
+    rank 1         A  .  C  .     runs A, C; joins B before C, and D at the end
 
-Evaluation. Ranks tell each other which pass they begin, and ask each other again at its end: so one may
-evaluate more batches than another, which runs along, and may run its units in another order.
+Training. Units that no rank has run yet are in the order too, at their position in the plan. A collective
+that is not in the rest of the order (another order, a second call) starts a new agreement if all ranks ask
+for it; otherwise ranks wait for different things, which :mod:`osdp.runtime.control` detects within seconds.
+
+Evaluation. Ranks exchange which pass they begin, and ask each other again at its end: so one rank may
+evaluate more batches than another, which joins all collectives of the extra passes, and may run its units in
+another order.
 """
 
 import zlib
@@ -31,27 +37,29 @@ from osdp.runtime.torch_private.autograd import in_backward
 from osdp.runtime.torch_private.fsdp import initialise_root
 from osdp.runtime.torch_private.fsdp_comms import set_backward_prefetch
 
+#: First number of an exchange: a rank begins a pass, or asks for a collective.
 _BEGINS, _ASKS = 0, 1
-#: What a rank asks for at the end of a pass.
+#: The event that a rank asks for at the end of a pass.
 _NOTHING = -1
-#: An order of evaluation that has grown so much, by ranks that differ each time, is forgotten.
+#: Orders of evaluation with more events per participant than this are forgotten; they grow where ranks differ
+#: each time.
 _LONGEST = 8
 
 
 @dataclass
 class _Pass:
-    """A forward or a backward that runs.
+    """A forward or a backward in progress.
 
     Attributes:
-        code: The same on all ranks for passes of one kind.
-        label: What it is called.
-        events: The order of its collectives, as far as it is known.
-        at: How many of them are done.
+        code: Identifies the kind of pass, equally on all ranks.
+        label: Its name in messages.
+        events: The known order of its collectives. An event is ``participant * CODES + code``.
+        at: Number of events that are done.
         in_backward: Whether it is a backward.
-        asks: Whether the order goes on by agreement where it ends.
-        has_asked: Whether it does so now.
-        is_new: Whether no order was known.
-        joined: What this rank joined.
+        asks: Whether the order may be continued by agreement where it ends (evaluation).
+        has_asked: Whether ranks agree on every collective from here on.
+        is_new: Whether the order was unknown or has changed, so that it is stored at the end.
+        joined: Events that this rank joined.
     """
 
     code: int
@@ -75,7 +83,7 @@ class Lockstep:
 
     Attributes:
         syncs: Whether the next backwards reduce gradients.
-        on_backward: Called where a collective is the first that shows that a backward runs.
+        on_backward: Called where a collective is the first sign of a backward.
     """
 
     def __init__(self, control: Control | None, root: nn.Module, participants: Sequence[Participant]) -> None:
@@ -99,7 +107,7 @@ class Lockstep:
     # Passes
 
     def enter(self, entry: str) -> None:
-        """A forward begins that is not inside another one.
+        """Begin an outermost forward.
 
         Args:
             entry: FQN of the module that is called, ``""`` for the root.
@@ -120,7 +128,7 @@ class Lockstep:
         self._open(code, in_backward=False, asks=not trains)
 
     def leave(self) -> None:
-        """A forward ends."""
+        """End a forward."""
         if not self._passes:
             return
         entered = self._passes[-1]
@@ -134,7 +142,7 @@ class Lockstep:
                 self._set_prefetches(entered)
 
     def begin_backward(self) -> None:
-        """A backward begins; called by whatever comes first in it, any number of times."""
+        """Begin a backward; called by whatever comes first in it, and possibly again."""
         if self._control is None or (self._passes and self._passes[-1].in_backward):
             return
         if not self._participants:
@@ -167,7 +175,7 @@ class Lockstep:
         )
 
     def fail(self, error: BaseException | None, where: str) -> None:
-        """A pass ends by an exception: tell the others, and expect nothing of the next one."""
+        """End a pass after an exception: report it to the other ranks, and agree anew in the next pass."""
         if self._control is not None and not self._control.failed:
             self._control.fault(error, where if not self._passes else self._passes[-1].label)
         self._passes.clear()
@@ -182,24 +190,27 @@ class Lockstep:
 
     @property
     def waits(self) -> bool:
-        """Whether collectives are waited for on the host."""
+        """Whether the host waits for collectives."""
         return self._control is not None and self._control.blocks
 
     def before(self, participant: int, code: int) -> None:
-        """Return when it is this collective's turn on all ranks."""
+        """Return when it is this collective's turn on all ranks, after joining those skipped before it."""
         if self._joins:
             return
         event = participant * CODES + code
+        # 1. The first collective of a backward opens its pass.
         if in_backward() and not (self._passes and self._passes[-1].in_backward):
             if not self._passes:
                 self.on_backward()  # before anything is joined, which may leave gradients
             self.begin_backward()
+        # 2. Outside of any pass (``unshard()``, say) ranks agree on each collective.
         if not self._passes:
             self._open(self._code("work outside of any forward"), in_backward=False, asks=True)
             self._passes[-1].events = []
             self._ask(self._passes[-1], event)
             self._passes.pop()
             return
+        # 3. The common case, without communication: it is the next one of the known order.
         running = self._passes[-1]
         at = running.at
         if not running.has_asked and at < len(running.events) and running.events[at] == event:
@@ -219,20 +230,21 @@ class Lockstep:
         self._control.run(start, f"{label}{where}", of_model=True)
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for another collective of the model."""
+        """Wait for another collective of the model, one that is not in the order."""
         if self._control is None:
             work.wait()
         else:
             self._control.wait(work, what)
 
     def used_anywhere(self, used: Sequence[bool]) -> list[bool]:
-        """Which of the trainable parameters any rank used in a backward that reduces; all ranks call it."""
+        """For each trainable parameter, whether any rank used it in this backward; a collective call."""
         if self._control is None:
             return list(used)
         return [bool(vote) for vote in self._control.maximum([*used], "the end of a backward of all ranks")]
 
     def _reach(self, running: _Pass, event: int) -> None:
         if not running.has_asked:
+            # 1. Later in the known order: join everything before it.
             try:
                 later = running.events.index(event, running.at)
             except ValueError:
@@ -241,6 +253,8 @@ class Lockstep:
                 self._join_until(running, later, event)
                 running.at = later + 1
                 return
+            # 2. Not in it: an evaluation joins the rest of the order and continues by agreement; training
+            #    drops the rest, and agrees on a new order from here on.
             if running.asks:
                 self._join_until(running, len(running.events))
             else:
@@ -250,7 +264,8 @@ class Lockstep:
         self._ask(running, event)
 
     def _join_until(self, running: _Pass, end: int, wanted: int = _NOTHING) -> None:
-        # What is to be reduced was gathered; FSDP2 has given it up already.
+        # A unit that is about to be reduced must have been gathered, and FSDP2 has already resharded it: its
+        # gather is not joined again.
         gathered = wanted // CODES * CODES if running.in_backward and wanted != _NOTHING else _NOTHING
         while running.at < end:
             event = running.events[running.at]
@@ -270,7 +285,7 @@ class Lockstep:
     # Agreements
 
     def _ask(self, running: _Pass, event: int) -> None:
-        """Take turns with the other ranks until ``event`` has its turn."""
+        """Agree on the next collective with the other ranks, again and again, until ``event`` is chosen."""
         assert self._control is not None
         wanted = self._label_of(event)
         what = f"an agreement about {wanted}, which is not in the order so far, in {running.label}"
@@ -290,7 +305,8 @@ class Lockstep:
         index = event // CODES
         if not in_backward or index not in self._spans:
             return event == _NOTHING, index, event
-        # A backward is the forward in reverse: gathers where that ended, reductions where it began.
+        # A backward is the forward in reverse: a unit is gathered where its forward ended, and reduced where
+        # it began.
         span = self._spans[index]
         return event == _NOTHING, -(span.end if is_gather(event, self._participants) else span.begin), event
 
@@ -305,7 +321,7 @@ class Lockstep:
                 del self._orders[running.code]
 
     def _begin_together(self, code: int, trains: bool) -> None:
-        """Begin a pass that other ranks may not begin now: run along with theirs first."""
+        """Begin a pass together; if other ranks begin an evaluation first, join all of that before."""
         assert self._control is not None
         while True:
             label = self._labels[code]
@@ -323,7 +339,7 @@ class Lockstep:
             return
 
     def _run_along(self, code: int) -> None:
-        """Join a whole evaluation that this rank does not run."""
+        """Join all collectives of an evaluation that this rank does not run."""
         initialise_root(self._root)
         self._labels.setdefault(code, "a forward that only other ranks run")
         with torch.no_grad():
@@ -368,7 +384,7 @@ class Lockstep:
         index, code = divmod(event, CODES)
         return self._participants[index].label(code)
 
-    # What no rank has run yet
+    # Units that no rank has run yet
 
     def _add_unrun(self, entered: _Pass) -> None:
         ran = {event // CODES for event in entered.events}
@@ -381,7 +397,7 @@ class Lockstep:
             self._join(entered, event)
 
     def _inside(self, entered: _Pass, ran: Iterable[int]) -> list[int]:
-        """What may run in such a pass: all in the model, or in the parts of it that have run."""
+        """Participants that may run in such a pass: all of the model, or of its parts that have run."""
         if entered.label == "a forward of the model":
             return list(range(len(self._participants)))
         parts = {fqn.split(".")[0] for index in ran for fqn in self._participants[index].modules}
@@ -400,9 +416,9 @@ class Lockstep:
         self._orders[running.code] = events
 
     def _set_prefetches(self, entered: _Pass) -> None:
-        """Let each unit prefetch in backward the one before it in the agreed order, run or not.
+        """Set each unit to prefetch in backward the one before it in the agreed order, run here or not.
 
-        FSDP2's own choice is the unit before it in what this rank ran.
+        FSDP2's own choice is the unit before it among those that this rank ran.
         """
         self._prefetches_for = entered.code
         found = spans([e // CODES for e in self._orders[entered.code]], self._participants)

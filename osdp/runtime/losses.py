@@ -1,6 +1,7 @@
-"""Losses as sums with counts: the gradient is that of the sum over all ranks and microbatches by the count.
+"""Losses as (sum, count) pairs: the gradient is that of the total sum divided by the total count.
 
-So padding, ignored labels and microbatches of unequal size weigh what they should.
+Both totals are over all ranks and microbatches, so padding, ignored labels and microbatches of unequal size
+are weighted correctly.
 """
 
 from collections.abc import Callable
@@ -18,14 +19,14 @@ def loss_parts(
     """Sum and count of the loss of one microbatch.
 
     Args:
-        output: What the model returned.
+        output: The model's output.
         targets: Passed to ``loss_fn`` unless ``None``.
-        samples: Of the microbatch.
+        samples: Number of samples of the microbatch.
         loss_fn: Returns (sum, count), or one number that is the mean over the samples. Without it the loss is
-            ``output.loss``, taken for a mean over the samples.
+            ``output.loss``, taken as a mean over the samples.
 
     Raises:
-        ValueError: The loss is no single number.
+        ValueError: The loss is not a single number.
     """
     if loss_fn is None:
         loss = getattr(output, "loss", None)
@@ -47,13 +48,13 @@ def loss_parts(
 
 
 class LossSum:
-    """Adds up the losses of a step."""
+    """Sum and count of the losses of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, total: torch.Tensor, count: torch.Tensor | float) -> None:
-        """One microbatch."""
+        """Add the loss of one microbatch."""
         with torch.no_grad():
             self._totals[0] += total.detach().to(torch.float64).reshape(())
             self._totals[1] += count if isinstance(count, float) else torch.as_tensor(count).to(self._totals)

@@ -1,7 +1,8 @@
-"""Values and gradients between stages, point to point and asynchronous.
+"""Asynchronous point-to-point messages between stages: activations and their gradients.
 
-Receivers post early: a backend such as gloo moves nothing before. Shapes go ahead of the first value of a
-kind; ranks remember them for each shape of the inputs, so later ones need no header.
+Receives are posted early: a backend such as gloo transfers nothing before. The first message of a kind is
+preceded by a header with its shape and dtype; ranks remember them for each shape of the inputs, so later
+messages need no header.
 """
 
 from collections.abc import Hashable, Mapping
@@ -18,12 +19,12 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A message: its number, which both sides derive alike, and what determines its shape.
+    """Key of a message: its number, which both sides derive independently, and its kind.
 
     Attributes:
-        number: Distinguishes the messages between two ranks that are under way at once.
-        kind: Equal for messages of one shape and dtype.
-        channel: From which stage to which it goes.
+        number: Distinguishes the messages between two ranks that are in flight at the same time.
+        kind: Equal for messages of the same shape and dtype.
+        channel: The stages it goes from and to.
     """
 
     number: int
@@ -33,7 +34,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A message that was posted for, or the header that comes before it."""
+    """A posted receive of a message, or of the header that precedes it."""
 
     buffer: torch.Tensor
     work: dist.Work
@@ -50,12 +51,12 @@ class Mail:
     Args:
         group: The ranks of one pipeline, in order; ``None`` if there is one.
         device: This rank's device.
-        channels: The communicators of a backend that keeps messages in order; empty where tags tell them
-            apart.
+        channels: The communicators of a backend that keeps messages in order (NCCL); empty where tags
+            distinguish them.
 
     Attributes:
-        known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data
-            moves, as in a fake group, they must be filled in from a run in which it does.
+        known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data is
+            transferred, as in a fake group, they must be filled in from a run with data.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Mail:
     ) -> None:
         self._group = group
         self._channels = dict(channels or {})
-        #: Channels on which a header is expected: what comes after it has no known shape yet.
+        #: Channels with a header in flight: the message after it cannot be posted before its shape is known.
         self._headers: set[Channel] = set()
         self._device = device
         self.known: Messages = {}
@@ -77,7 +78,7 @@ class Mail:
         self._here = group.rank() if group is not None else 0
 
     def send(self, tensor: torch.Tensor, peer: int, address: Address) -> None:
-        """Start to send ``tensor``, which must not change, to rank ``peer`` of the pipeline."""
+        """Start sending ``tensor``, which must not change meanwhile, to rank ``peer`` of the pipeline."""
         tensor = tensor.detach()
         if peer == self._here:
             self._at_home[address.number] = tensor
@@ -87,7 +88,7 @@ class Mail:
             raise RuntimeError(
                 f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
                 f"{agreed[1]} for inputs of the same shapes: shapes and dtypes of what modules return must "
-                "follow from those of the inputs, since other ranks are not told"
+                "follow from those of the inputs, since other ranks do not receive them"
             )
         if agreed is None:
             self.known[address.kind] = (tensor.shape, tensor.dtype)
@@ -95,7 +96,7 @@ class Mail:
         self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
 
     def expect(self, peer: int, address: Address) -> None:
-        """Get ready for a message from ``peer``; asked twice it is the same."""
+        """Post the receive of a message from ``peer``, or of its header; a second call has no effect."""
         if peer == self._here or address.number in self._expected:
             return
         if address.channel in self._channels and address.channel in self._headers:
@@ -111,7 +112,7 @@ class Mail:
             self._expected[address.number] = _Expected(header, work, is_header=True)
 
     def take(self, peer: int, address: Address) -> torch.Tensor:
-        """The message from ``peer``, once it is there; those of one kind in the order they were sent."""
+        """Wait for the message from ``peer`` and return it; messages of one kind in the order of sending."""
         if peer == self._here:
             return self._at_home.pop(address.number)
         self.expect(peer, address)
@@ -127,13 +128,13 @@ class Mail:
         return expected.buffer
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def reset(self) -> None:
-        """Forget what is under way, after an exception."""
+        """Forget all messages in flight, after an exception."""
         self._expected.clear()
         self._at_home.clear()
         self._headers.clear()

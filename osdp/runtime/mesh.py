@@ -1,4 +1,4 @@
-"""The mesh of the data-parallel ranks, and the ways it can be missing."""
+"""Device meshes of data, pipeline and tensor parallelism, and the errors where there is none."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from osdp.layout import Degrees
 from osdp.runtime.tensor_modules import sharded_parameters
 from osdp.runtime.torch_private.dtensor import joint_mesh
 
-#: Name of the one mesh axis.
+#: Name of the axis of a one-axis mesh.
 AXIS = "dp"
 
 #: Names of the axes of a mesh for stages, data parallelism and tensor parallelism.
@@ -21,7 +21,7 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
     """``mesh``, or one over all ranks of the process group if it is ``None``.
 
     Args:
-        model: What will be wrapped; its device says which kind of mesh is wanted.
+        model: The model to wrap; its device determines the kind of mesh.
         mesh: A mesh with one axis.
 
     Raises:
@@ -41,21 +41,24 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
 
 
 def parallel_mesh(model: nn.Module, layout: Degrees) -> DeviceMesh:
-    """A mesh with the axes :data:`AXES` over all ranks; neighbours share a layer, then a stage's data."""
+    """A mesh with the axes :data:`AXES` over all ranks.
+
+    Neighbouring ranks form a tensor-parallel group, neighbouring groups are data-parallel ranks of a stage.
+    """
     require_process_group()
     shape = (layout.pp, layout.dp, layout.tp)
     return init_device_mesh(device_type(model), shape, mesh_dim_names=AXES)
 
 
 def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh``, joined with that of the tensor-parallel ranks if ``model`` has some.
+    """``mesh``, joined with the tensor-parallel mesh if ``model`` has one.
 
     Args:
-        model: Plain, or sharded by :func:`osdp.runtime.tensor_parallel.parallelize`.
-        mesh: That of the data-parallel ranks.
+        model: A plain model, or one sharded by :func:`osdp.runtime.tensor_parallel.parallelize`.
+        mesh: The mesh of the data-parallel ranks.
 
     Raises:
-        ValueError: The two are no axes of one mesh.
+        ValueError: The two meshes are not axes of one mesh.
     """
     meshes = {p.device_mesh for p in sharded_parameters(model) if isinstance(p, DTensor)}
     if not meshes:
@@ -70,7 +73,7 @@ def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One group of all ranks of ``mesh``, which all make it alike; a new one if there are several axes."""
+    """One process group of all ranks of ``mesh``; created anew, by all of them, if it has several axes."""
     group: dist.ProcessGroup
     if mesh.ndim == 1:
         group = mesh.get_group()
@@ -87,7 +90,7 @@ def require_process_group() -> None:
     """Raise unless ``torch.distributed`` is initialised.
 
     Raises:
-        RuntimeError: It is not; says how to start the script and what to call.
+        RuntimeError: It is not; the message shows how to start the script and what to call.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -98,7 +101,7 @@ def require_process_group() -> None:
 
 
 def device_type(model: nn.Module) -> str:
-    """Kind of device ``model`` is to be trained on: where it is, or the accelerator the backend serves."""
+    """Device type to train ``model`` on: that of its parameters, or the accelerator the backend supports."""
     kinds = {parameter.device.type for parameter in model.parameters()} - {"cpu", "meta"}
     if kinds:
         return sorted(kinds)[0]

@@ -1,4 +1,4 @@
-"""A batch as arguments of a forward, and its parts."""
+"""Microbatches: a batch as arguments of a forward, split along dim 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Microbatch:
     Attributes:
         args: Positional inputs of the model.
         kwargs: Keyword inputs.
-        targets: What the loss function gets beside the output; ``None`` if there is none.
-        samples: How many there are.
-        tokens: Of each sequence, if this is a slice of sequences; else 0.
+        targets: Second argument of the loss function, after the output; ``None`` if there is none.
+        samples: Number of samples.
+        tokens: Number of tokens of each sequence, if this is a token slice; else 0.
     """
 
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Microbatch:
 
     @property
     def signature(self) -> object:
-        """Equal for microbatches whose values have equal shapes."""
+        """A key that is equal for microbatches whose inputs have equal shapes and dtypes."""
         return tuple(
             (tuple(leaf.shape), leaf.dtype)
             if isinstance(leaf, torch.Tensor)
@@ -43,18 +43,18 @@ class Microbatch:
 
 
 def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device) -> tuple[Microbatch, ...]:
-    """The parts of a batch along dim 0, as even as they can be, the larger ones first.
+    """The microbatches of a batch along dim 0, of sizes as even as possible, larger ones first.
 
     Args:
         inputs: A tensor, a tuple or list of positional inputs, or a mapping of keyword inputs. Tensors whose
-            dim 0 is not the batch go to every part whole.
+            dim 0 is not the batch go whole to every microbatch.
         targets: Tensors with the same dim 0, in any container; or ``None``.
-        num_microbatches: How many parts.
-        device: Where they are wanted.
+        num_microbatches: Number of microbatches.
+        device: Device that tensors are moved to.
 
     Raises:
         TypeError: ``inputs`` is none of the above.
-        ValueError: There is no tensor, or there are fewer samples than parts.
+        ValueError: There is no tensor, or there are fewer samples than microbatches.
     """
     args, kwargs = _arguments(inputs)
     samples = next((len(t) for t in tree_leaves((args, kwargs)) if _has_batch(t)), 0)

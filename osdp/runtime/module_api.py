@@ -1,13 +1,13 @@
-"""FSDP2's interface on every module of a model under a plan, whatever mode its parameters are in.
+"""FSDP2's methods on every module of a model under a plan, whatever the mode of its parameters.
 
 ``fully_shard`` gives the modules it is applied to methods such as ``set_requires_gradient_sync``. Under a
-plan the search says which modules these are, and parameters that are not sharded would have none. So every
-module with parameters is a :class:`PlannedModule`, as is the wrapper, and a method reaches the parameters
-that are registered in the module: with those of its submodules, or only its own where FSDP2 has
+plan the search chooses these modules, and parameters that are not sharded would have no such methods. So
+every module with parameters is a :class:`PlannedModule`, as is the wrapper, and a method applies to the
+parameters registered in the module: with those of its submodules, or only its own where FSDP2 has
 ``recurse=False``.
 
-What concerns communication that not every mode has (when to gather and reshard, prefetching) is done where
-there is such communication; results never depend on it.
+Settings of communication that not every mode has (when to gather and reshard, prefetching) take effect where
+there is such communication; results never depend on them.
 """
 
 import inspect
@@ -29,53 +29,53 @@ if TYPE_CHECKING:
     from osdp.runtime.gradients import GradientPath
     from osdp.runtime.sharded import ShardedUnit
 
-#: Where a module keeps the plan it runs under, among its attributes.
+#: Name of the attribute in which a module keeps the applied plan.
 _APPLIED = "_osdp_applied_plan"
 
 
 class PlannedModule(FSDPModule):
     """A module of a model that runs under a plan."""
 
-    # Where the class of the plain module is among the bases: a slice of a Sequential is made of that.
+    # Position of the plain module's class in the MRO: FSDP2 builds a slice of a Sequential from that class.
     _orig_cls_mro_index = 3
 
     @property
     def _osdp_applied(self) -> "AppliedPlan":
-        # No annotation of the class: transformers evaluates those of the classes that are made of its own.
+        # Not a class annotation: transformers evaluates the annotations of classes derived from its own.
         applied: AppliedPlan = self.__dict__[_APPLIED]
         return applied
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module; they are whole and plain until :meth:`reshard`."""
+        """Gather the parameters of this module; they are whole plain tensors until :meth:`reshard`."""
         return self._osdp_applied.unshard(self._osdp_module, async_op=async_op)
 
     def reshard(self) -> None:
-        """Give up whole parameters of this module."""
+        """Free the gathered parameters of this module."""
         self._osdp_applied.reshard(self._osdp_module)
 
     def reset_iter_state(self) -> None:
-        """Get ready for the next step after an exception, which happens without being asked, too."""
+        """Reset to the state between steps after an exception; this also happens automatically."""
         self._osdp_applied.recover(drop_gradients=True)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether FSDP2 may end its bookkeeping with the next backward."""
+        """Set whether FSDP2 may end its bookkeeping with the next backward."""
         self._osdp_applied.root_state._state_ctx.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce the gradients of this module, or keep them for one that does."""
+        """Set whether the next backwards reduce this module's gradients, or keep them for one that does."""
         for path in self._osdp_paths(recurse):
             path.syncs = requires_gradient_sync
         self._osdp_applied.follow_settings()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accepted: each reduction is over all data-parallel ranks, whichever collectives the plan uses.
+        """Accepted without effect: each reduction is over all data-parallel ranks under every plan.
 
         To keep gradients for a later reduction use :meth:`set_requires_gradient_sync`.
         """
         del requires_all_reduce, recurse
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of gradients over ranks is divided by, instead of the number of ranks."""
+        """Set the divisor of the sum of gradients over ranks, instead of the number of ranks."""
         for path in self._osdp_paths():
             path.divide_factor = factor
         self._osdp_applied.follow_settings()
@@ -87,7 +87,7 @@ class PlannedModule(FSDPModule):
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: "torch.cuda.Stream | None" = None) -> None:
         """Call ``hook`` with reduced gradients, which it may change in place.
 
-        It gets one tensor for each reduction of the plan: this rank's part of one or several gradients.
+        It is called with one tensor per reduction of the plan: this rank's part of one or several gradients.
 
         Raises:
             ValueError: A stream is given; reductions have streams of their own.
@@ -99,65 +99,65 @@ class PlannedModule(FSDPModule):
         self._osdp_applied.follow_settings()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units of this module are resharded between their forward and their backward."""
+        """Set whether units of this module are resharded between their forward and their backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward is True or False, not {reshard_after_forward!r}")
         for unit in self._osdp_units(recurse):
             unit.reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether units of this module are resharded after their backward."""
+        """Set whether units of this module are resharded after their backward."""
         for unit in self._osdp_units(recurse):
             unit.group.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the units of ``modules`` when those of this module were gathered for their forward."""
+        """Prefetch the units of ``modules`` once those of this module are gathered for their forward."""
         self._osdp_prefetch(modules, "_states_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the units of ``modules`` when those of this module were gathered for their backward."""
+        """Prefetch the units of ``modules`` once those of this module are gathered for their backward."""
         self._osdp_prefetch(modules, "_states_to_backward_prefetch")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What gathers wait for instead of the current stream."""
+        """Set the event that all-gathers wait for instead of the current stream."""
         self._osdp_applied.root_state._state_ctx.post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether reductions are sums that are scaled apart."""
+        """Set whether reductions are sums with a separate scaling."""
         for unit in self._osdp_units():
             unit.group.force_sum_reduction_for_comms = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: parameters that some ranks do not use are always reduced rightly."""
+        """Accepted without effect: parameters that some ranks do not use are always reduced correctly."""
         del reduce_scatter_unused_params, recurse
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether units that belong to this module alone are gathered for their backward."""
+        """Set whether units that belong to this module alone are gathered for their backward."""
         for unit in self._osdp_units():
             mine = {id(path) for path in self._osdp_paths()}
             if all(id(parameter.path) in mine for parameter in unit.parameters):
                 unit.group.unshard_in_backward = unshard_in_backward
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not under a plan.
+        """Not supported under a plan.
 
         Raises:
-            RuntimeError: Always, as the other methods that say how units communicate.
+            RuntimeError: Always, as for the other methods that set how units communicate.
         """
         raise _planned("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not under a plan."""
+        """Not supported under a plan."""
         raise _planned("set_custom_reduce_scatter")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Not under a plan."""
+        """Not supported under a plan."""
         raise _planned("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not under a plan."""
+        """Not supported under a plan."""
         raise _planned("set_symm_mem_for_comm")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -182,7 +182,7 @@ class PlannedModule(FSDPModule):
     def _osdp_prefetch(self, modules: Sequence[FSDPModule], kind: str) -> None:
         for module in modules:
             if not isinstance(module, PlannedModule):
-                raise ValueError(f"{type(module).__name__} is no module of a model under a plan")
+                raise ValueError(f"{type(module).__name__} is not a module of a model under a plan")
         plain = [module._osdp_module for module in modules if isinstance(module, PlannedModule)]
         targets = [state for module in plain if (state := sharding_state(module)) is not None]
         own = sharding_state(self._osdp_module)
@@ -193,7 +193,7 @@ class PlannedModule(FSDPModule):
         return CallState(self._osdp_applied, self._osdp_module)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call ``fn`` with this module and all inside, whose parameters are what is stored of them."""
+        """Call ``fn`` with this module and all its submodules, which hold their stored parameters then."""
         self._osdp_applied.settle()
         return super(FSDPModule, self).apply(fn)  # type: ignore[misc]
 
@@ -204,9 +204,10 @@ class PlannedModule(FSDPModule):
 
 
 class CallState:
-    """What ``register_fsdp_forward_method`` asks a module for: FSDP2's state, for calls of a method.
+    """FSDP2's state of a module as ``register_fsdp_forward_method`` uses it, for calls of a method.
 
-    Its other attributes are those of FSDP2's state of the module; without one it has no parameter groups.
+    Its other attributes are those of FSDP2's state of the module; a module without one has no parameter
+    groups, and the root's other attributes.
     """
 
     __slots__ = ("_applied", "_module")
@@ -244,12 +245,12 @@ def give_interface(model: nn.Module, applied: "AppliedPlan") -> None:
     made: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # its class is not Python's to change
+            continue  # its class cannot be changed from Python
         if module is not model and next(module.parameters(), None) is None:
             continue
         plain = _plain_class(module)
         if plain not in made:
-            # By the plain name: transformers looks classes up by it, and messages should read as before.
+            # Under the plain name: transformers looks classes up by name, and messages stay as they were.
             names = {
                 "__module__": plain.__module__,
                 "__qualname__": plain.__qualname__,

@@ -1,4 +1,4 @@
-"""Moves and casts of a model under a plan, which are either in vain or refused."""
+"""The check that refuses ``module.to(...)`` and other moves and casts of a model under a plan."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,17 +8,18 @@ import torch
 def check_not_moved(
     parameters: Iterable[torch.Tensor], device: torch.device, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """See what ``fn``, of ``module.to(...)`` and its like, would do to parameters; nothing, or it is refused.
+    """Raise unless ``fn``, the function of ``module.to(...)`` and its like, would leave parameters unchanged.
 
     Args:
         parameters: Parameters of the model.
-        device: What they are computed on; those that live in host memory stay there.
-        fn: What ``nn.Module._apply`` is given.
+        device: The compute device; a move of offloaded parameters to it is ignored.
+        fn: The argument of ``nn.Module._apply``.
 
     Raises:
-        RuntimeError: It moves or casts them.
+        RuntimeError: ``fn`` moves or casts them.
     """
     for dtype, held_by in {(p.dtype, p.device) for p in parameters}:
+        # Tried on an empty tensor of the same kind, which costs nothing.
         before = torch.empty(0, dtype=dtype, device=held_by)
         after = fn(before)
         if after.dtype != before.dtype or after.device not in (device, before.device):

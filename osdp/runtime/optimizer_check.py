@@ -1,8 +1,8 @@
-"""Before each optimizer step: does the optimizer do what the model and its plan need?
+"""Checks before each optimizer step that the optimizer fits the wrapped model and its plan.
 
-Nobody hands the optimizer to the wrapper, so a pre-hook of ``torch.optim`` looks at each one when it is new:
-whether it was made before the model was wrapped, whether its step is right on shards, whether it keeps more
-than was planned; and until gradients have arrived once, whether there are any.
+The wrapper never receives the optimizer, so a step pre-hook of ``torch.optim`` checks each new one: whether
+it was created before the model was wrapped, whether its step is correct on shards, and whether it needs more
+memory than was planned; and until gradients have arrived once, whether there are any.
 """
 
 import logging
@@ -24,20 +24,20 @@ from osdp.training import Training, unsupported_step
 
 logger = logging.getLogger(__name__)
 
-#: What ends a refusal of another memory.
+#: The advice after a difference in optimizer memory.
 _PLAN_AGAIN = "plan with training=Training.from_optimizer(...) of such an optimizer"
 
 
 class OptimizerCheck:
-    """Looks at the optimizers that step on a model.
+    """Checks the optimizers that step on a model.
 
     Args:
-        parameters: The parameters an optimizer sees of the model.
-        plan: What it was planned for.
+        parameters: The model's parameters as optimizers see them.
+        plan: The plan that the model runs under.
         replaced: The parameters that the model had before it was wrapped.
-        awaits_backward: Whether the model ran with gradients and no backward has come back to it since.
-        computing: What forwards compute with in place of the parameters, for ``Replaced.exchange_in``.
-        registered: All parameters that the model has now, by name.
+        awaits_backward: Whether the model ran with gradients and no backward has reached it since.
+        computing: Parameters that forwards compute with in place of these, for ``Replaced.exchange_in``.
+        registered: All parameters that the model has at present, by name.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class OptimizerCheck:
         self._plan = plan
         self._replaced = replaced
         self._awaits_backward = awaits_backward
-        # No weak references: torch swaps no tensor that has one, as ``module.to(...)`` does with DTensors.
+        # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
         self._parameters = {id(p): p for p in parameters}
-        #: How many parameters each optimizer had when it was looked at.
+        #: Number of parameters that each optimizer had when it was checked.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
         _hook_up(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at ``optimizer``, which is about to step.
+        """Check ``optimizer``, which is about to step.
 
         Raises:
-            RuntimeError: It cannot step on this model, or there is nothing to step by.
-            PlanMismatchError: It needs more memory than was planned.
+            RuntimeError: The optimizer cannot train this model, or no gradients have arrived.
+            PlanMismatchError: The optimizer needs more memory than was planned.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._known.get(optimizer) != count:
@@ -105,7 +105,7 @@ class OptimizerCheck:
             logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:
-        """Refuse what came into the model after it was wrapped: nothing reduces its gradient."""
+        """Raise for parameters that were added after wrapping: nothing reduces their gradients."""
         others = {id(p) for group in optimizer.param_groups for p in group["params"] if not self._is_mine(p)}
         others -= self._computing().keys()
         added = [name for name, parameter in self._registered() if id(parameter) in others]
@@ -133,10 +133,10 @@ class OptimizerCheck:
 
 
 def _hook_up(check: OptimizerCheck) -> None:
-    """Call ``check`` before every optimizer step, as long as it lives.
+    """Call ``check`` before every optimizer step for as long as it exists.
 
-    The hook of one that is gone stays and does nothing: torch may be going through its hooks when a garbage
-    collection ends it.
+    After that the hook stays registered and does nothing: a garbage collection may free ``check`` while torch
+    is iterating over its hooks.
     """
     reference = weakref.ref(check)
 

@@ -1,4 +1,7 @@
-"""Orders of collectives: where what no rank has run yet belongs, and which unit ends before which."""
+"""Orders of collectives: positions for units that no rank has run yet, and the nesting of units.
+
+An event is one collective of one participant: ``participant * CODES + code``.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,12 +12,12 @@ from osdp.runtime.torch_private.fsdp_comms import gathers_in_backward
 
 
 def insert_forward(events: Sequence[int], missing: Sequence[tuple[int, int]], codes: int) -> list[int]:
-    """``events`` of a forward with others where the plan has them.
+    """``events`` of a forward with missing ones inserted at their position in the plan.
 
     Args:
-        events: What ran.
-        missing: Participants that did not, and their events.
-        codes: Events of one participant.
+        events: The events that ran.
+        missing: Pairs of a participant that did not run and its event.
+        codes: Number of event codes per participant.
     """
     found = list(events)
     for index, event in missing:
@@ -25,14 +28,17 @@ def insert_forward(events: Sequence[int], missing: Sequence[tuple[int, int]], co
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When the forward of a participant begins and ends, on a clock that counts."""
+    """Begin and end of a participant's forward, as ticks of a counter."""
 
     begin: int
     end: int
 
 
 def spans(indices: Sequence[int], participants: Sequence[Participant]) -> dict[int, Span]:
-    """When the forwards of participants begin and end, from the order in which they begin."""
+    """Begin and end of participants' forwards, derived from the order in which they begin.
+
+    Nested participants end before the one that contains them, like brackets.
+    """
     order = list(dict.fromkeys(indices))
     found: dict[int, Span] = {}
     clock = itertools.count()
@@ -62,23 +68,25 @@ def insert_backward(
     *,
     reduces: bool,
 ) -> list[int]:
-    """``events`` of a backward with those of a participant that no rank has run.
+    """``events`` of a backward with the events of a participant that no rank has run inserted.
 
-    They come where a rank that runs it will have them: after the reduction of what comes next in forward,
-    beside the gather that it prefetches.
+    They are inserted where a rank that runs it would have them: after the reduction of the participant that
+    follows it in forward, next to the gather that it prefetches.
 
     Args:
         events: The order so far.
         index: The participant.
-        participants: All of them.
-        when: When their forwards begin and end.
+        participants: All participants.
+        when: Begin and end of their forwards.
         reduces: Whether this backward reduces.
     """
+    # 1. The next participant in forward that ran: backward reaches ``index`` after it.
     found = list(events)
     order = sorted(when, key=lambda i: when[i].end)
     at = order.index(index)
     ran = {event // CODES for event in events}
     after = next((other for other in order[at + 1 :] if other in ran), None)
+    # 2. The place: after its last event, or after its gather if it contains ``index``.
     place = 0
     if after is not None:
         holds = participants[after].holds(participants[index])
@@ -90,6 +98,7 @@ def insert_backward(
         if not of_next and not holds:
             of_next = [-1]
         place = of_next[-1] + 1 if of_next else 0
+    # 3. Its own gather, and that of the unit it prefetches, must come before its other collectives.
     mine = participants[index]
     if isinstance(mine, UnitCollectives):
         before = [o for o in reversed(order[:at]) if isinstance(participants[o], UnitCollectives)][:1]
@@ -102,7 +111,7 @@ def insert_backward(
 
 
 def _hoist(found: list[int], index: int, participants: Sequence[Participant], place: int) -> int:
-    """Let the gather of a unit come no later than ``place``; where the next event belongs."""
+    """Move the gather of a unit to ``place`` if it comes later; returns the place of the next event."""
     unit, event = participants[index], index * CODES + GATHER
     assert isinstance(unit, UnitCollectives)
     if not gathers_in_backward(unit.module) or event in found[:place]:

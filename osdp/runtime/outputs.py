@@ -1,8 +1,8 @@
-"""The tensors in what a forward returned: to find them, and to free them of being views.
+"""Tensors in the output of a forward: finding them, and replacing those that are views.
 
 FSDP2 hangs its backward on a hook of each output. On a view (a Linear's output for 3-D inputs is one) an
-in-place operation drops that hook silently, and gradients go wrong; FSDP2 only warns. What is hidden in an
-object that it does not look into, it misses silently.
+in-place operation drops that hook silently, and gradients go wrong; FSDP2 only warns. Tensors inside objects
+that it does not look into, it misses silently.
 """
 
 import copy
@@ -27,19 +27,19 @@ from torch import nn
 
 from osdp.runtime.torch_private.autograd import apply_function, is_view
 
-#: What most outputs hold beside tensors; looked up by exact type, which is fast.
+#: Types of most other values in outputs; looked up by exact type, which is fast.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-#: What may refer to tensors that its holder did not return.
+#: Types whose attributes may be tensors that are not part of the output; not searched.
 _CLOSED = (type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-#: What makes its values when it is asked for them, after the forward has ended.
+#: Types that compute their values lazily, after the forward has ended.
 _LATE = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip)
 
 
 def tensors_with_grad(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in ``output`` that a backward can start from, each once, however deep they are.
+    """Tensors in ``output`` that require a gradient, each once, at any depth.
 
-    Through mappings, sequences, sets and the attributes of objects, dataclasses and caches included.
+    Searches mappings, sequences, sets and the attributes of objects, including dataclasses and caches.
     """
     if isinstance(output, torch.Tensor):  # by far the most common
         if output.requires_grad:
@@ -60,7 +60,7 @@ def tensors_with_grad(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What ``value`` holds: its items if it is a container, and its attributes."""
+    """The contents of ``value``: its items if it is a container, and its attributes."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, _CONTAINERS):
@@ -69,7 +69,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Attributes of ``value`` itself, those in slots included; properties are not asked."""
+    """Instance attributes of ``value``, including slots; properties are not evaluated."""
     found = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
@@ -79,19 +79,19 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def check_finished(output: Any, fqn: str) -> None:
-    """Raise if ``output`` makes its values after the forward that returned it, without gathered weights.
+    """Raise if ``output`` computes its values after the forward has returned, when weights are resharded.
 
     Args:
-        output: What a module returned.
-        fqn: Its name; empty for the root.
+        output: The output of a module.
+        fqn: The name of the module; empty for the root.
 
     Raises:
-        TypeError: It is a generator, a coroutine or the like.
+        TypeError: The output is a generator, a coroutine or the like.
     """
     if isinstance(output, _LATE):
         raise TypeError(
             f"the forward of {fqn or 'the model'} returns a {type(output).__name__}, which would compute "
-            "after the forward has ended and sharded weights are given up; return what it makes: a list, say"
+            "after the forward has ended and sharded weights are freed; return what it makes: a list, say"
         )
 
 
@@ -108,7 +108,7 @@ class _NoView(torch.autograd.Function):
 
 
 def free_of_views(output: Any) -> Any:
-    """``output`` with the tensors that are views replaced, in tuples, lists, dicts and dataclasses too."""
+    """``output`` with views replaced by tensors that are no views, also in containers and dataclasses."""
     if not torch.is_grad_enabled() or not any(is_view(tensor) for tensor in tensors_with_grad(output)):
         return output
     return _replaced(output)
@@ -123,11 +123,11 @@ def _replaced(output: Any) -> Any:
     if isinstance(output, list):
         return [_replaced(value) for value in output]
     if isinstance(output, dict):
-        # In place: a subclass such as a model output of transformers keeps its own fields in step.
+        # In place: subclasses such as transformers' ModelOutput keep their own fields in sync.
         for key, value in list(output.items()):
             output[key] = _replaced(value)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        # A copy, since it may be frozen, and not by its constructor, which may do more than store.
+        # A copy, since it may be frozen; not by its constructor, which may do more than store fields.
         output = copy.copy(output)
         for field in dataclasses.fields(output):
             object.__setattr__(output, field.name, _replaced(getattr(output, field.name)))

@@ -1,4 +1,4 @@
-"""Which modules register which parameter: ties and shared modules included."""
+"""The modules that register each parameter, including tied parameters and shared modules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from osdp.runtime.torch_private.modules import set_parameter
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter's places in a model.
+    """All places where a model registers one parameter.
 
     Attributes:
         names: Its FQNs, in ``named_parameters`` order.
-        places: The distinct modules that register it, each with the name it has there.
-        aliases: For each place the first FQN that leads there; a shared module is one place with several.
+        places: The distinct modules that register it, each with its name in that module.
+        aliases: The first FQN of each place; a shared module is one place with several FQNs.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Owned:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What is registered now."""
+        """The parameter that is registered at present."""
         module, name = self.places[0]
         parameter = getattr(module, name)
         if not isinstance(parameter, nn.Parameter):
@@ -43,7 +43,7 @@ class Owned:
 
 
 def owned_parameters(model: nn.Module) -> dict[str, Owned]:
-    """Every parameter of ``model`` by its first FQN, in ``named_parameters`` order."""
+    """The parameters of ``model`` by their first FQN, in ``named_parameters`` order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

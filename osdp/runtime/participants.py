@@ -1,8 +1,8 @@
-"""What runs collectives in a forward or backward: units that FSDP2 shards, and operators in slices.
+"""Participants: sharded units and operators in slices, whose forwards and backwards run collectives.
 
-Each can be *joined* by a rank that does not run it: its gather takes part and drops what it gets, its
-reduction takes part with zeros. So ranks may run different units (experts that got no tokens, LayerDrop) and
-each collective still has all its ranks.
+Each can be *joined* by a rank that does not run it: the rank takes part in the all-gather and drops the
+result, and takes part in the reduction with zeros. So ranks may run different units (experts without tokens,
+LayerDrop) and each collective still has all its ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,18 +31,19 @@ from osdp.runtime.torch_private.fsdp_comms import (
 )
 from osdp.runtime.validate import fsdp_units
 
-#: Kinds of collectives one participant can have.
+#: Number of collective codes that a participant can have.
 CODES = 64
 
+#: Codes of a sharded unit.
 GATHER, REDUCE = 0, 1
 
-#: What an operator in slices computes in, by its place in a code.
+#: Compute dtypes of an operator in slices. Its code has the index of the dtype in bits 4 and 5, flags below.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BACKWARD, _NEEDS_X, _NEEDS_WEIGHT, _KEPT = 1, 2, 4, 8
 
 
 class Order(Protocol):
-    """What participants ask before a collective, and to wait for one."""
+    """Orders the collectives of participants over all ranks."""
 
     def before(self, participant: int, code: int) -> None:
         """Return when it is this collective's turn on all ranks."""
@@ -52,15 +53,15 @@ class Order(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether collectives are waited for on the host."""
+        """Whether the host waits for collectives."""
 
 
 class UnitCollectives:
     """The collectives of a unit that FSDP2 shards.
 
     Args:
-        name: What it is called in messages.
-        modules: Its modules and their FQNs.
+        name: Its name in messages.
+        modules: Its modules by FQN.
     """
 
     def __init__(self, name: str, modules: dict[str, nn.Module]) -> None:
@@ -69,12 +70,12 @@ class UnitCollectives:
         self.module = next(iter(modules.values()))
 
     def watch(self, order: Order, index: int) -> None:
-        """Let its collectives ask ``order`` first."""
+        """Make its collectives ask ``order`` first."""
         gather, reduce = comms_of(self.module)
         set_comms(self.module, _OrderedGather(gather, order, index), _OrderedReduce(reduce, order, index))
 
     def label(self, code: int) -> str:
-        """What a collective is called."""
+        """Name of a collective in messages."""
         return f"the {'gather' if code == GATHER else 'reduction'} of the unit of {self.name!r}"
 
     def join(self, code: int, *, in_backward: bool) -> None:
@@ -85,11 +86,11 @@ class UnitCollectives:
             reduce_along(self.module)
 
     def end_forward(self) -> None:
-        """After a forward without gradients that this rank did not run: give up what was gathered."""
+        """Free the gathered parameters after a forward without gradients that this rank only joined."""
         give_up_gather(self.module)
 
     def end_joined(self) -> bool:
-        """After a backward in which it was joined; ``False`` if a gradient came after its reduction."""
+        """Return to idle after a joined backward; ``False`` if a gradient came after the reduction."""
         is_whole = finalize_reduction(self.module)
         give_up_gather(self.module)
         return is_whole
@@ -99,23 +100,23 @@ class UnitCollectives:
         return GATHER
 
     def backward_codes(self, *, reduces: bool) -> tuple[int, ...]:
-        """The collectives of a backward, but for gathers."""
+        """The collectives of a backward, except gathers."""
         return (REDUCE,) if reduces else ()
 
     def holds(self, other: "Participant") -> bool:
-        """Whether ``other`` lies inside its modules."""
+        """Whether the modules of ``other`` are inside its modules."""
         return other is not self and all(
             any(is_inside(fqn, outer) for outer in self.modules) for fqn in other.modules
         )
 
 
 class SliceCollectives:
-    """Those of an operator that runs in slices of a sharded weight, as one of its modules does.
+    """The collectives of one module of an operator that runs in slices of a sharded weight.
 
     Args:
         fqn: FQN of the module.
         module: The module.
-        kind: What it is: ``"linear"``, ``"conv1d"``, ``"embedding"`` or ``"head"``.
+        kind: Its kind: ``"linear"``, ``"conv1d"``, ``"embedding"`` or ``"head"``.
     """
 
     def __init__(self, fqn: str, module: nn.Module, kind: str) -> None:
@@ -128,7 +129,7 @@ class SliceCollectives:
         self._last: SlicedWeight | None = None
 
     def watch(self, order: Order, index: int) -> None:
-        """Ask ``order`` before each of its collectives."""
+        """Make its collectives ask ``order`` first."""
         self._order, self._index = order, index
         self.module.slicing = replace(self._slicing, turns=self)
 
@@ -139,13 +140,13 @@ class SliceCollectives:
             self._order.before(self._index, self._dtype_code(sliced.dtype))
 
     def before_backward(self, sliced: SlicedWeight, *, needs_x: bool, needs_weight: bool, kept: bool) -> None:
-        """Called by the operator before its slices are gathered again or gradients scattered."""
+        """Called by the operator before slices are gathered again or gradients reduce-scattered."""
         if self._order is not None and (needs_x or needs_weight):
             flags = _BACKWARD | _NEEDS_X * needs_x | _NEEDS_WEIGHT * needs_weight | _KEPT * kept
             self._order.before(self._index, self._dtype_code(sliced.dtype) | flags)
 
     def wait(self, start: Callable[[], dist.Work | None]) -> None:
-        """Run a collective to its end."""
+        """Start a collective and wait for it."""
         if self._order is None:
             work = start()
             if work is not None:
@@ -155,15 +156,15 @@ class SliceCollectives:
 
     @property
     def waits(self) -> bool:
-        """Whether collectives are waited for on the host."""
+        """Whether the host waits for collectives."""
         return self._order is not None and self._order.waits
 
     def label(self, code: int) -> str:
-        """What a collective is called."""
+        """Name of a collective in messages."""
         return f"the {'backward' if code & _BACKWARD else 'forward'} of {self.name!r}, which runs in slices"
 
     def join(self, code: int, *, in_backward: bool) -> None:
-        """Take part in the slices without running the operator."""
+        """Take part in the collectives of all slices without running the operator."""
         del in_backward
         weight = self.module.weight
         assert isinstance(weight, DTensor)
@@ -224,14 +225,14 @@ class SliceCollectives:
         return _DTYPES.index(dtype) << 4
 
     def end_forward(self) -> None:
-        """Nothing stays."""
+        """No effect: nothing stays gathered."""
 
     def end_joined(self) -> bool:
-        """Nothing stays."""
+        """Always true: nothing stays gathered."""
         return True
 
     def forward_code(self) -> int:
-        """The collectives of a forward, in the dtype it ran in last."""
+        """The collectives of a forward, in the dtype of the last one."""
         weight = self.module.weight
         assert isinstance(weight, DTensor)
         dtype = self._last.dtype if self._last is not None else self._slicing.dtype or weight.dtype
@@ -239,7 +240,7 @@ class SliceCollectives:
 
     def backward_codes(self, *, reduces: bool) -> tuple[int, ...]:
         """The collectives of a backward in which everything needs a gradient."""
-        del reduces  # gradients of slices are scattered in every backward
+        del reduces  # gradients of slices are reduced in every backward
         weight = self.module.weight
         assert isinstance(weight, DTensor)
         needs_x = self._kind != "embedding"
@@ -247,7 +248,7 @@ class SliceCollectives:
         return (self.forward_code() | flags | _KEPT * (self._num_kept > 0),)
 
     def holds(self, other: "Participant") -> bool:
-        """Nothing lies inside."""
+        """Always false: nothing is inside an operator in slices."""
         del other
         return False
 
@@ -256,7 +257,7 @@ Participant = UnitCollectives | SliceCollectives
 
 
 def participants_of(model: nn.Module, plan: Plan) -> list[Participant]:
-    """What runs collectives in a forward of ``model`` under ``plan``, by first use, outer ones first."""
+    """The participants of ``model`` under ``plan``, in the order of first use, outer ones first."""
     position = {fqn: i for i, d in reversed(list(enumerate(plan.decisions))) for fqn in d.modules}
     found: list[tuple[int, int, Participant]] = []
     for unit in fsdp_units(plan):
@@ -275,7 +276,7 @@ def participants_of(model: nn.Module, plan: Plan) -> list[Participant]:
 
 
 class _Ordered:
-    """A collective of a unit that waits for its turn."""
+    """A collective of a sharded unit that waits for its turn."""
 
     def __init__(self, inner: Any, order: Order, index: int) -> None:
         self._inner, self._order, self._index = inner, order, index
@@ -283,7 +284,7 @@ class _Ordered:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """What the collective itself allocates."""
+        """A buffer allocated by the collective itself."""
         made: torch.Tensor = self._inner.allocate(size, dtype=dtype, device=device)
         return made
 

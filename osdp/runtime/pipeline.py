@@ -1,8 +1,8 @@
-"""Executes a schedule: this rank's forwards and backwards in order, messages on their way meanwhile.
+"""Execution of a pipeline schedule: this rank's forwards and backwards in order, with messages overlapped.
 
-``torch.distributed.pipelining`` has an engine too. Its stages talk to their neighbours alone, in shapes fixed
-at the first step; here a value goes to whichever stage needs it, tied weights live in several, and batch and
-sequence length may change from step to step.
+``torch.distributed.pipelining`` has an engine too. Its stages communicate with their neighbours only, in
+shapes fixed at the first step; here a value goes to whichever stage needs it, tied weights have copies in
+several stages, and batch and sequence length may change from step to step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ class RunningStage:
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """When gradients are reduced, beside the end of a step.
+    """Reductions of gradients in addition to the one at the end of a step.
 
     Attributes:
-        microbatches: After every microbatch.
-        slices: After every slice, where sequences are cut.
+        microbatches: Whether to reduce after every microbatch.
+        slices: Whether to reduce after every token slice, where sequences are sliced.
     """
 
     microbatches: bool = False
@@ -51,14 +51,14 @@ class Reductions:
 
 @dataclass(slots=True)
 class _Flight:
-    """A microbatch, or a slice of its sequences, between its forward and its backward.
+    """A microbatch, or a token slice of it, between its forward and its backward on one stage.
 
     Attributes:
-        received: What came in, one for each incoming transfer.
-        sent: What went out.
-        keys: Of a slice of sequences, what it shares with other slices.
-        loss: In the last stage, the sum of its loss.
-        weights: After the first part of a split backward, the second.
+        received: Received tensors, one for each incoming transfer.
+        sent: Sent tensors, one for each outgoing transfer.
+        keys: The cached keys and values of a token slice.
+        loss: The sum of its loss, in the last stage.
+        weights: The second part of a split backward, after the first.
     """
 
     received: list[torch.Tensor]
@@ -70,18 +70,18 @@ class _Flight:
 
 @dataclass
 class Step:
-    """What one step is made of.
+    """The settings and the state of one step.
 
     Attributes:
         schedule: The order of its actions.
-        microbatches: What goes through the stages, by the number in actions.
+        microbatches: Microbatches or token slices, by their index in actions.
         loss_fn: The loss function.
-        losses: Their sum so far.
+        losses: The sum of the losses so far.
         trains: Whether there are backwards.
-        empty: Of slices of sequences, makes what a stage holds before the first one.
-        outputs: What the model returned, where that is kept.
-        flights: What is between forward and backward, by stage and number.
-        prefixes: What slices share, by stage and microbatch.
+        empty: Creates a stage's empty key-value cache, with token slices.
+        outputs: The model's outputs by microbatch, where they are kept.
+        flights: Microbatches between forward and backward, by stage and index.
+        prefixes: Token slices that share a cache, by stage and microbatch.
     """
 
     schedule: Schedule
@@ -95,7 +95,7 @@ class Step:
     prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
 
     def prefix(self, action: Action) -> Prefix | None:
-        """The slices before and after that of an action; ``None`` if sequences are whole."""
+        """The token slices of an action's microbatch on its stage; ``None`` if sequences are not sliced."""
         if self.empty is None:
             return None
         key = (action.stage, action.microbatch // self.schedule.num_slices)
@@ -104,7 +104,7 @@ class Step:
         return self.prefixes[key]
 
     def begins(self, action: Action) -> bool:
-        """Whether an action is on the beginning of sequences, the last in backward."""
+        """Whether an action is on the first token slice of sequences, which comes last in backward."""
         return action.microbatch % self.schedule.num_slices == 0
 
 
@@ -112,18 +112,18 @@ class Pipeline:
     """The stages of this rank.
 
     Args:
-        stages: Those of this rank, by number.
+        stages: The stages of this rank, by index.
         transfers: All transfers of the pipeline.
         group: The ranks of this pipeline, in order; ``None`` if there is one.
         device: This rank's device.
         channels: Communicators between stages, where a backend needs several.
-        reduces: When gradients are reduced beside the end of the step.
+        reduces: Reductions of gradients in addition to the one at the end of the step.
 
     Attributes:
-        stages: Those of this rank, by number.
+        stages: The stages of this rank, by index.
         mail: Messages to and from other ranks.
-        rank: This rank's place in the pipeline.
-        num_transfers: How many transfers there are, each with two messages for whatever goes through.
+        rank: This rank's position in the pipeline.
+        num_transfers: Number of transfers, each with two messages per microbatch: a value and its gradient.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class Pipeline:
         loss_fn: LossFn | None,
         empty: Callable[[], KeyValues] | None = None,
     ) -> LossSum:
-        """Leave the gradients of the sum of all losses; the losses of this rank's microbatches.
+        """Compute gradients of the sum of all losses; returns the losses of this rank's microbatches.
 
         Args:
             schedule: The order of forwards and backwards.
-            microbatches: All microbatches, or all slices of all of them.
+            microbatches: All microbatches, or all token slices of all microbatches.
             loss_fn: The loss function.
-            empty: Of slices, makes what a stage holds of a sequence before the first one.
+            empty: Creates a stage's empty key-value cache, with token slices.
         """
         step = Step(schedule, microbatches, loss_fn, LossSum(self._device), True, empty)
         with torch.enable_grad():
@@ -174,7 +174,7 @@ class Pipeline:
         return step.losses
 
     def predict(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
-        """The outputs of all microbatches on the rank of the last stage, nothing on the others."""
+        """The outputs of all microbatches on the rank of the last stage; empty on the others."""
         step = Step(schedule, microbatches, None, LossSum(self._device), False)
         with torch.no_grad():
             self._run(step, keep=True)
@@ -197,6 +197,7 @@ class Pipeline:
             perform[Kind.FORWARD] = self._predict
         try:
             for at, action in enumerate(order):
+                # Receives of the next actions are posted before this one computes.
                 for later in order[at : at + 1 + AHEAD]:
                     self.expect(step, later)
                 perform[action.kind](step, action)
@@ -208,6 +209,7 @@ class Pipeline:
     # Messages
 
     def _address(self, step: Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
+        # Autocast is part of the kind: it changes the dtype of values for the same inputs.
         number = self._number[transfer]
         place = self._device.type
         autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
@@ -216,7 +218,7 @@ class Pipeline:
         return Address(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
 
     def expect(self, step: Step, action: Action) -> None:
-        """Get ready for the messages of an action."""
+        """Post the receives of an action."""
         stage = self.stages[action.stage].stage
         placement = step.schedule.placement
         if action.kind is Kind.FORWARD:
@@ -232,7 +234,7 @@ class Pipeline:
     # Actions
 
     def run_stage(self, step: Step, action: Action) -> tuple[_Flight, Any]:
-        """A forward: take what other stages sent, send what they need; the result is the last stage's."""
+        """Run a forward: receive from other stages, compute, send; the result is set in the last stage."""
         stage, microbatch = self.stages[action.stage].stage, step.microbatches[action.microbatch]
         placement = step.schedule.placement
         received = []
@@ -308,7 +310,7 @@ class Pipeline:
     def _roots(
         self, step: Step, action: Action, flight: _Flight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What a backward starts from, with the gradients that came back."""
+        """The roots of a backward (the loss, sent tensors) with the gradients received for them."""
         tensors: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
         if flight.loss is not None and flight.loss.requires_grad:
@@ -337,7 +339,7 @@ class Pipeline:
 
     @contextmanager
     def _reducing(self, step: Step, action: Action) -> Iterator[None]:
-        """Let the stage reduce its gradients in the backward inside if it is its last one."""
+        """Reduce the stage's gradients in the backward inside if it is its last, or if the policy says so."""
         running = self.stages[action.stage]
         last = _last_backward(step.schedule, self.rank, action.stage) == action
         each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches

@@ -1,4 +1,4 @@
-"""``apply_pipeline``: a model under a pipeline plan, its stages sharded each by itself."""
+"""``apply_pipeline``: run a model under a pipeline plan, each stage sharded by its own plan."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,9 +40,9 @@ class AppliedPipeline:
         model: The model with the modules of this rank's stages, changed in place.
         plan: The plan.
         mesh: The mesh with the axes pp, dp and tp.
-        stages: The stages of this rank, by number.
+        stages: The stages of this rank, by index.
         stage_group: The ranks of this pipeline.
-        steps: What it is trained with.
+        steps: Runs its training, evaluation and inference steps.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AppliedPipeline:
 
     def _channels(self, group: dist.ProcessGroup) -> Mapping[Channel, dist.ProcessGroup]:
         if self.mesh.device_type == "cpu":
-            return {}  # gloo tells messages apart by their tags
+            return {}  # gloo distinguishes messages by their tags
         return ordered_channels(self.plan, self.plan.make_schedule().placement, group, self._level)
 
     def _level(self) -> None:
@@ -109,10 +109,10 @@ class AppliedPipeline:
         return schedule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, if one stage is all of it.
+        """The model's output, if the model has a single stage.
 
         Raises:
-            RuntimeError: It is cut into stages, of which this rank has only some.
+            RuntimeError: The model is cut into several stages.
         """
         if len(self.plan.stages) > 1:
             raise RuntimeError(
@@ -123,11 +123,11 @@ class AppliedPipeline:
 
     @property
     def computes(self) -> bool:
-        """Whether modules may hold what forward and backward compute with, rather than what is stored."""
+        """Whether modules may register compute parameters at present, rather than the stored ones."""
         return any(running.applied.computes for running in self.stages.values())
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer sees of ``parameter``."""
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
         for running in self.stages.values():
             found = running.applied.stored(parameter)
             if found is not parameter:
@@ -135,7 +135,7 @@ class AppliedPipeline:
         return parameter
 
     def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
-        """By the id of each parameter that a forward computes with its name, and what is stored of it."""
+        """Name and stored parameter of each compute parameter, by the id of the compute parameter."""
         return {
             key: found
             for running in self.stages.values()
@@ -150,7 +150,7 @@ class AppliedPipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of all stages so that their joint norm is at most ``max_norm``."""
+        """Scale the gradients of all stages so that their total norm is at most ``max_norm``."""
         copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
         return clip_grad_norm_(
             self.stored_parameters(),
@@ -165,16 +165,16 @@ class AppliedPipeline:
 
     @property
     def awaits_backward(self) -> bool:
-        """Never: a step is a forward and a backward."""
+        """Always false: a step contains both forwards and backwards."""
         return False
 
     @property
     def owners(self) -> dict[str, str]:
-        """For each tied copy that another stage owns, its name there."""
+        """Local names of tied copies that another stage owns, mapped to their names there."""
         return {name: tied.owner for tied in self._tied for name in tied.names if name != tied.owner}
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Not for stages.
+        """Not supported for stages.
 
         Raises:
             RuntimeError: Always.
@@ -198,8 +198,8 @@ Applied = AppliedPlan | AloneStage
 def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> AppliedPipeline:
     """Run ``model`` under ``plan``, changing it in place: it keeps the modules of this rank's stages.
 
-    Every rank calls it. Values start as for :func:`osdp.runtime.apply.apply`, stage by stage; of tied
-    parameters all copies start with the owner's.
+    Every rank calls it. Initial values are as for :func:`osdp.runtime.apply.apply`, stage by stage; all
+    copies of a tied parameter start with the owner's values.
 
     Args:
         model: The plain model; may be on ``meta``.
@@ -215,7 +215,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     named = plan.training.param_dtype
     computed: torch.dtype | None = None if named is None else getattr(torch, named)
     twins = twins_of(_computed_by_one(model, plan), plan.modules, computed)
-    # All are built of the plain model before any of them is changed.
+    # 1. Build all stages from the plain model before any of them is changed.
     built = [
         build_stage(
             model,
@@ -230,6 +230,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         )
         for index in mine
     ]
+    # 2. Shard each stage under its own plan.
     stages: dict[int, RunningStage] = {}
     homes: dict[str, Stage] = {}
     level_groups(mesh, device_of(mesh))
@@ -244,10 +245,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
     if all(isinstance(running.applied, AloneStage) for running in stages.values()):
-        # What each stage moved or made from ``meta`` for itself is one parameter again.
+        # Each stage moved, or created from ``meta``, a parameter of its own: share one again.
         for first, *others in shared:
             for entry in others:
                 entry.register(first.parameter)
+    # 3. The model registers the modules of this rank's stages.
     merge(model, homes, plan.modules)
     accept_plain_states(model)
     _forbid_cache(model)
@@ -255,19 +257,19 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
 
 
 def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
-    """What one rank computes of the model: values between modules, such as biases of heads, are parts."""
+    """The part of the model that one tensor-parallel rank computes; values between modules may be parts."""
     if plan.tensor is None:
         return model
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    # What goes from stage to stage is whole, also where blocks share the sequence inside.
+    # Values passed between stages are whole even with sequence parallelism inside blocks.
     part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
 
 
 def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
-    """Each parameter that several of this rank's stages hold, in all of them."""
+    """The entries of each parameter that several of this rank's stages hold, one per stage."""
     found: dict[int, list[Owned]] = {}
     for stage in stages:
         for entry in owned_parameters(stage.model).values():
@@ -276,7 +278,7 @@ def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
 
 
 def _hold_apart(model: nn.Module, taken: set[int]) -> None:
-    """Give a stage copies of what another stage of this rank has: each shards and reduces its own."""
+    """Copy parameters that another stage of this rank has too: each stage shards and reduces its own."""
     for owned in owned_parameters(model).values():
         parameter = owned.parameter
         if id(parameter) in taken:
@@ -285,7 +287,7 @@ def _hold_apart(model: nn.Module, taken: set[int]) -> None:
 
 
 def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
-    """Shard a stage: its layers over the tensor-parallel ranks, then as its plan says."""
+    """Shard a stage: its layers over the tensor-parallel ranks, then its parameters under its plan."""
     part = plan.stages[stage.index]
     if plan.tensor is not None:
         gone = set(plan.modules) - set(part.modules)
@@ -301,7 +303,7 @@ def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
 
 
 def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
-    """What a model is trained with, whole or in stages."""
+    """The step functions of a model, whole or in stages."""
     if isinstance(applied, AppliedPipeline):
         return applied.steps
     microbatches = applied.plan.training.microbatches
@@ -322,14 +324,14 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
 
 
 def _reductions(plans: Sequence[Plan], microbatches: int) -> Reductions:
-    """When gradients are reduced: as planned, and slices never keep whole ones where the plan has none."""
+    """The reduction policy: as planned; token slices keep no whole gradients where the plan keeps none."""
     each = microbatches > 1 and any(plan.reduce_each_microbatch for plan in plans)
     sharded = any(unit.mode is not Mode.NO_SHARD for plan in plans for unit in plan.units)
     return Reductions(each, slices=sharded and (each or microbatches == 1))
 
 
 def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:
-    """One stage has one order, whatever it is called, if there is something of that name."""
+    """The schedule of one stage, the same under every known name; raises for unknown names."""
     default_stages_per_rank(name or "1f1b")
     return make_schedule("1f1b", 1, num_microbatches, num_slices=num_slices)
 
@@ -344,7 +346,7 @@ def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
     ]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     faults += [
-        f"stages keep module {name!r}, which the model has not" for name in plan.modules if name not in known
+        f"stages keep module {name!r}, which the model lacks" for name in plan.modules if name not in known
     ]
     if faults:
         raise PlanMismatchError(faults)

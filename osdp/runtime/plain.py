@@ -1,4 +1,4 @@
-"""What a model must be to be wrapped: plain, once. And what keeps torch's own wrappers off a wrapped one."""
+"""Checks that a model to wrap is plain, and the guard against torch's own wrappers on a wrapped model."""
 
 import inspect
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ def _refuse(wrapper: str) -> NoReturn:
 
 
 class Wrapped:
-    """Marks a module that trains another under a plan; torch's wrappers refuse it, whatever the plan.
+    """Base class of a module that runs another under a plan; torch's wrappers refuse it under every plan.
 
-    They ask a module for these attributes first of all, which no model has, or set them.
+    They first read or set these attributes, which no other model has, and so reach the errors here.
     """
 
     @property
@@ -44,18 +44,18 @@ class Wrapped:
         _refuse("DataParallel")
 
     def _check_alone(self) -> None:
-        """Raise if a module around this one is in DistributedDataParallel, which asks only the outermost."""
+        """Raise if a module around this one is wrapped in DDP, which checks only the outermost module."""
         outer: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is self for module in outer.modules()):
             _refuse("DistributedDataParallel")
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise unless ``model`` is a plain module all of whose parts can be run under any plan.
+    """Raise unless ``model`` is a plain module all of whose submodules can run under any plan.
 
     Raises:
-        ValueError: It is wrapped already, or has a part that cannot be named, changed or gathered for; names
-            that.
+        ValueError: It is wrapped already, or a submodule is TorchScript, has a dot in a registered name, or
+            computes after its forward has returned; names that submodule.
     """
     for fqn, module in model.named_modules():
         fault = _fault(fqn or "the root", module)
@@ -80,7 +80,7 @@ def _fault(where: str, module: nn.Module) -> str | None:
     if _runs_late(module):
         return (
             f"the forward of {where}, of type {type(module).__name__}, is a generator or coroutine: it would "
-            "compute after it has returned, when sharded weights are given up again; return a list, say"
+            "compute after it has returned, when sharded weights are freed again; return a list, say"
         )
     return None
 

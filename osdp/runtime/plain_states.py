@@ -1,8 +1,8 @@
-"""Plain state dicts, whole on each rank, into a model whose parameters are stored as a plan has it.
+"""Loading of plain state dicts (whole tensors on each rank) into a model that runs under a plan.
 
 ``nn.Module.load_state_dict`` copies an entry into its parameter, which torch refuses where one of them is a
-DTensor and the other is not, or is laid out otherwise. So each module first lays out the entries for its
-parameters as these are: what of a plain tensor is this rank's costs no communication.
+DTensor and the other is not, or has other placements. So each module first converts the entries to the
+placements of its parameters: selecting this rank's part of a plain tensor costs no communication.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim, wra
 
 
 def accept_plain_states(model: nn.Module) -> None:
-    """Let ``load_state_dict`` of ``model`` and of each module in it take plain tensors and other layouts."""
+    """Make ``load_state_dict`` of ``model`` and its modules accept plain tensors and other placements."""
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # takes no hooks, and has no parameters
@@ -42,12 +42,12 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 
 
 def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` as it can be copied into ``parameter``.
+    """``value`` with the placements of ``parameter``, ready to be copied into it.
 
     Args:
-        parameter: Plain, or a DTensor.
-        value: Of the same shape: plain and the same on every rank, or a DTensor, of which each rank that
-            holds a part of it calls this if it is laid out otherwise.
+        parameter: A plain tensor or a DTensor.
+        value: A tensor of the same shape: plain and the same on every rank, or a DTensor. If a DTensor has
+            other placements it is gathered, so all ranks of its mesh must make the call.
     """
     value = value.detach()
     if isinstance(value, DTensor):
@@ -67,15 +67,15 @@ def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def part_for(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``whole``, laid out as ``parameter`` is."""
+    """This rank's part of ``whole`` under the placements of ``parameter``."""
     mesh = parameter.device_mesh
     last = mesh.ndim - 1
-    # The last axis, the tensor-parallel one, was sharded first, and what it left then by the others.
+    # The last axis (tensor parallelism) was sharded first, the others then sharded its result.
     for axis in reversed(range(mesh.ndim)):
         placement = parameter.placements[axis]
         dim = sharded_dim(placement)
         if dim is not None:
-            # On other axes a strided shard only says that the last axis came first.
+            # On other axes a strided shard only records that the last axis was sharded first.
             blocks = blocks_of_shard(placement) if axis == last else 1
             whole = part_of(whole, dim, mesh.get_local_rank(axis), mesh.size(axis), blocks)
     return whole
@@ -86,7 +86,7 @@ def _layout(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def load_into(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """``model.load_state_dict(state_dict, strict)``, with a word on names that begin otherwise."""
+    """``model.load_state_dict(state_dict, strict)``, with advice where names have a wrapper's prefix."""
     try:
         return model.load_state_dict(state_dict, strict)
     except RuntimeError as error:
@@ -103,24 +103,24 @@ def load_into_stages(
     ties: Sequence[Tie],
     group: dist.ProcessGroup,
 ) -> Any:
-    """The same for a model of which this rank has some stages; all ranks of the pipeline call it.
+    """Load a whole model's state dict into this rank's stages; all ranks of the pipeline call it.
 
     Args:
-        model: With the modules of this rank's stages.
-        state_dict: Of the whole model.
+        model: The modules of this rank's stages.
+        state_dict: The state dict of the whole model.
         strict: Whether names that are missing, or that no stage has, are an error.
-        ties: Parameters that several stages hold a copy of.
+        ties: Tied parameters, of which several stages hold a copy.
         group: The ranks of this pipeline.
 
     Returns:
-        What ``nn.Module.load_state_dict`` does, for the whole model.
+        The result of ``nn.Module.load_state_dict``, for the whole model.
 
     Raises:
-        RuntimeError: Names or shapes differ; the same on all ranks.
+        RuntimeError: Names or shapes differ; the same error on all ranks.
     """
     given = dict(state_dict)
     for tie in ties:
-        # One parameter has the value of the name that is loaded last.
+        # As in a model with one tied parameter, the name that is loaded last wins.
         there = [state_dict[name] for name in tie.names if name in state_dict]
         if len({getattr(value, "shape", None) for value in there}) == 1:
             given |= dict.fromkeys(tie.names, there[-1])
@@ -145,7 +145,7 @@ def load_into_stages(
 
 
 def name_faults(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """What ``nn.Module.load_state_dict`` says of such names."""
+    """The lines of ``nn.Module.load_state_dict``'s error about missing and unexpected names."""
     kinds = {"Missing": missing, "Unexpected": unexpected}
     return [
         f'{kind} key(s) in state_dict: "' + '", "'.join(names) + '". '
@@ -155,7 +155,7 @@ def name_faults(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 
 def _combined(everyone: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Any:
-    """Torch's answer, with names that any stage misses, and those that all find unexpected."""
+    """Torch's result for the whole model: names missing in any stage, and names unexpected in all stages."""
     missing = dict.fromkeys(name for names, _ in everyone for name in names)
     nowhere = set.intersection(*(set(names) for _, names in everyone))
     unexpected = [name for name in everyone[0][1] if name in nowhere]
@@ -163,7 +163,7 @@ def _combined(everyone: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Any:
 
 
 def _advice(own: Iterable[str], given: Iterable[str]) -> str:
-    """What to do where all names given begin with something that the model's do not, as DDP's do."""
+    """Advice where all given names share a prefix that the model's names lack, such as DDP's ``module.``."""
     names, known = list(given), set(own)
     first = names[0] if names else ""
     ends = (at + 1 for at, letter in enumerate(first) if letter == ".")
@@ -171,6 +171,6 @@ def _advice(own: Iterable[str], given: Iterable[str]) -> str:
     if not prefix or first in known or not all(name.startswith(prefix) for name in names):
         return ""
     return (
-        f"All names given begin with {prefix!r}, which a wrapper such as DistributedDataParallel adds; take "
-        f"it away: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r})"
+        f"All names given begin with {prefix!r}, which a wrapper such as DistributedDataParallel adds; "
+        f"remove it: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r})"
     )

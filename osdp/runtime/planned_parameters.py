@@ -1,4 +1,4 @@
-"""All parameters of a model under a plan, and which of them belong to one of its modules."""
+"""All parameters of a model under a plan, by module: gathering, resharding and lookup."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,18 +9,18 @@ from osdp.runtime.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.sharded import ShardedParameter, ShardedParameters, ShardedUnit
 from osdp.runtime.sliced import SlicedParameter, SlicedParameters
 
-#: A parameter of a model under a plan, in one of the three ways to hold it.
+#: A parameter of a model under a plan: replicated, sharded, or gathered in slices.
 Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
 
 
 class PlannedParameters:
-    """The parameters of a model, in whichever way they are held.
+    """The parameters of a model, of all modes.
 
     Args:
         model: The model.
-        replicated: Those every rank has whole.
-        sharded: Those FSDP2 shards, and their units.
-        in_slices: Those that are gathered slice by slice.
+        replicated: Parameters that every rank holds whole.
+        sharded: Parameters that FSDP2 shards, and their units.
+        in_slices: Parameters that are gathered slice by slice.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class PlannedParameters:
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Names of those that are trainable now."""
+        """Names of the parameters that are trainable at present."""
         return tuple(parameter.name for parameter in self._all if parameter.stored.requires_grad)
 
     @property
     def computes(self) -> bool:
-        """Whether modules may hold what forward and backward compute with, rather than what is stored."""
+        """Whether modules may register compute parameters at present, rather than the stored ones."""
         return self._replicated.swapped_in or any(
             parameter.owned.parameter is not parameter.stored
             for parameter in self._all
@@ -56,28 +56,28 @@ class PlannedParameters:
         )
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer sees of ``parameter``, which may be what a forward computes with."""
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
         for candidate in self._all:
             if candidate.compute is parameter or candidate.owned.parameter is parameter:
                 return candidate.stored
         return parameter
 
     def of(self, module: nn.Module, *, recurse: bool) -> list[Parameter]:
-        """The parameters that are registered in ``module``, and with ``recurse`` in its submodules."""
+        """The parameters registered in ``module``, and with ``recurse`` in its submodules too."""
         modules = module.modules() if recurse else (module,)
         found = {id(p): p for inner in modules for p in self._registered_by.get(inner, ())}
         return list(found.values())
 
     def units_of(self, module: nn.Module, *, recurse: bool) -> list[ShardedUnit]:
-        """The sharded units of these parameters."""
+        """The sharded units of the parameters :meth:`of` a module."""
         units = {p.unit: None for p in self.of(module, recurse=recurse) if isinstance(p, ShardedParameter)}
         return [self._sharded.units[index] for index in units]
 
     def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
-        """Gather the parameters of ``module``; of the root those that no module inside wraps.
+        """Gather the parameters of ``module``; for the root only those of the root's own unit.
 
         Returns:
-            With ``async_op`` what to wait for.
+            With ``async_op`` a handle to wait for.
         """
         units = self.units_of(module, recurse=True)
         if module is self._model:
@@ -92,19 +92,19 @@ class PlannedParameters:
         return _Gathering(units) if async_op else None
 
     def reshard(self, module: nn.Module) -> None:
-        """Give up what was gathered of ``module``."""
+        """Free the gathered parameters of ``module``."""
         for unit in self.units_of(module, recurse=True):
             unit.reshard()
         self._in_slices.reshard()
 
 
 class _Gathering(UnshardHandle):
-    """Units on their way."""
+    """Handle of units whose all-gathers are in flight."""
 
     def __init__(self, units: Sequence[ShardedUnit]) -> None:
         self._units = units
 
     def wait(self) -> None:
-        """Wait until they are whole."""
+        """Wait until all units are gathered."""
         for unit in self._units:
             unit.gather()

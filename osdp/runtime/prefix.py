@@ -1,13 +1,19 @@
-"""Keys and values that slices of a sequence leave to those after them, on one stage, and their gradients.
+"""Cached keys and values that token slices pass to later slices on one stage, and their gradients.
 
-A slice sees what earlier ones left as tensors without a history (leaves), so each slice has a small graph for
-itself. Backward goes from the last slice to the first. The gradient that reaches a slice's leaves, together
-with what later slices left there, is the gradient of all that the slices before it made: it is kept in one
-tensor for each of a layer's keys and values, whose end the next backward takes for the slice's own part and
-whose beginning it adds to (the mechanism of TeraPipe, Li et al., ICML 2021, without a copy for each slice).
+A slice reads the keys and values of earlier slices as tensors without a history (leaves), so each slice has a
+small graph of its own. Backward goes from the last slice to the first. The gradients that reach a slice's
+leaves, added to those that later slices left there, are the gradients of all keys and values of the slices
+before it. They are kept in one tensor per layer for keys and one for values: the next backward takes the end
+of it as the gradient of its slice's own part, and adds to its beginning (the mechanism of TeraPipe, Li et
+al., ICML 2021, without a copy for each slice)::
 
-A layer with a sliding window forgets: what it hands on is cut, not only longer. There the gradient of all
-that is handed on starts the backward, and what reaches the leaves replaces it.
+    tokens               slice 0 | slice 1 | slice 2
+    backward of slice 2  [   leaves, adds  ]  own        → gradient over slices 0, 1
+    backward of slice 1  [  adds ]  takes                → gradient over slice 0
+    backward of slice 0     takes
+
+A layer with a sliding window drops old tokens: its cache is cut, not only extended. There the gradient of the
+whole cache that was passed on starts the backward, and the gradient that reaches the leaves replaces it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,33 +30,33 @@ _Key = tuple[int, int]
 
 
 class KeyValues(Protocol):
-    """What a model reads and leaves in one forward of a slice."""
+    """The cached keys and values that a model reads and extends in the forward of one slice."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword inputs of the model that let it use this."""
+        """Keyword inputs that pass the cache to the model."""
 
     @property
     def past(self) -> Mapping[int, Pair]:
-        """What earlier slices left, by layer of this stage."""
+        """Keys and values of earlier slices, by layer of this stage."""
 
     @property
     def added(self) -> Mapping[int, Pair]:
-        """What this slice added, by layer."""
+        """Keys and values that this slice added, by layer."""
 
     @property
     def held(self) -> Mapping[int, Pair]:
-        """What it leaves to the next slice, by layer."""
+        """Keys and values that it passes to the next slice, by layer."""
 
     def followed(self, past: Mapping[int, Pair], length: int) -> "KeyValues":
-        """For the next slice, after one of ``length`` tokens, with these tensors in the place of ``held``."""
+        """The cache of the next slice, after one of ``length`` tokens, with ``past`` in place of ``held``."""
 
 
 class Prefix:
     """The slices of one microbatch on one stage so far.
 
     Args:
-        empty: Before the first slice.
+        empty: The empty cache, before the first slice.
     """
 
     def __init__(self, empty: KeyValues) -> None:
@@ -58,7 +64,7 @@ class Prefix:
         self._gradients: dict[_Key, torch.Tensor] = {}
 
     def forward(self, run: Callable[[dict[str, Any]], Any], length: int) -> tuple[KeyValues, Any]:
-        """Call ``run`` with the inputs that a slice of ``length`` tokens needs; they and what it returned."""
+        """Call ``run`` with the cache inputs of a slice of ``length`` tokens; returns cache and result."""
         now = self._next
         result = run(now.arguments)
         left = {
@@ -69,11 +75,12 @@ class Prefix:
         return now, result
 
     def roots(self, now: KeyValues) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Where a slice's backward starts beside its output, with the gradients that later slices left."""
+        """Further roots of a slice's backward besides its output: its cache, with later slices' gradients."""
         for key, total in list(self._gradients.items()):
             layer, which = key
             added, held = now.added[layer][which], now.held[layer][which]
             start = _length(now, key)
+            # Extended only (no sliding window): the end is this slice's part, the rest is of earlier ones.
             if start + added.shape[-2] == held.shape[-2]:
                 root, gradient = added, total[..., start:, :]
                 if start:
@@ -86,7 +93,7 @@ class Prefix:
                 yield root, gradient.to(root.dtype)
 
     def collect(self, now: KeyValues) -> None:
-        """Let the backward of a slice, which comes next, leave the gradients of what it got from others."""
+        """Collect the gradients of the cache that a slice read; called right before its backward."""
         for layer, pair in now.past.items():
             for which, leaf in enumerate(pair):
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, (layer, which)))
@@ -97,7 +104,7 @@ class Prefix:
         if key in self._gradients:
             self._gradients[key].add_(gradient)
         else:
-            # As kernels add up inside: the first token's gradient is a sum over all slices.
+            # Summed in float32, as kernels do inside: the first token's gradient is a sum over all slices.
             low = gradient.dtype in (torch.bfloat16, torch.float16)
             self._gradients[key] = gradient.float() if low else gradient
 

@@ -1,9 +1,10 @@
-"""Modules whose activations are not kept but computed again in backward.
+"""Activation checkpointing: modules whose activations are recomputed in backward.
 
-torch's non-reentrant ``checkpoint`` does it, between the first of the module's pre-hooks and the first of its
-hooks, so that neither its names nor its type change. It comes before ``fully_shard``, whose hooks then see
-the second run as the forward it is. Hooks that users give the module or those in it run in both, as the
-forward does; :mod:`osdp.runtime.replay` lets the second find what the first found, and count for nothing.
+torch's non-reentrant ``checkpoint`` is applied between the first of the module's forward pre-hooks and the
+first of its forward hooks, so that neither names nor types change. It is applied before ``fully_shard``,
+whose hooks then treat the recomputation as a forward. Users' hooks on the module and its submodules run in
+both runs; :mod:`osdp.runtime.replay` restores for the second the state that the first found, and undoes its
+side effects.
 """
 
 import logging
@@ -30,20 +31,20 @@ def recompute(model: nn.Module, plan: Plan, device: torch.device) -> None:
         before, after = torch.compiler.disable(recomputed.before), torch.compiler.disable(recomputed.after)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
-        # Compiled code saves other tensors in a first run inside a larger graph than in a second one alone.
+        # Compiled as part of a larger graph, the first run would save other tensors than the second.
         setattr(module, "forward", torch.compiler.disable(module.forward))  # noqa: B010
-    # Parts may have configurations of their own, as T5's encoder and decoder do.
+    # Submodules may have configurations of their own, as T5's encoder and decoder do.
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     if plan.recomputed and caching:
-        # A cache of keys and values would be filled again by the recomputation.
+        # The recomputation would append to a key-value cache a second time.
         logger.warning("use_cache=True does not go with recomputation; it is set to False")
         for config in caching:
             config.use_cache = False
 
 
 class _Recomputed:
-    """What happens around a forward of a recomputed module."""
+    """The hooks around a forward of a recomputed module."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._modules = tuple(module.modules())
@@ -53,7 +54,7 @@ class _Recomputed:
         self._runs_again = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """From here on nothing is saved, if a backward can follow."""
+        """Forward pre-hook: from here on no activations are saved, if a backward can follow."""
         if self._runs_again or not torch.is_grad_enabled():
             return
         snapshot = Snapshot(self._modules, (*args, *kwargs.values()), self._device, self._known)
@@ -63,7 +64,7 @@ class _Recomputed:
         self._running.append(running)
 
     def after(self, _module: nn.Module, _args: object, output: Any) -> None:
-        """The forward has ended, or has failed."""
+        """Forward hook: the forward has ended or failed."""
         if self._runs_again or not self._running:
             return
         running = self._running.pop()
@@ -74,7 +75,7 @@ class _Recomputed:
 
     @contextmanager
     def again(self, snapshot: Snapshot) -> Iterator[None]:
-        """Within it the module runs for the second time."""
+        """Context of a recomputation."""
         self._runs_again = True
         try:
             with snapshot.replayed():
@@ -84,7 +85,7 @@ class _Recomputed:
 
 
 class _First(AbstractContextManager[None]):
-    """Around the first run of a forward."""
+    """Context of the first run of a forward."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -95,7 +96,7 @@ class _First(AbstractContextManager[None]):
 
 
 class _Again(AbstractContextManager[None]):
-    """Around each further run, of which there are as many as backwards through the same graph."""
+    """Context of each recomputation; there is one per backward through the same graph."""
 
     def __init__(self, recomputed: _Recomputed, snapshot: Snapshot) -> None:
         self._recomputed = recomputed

@@ -1,4 +1,4 @@
-"""The buckets of a model: which unit is in which, and in which order their all-reduces start."""
+"""The gradient buckets of a model: forming them from units, and starting their all-reduces in order."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -15,9 +15,9 @@ class GradientReducer:
     """All-reduces the gradients of the replicated parameters.
 
     Args:
-        units: The replicated parameters, one sequence for each bucket, in the order of first use.
-        reduce_dtype: What gradients are reduced in; ``None`` for the dtype they are computed in.
-        reduction: How they are averaged.
+        units: The replicated parameters, one sequence for each unit, in the order of first use.
+        reduce_dtype: Dtype in which gradients are reduced; ``None`` for the dtype they are computed in.
+        reduction: Averages them over the ranks.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GradientReducer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Form the buckets anew, from the parameters that are trainable now."""
+        """Form the buckets anew, from the parameters that are trainable at present."""
         buckets = []
         # Backward reaches the last unit first, and in it the last parameter.
         for unit in reversed(self._units):
@@ -54,21 +54,21 @@ class GradientReducer:
         self.follow_settings()
 
     def receive(self, parameter: ReplicatedParameter) -> None:
-        """Take the gradient autograd left on ``parameter``; start what is full, in order."""
+        """Take the gradient that autograd left on ``parameter``; start full buckets, in order."""
         bucket, index = self._places[parameter.name]
         bucket.receive(index)
         if bucket.is_full:
             self._start_full()
 
     def give_up(self, parameter: ReplicatedParameter) -> None:
-        """Forget what an accumulation has kept of ``parameter``."""
+        """Drop the gradient that an accumulation has kept for ``parameter``."""
         bucket, index = self._places[parameter.name]
         bucket.give_up(index)
 
     def start_rest(self, without_gradient: Collection[str]) -> None:
-        """At the end of a backward: start the buckets that wait for a gradient.
+        """Start the buckets that still wait for a gradient at the end of a backward.
 
-        Those stay away of which all parameters are in ``without_gradient``, on all ranks.
+        Buckets whose parameters are all in ``without_gradient`` are skipped, on all ranks.
         """
         for bucket in self.buckets[self._next :]:
             if bucket.syncs and any(p.name not in without_gradient for p in bucket.parameters):
@@ -85,12 +85,12 @@ class GradientReducer:
                 bucket.end_backward()
 
     def follow_settings(self) -> None:
-        """Prepare for what is set for the gradients of the parameters."""
+        """Apply the gradient settings of the parameters."""
         for bucket in self.buckets:
             bucket.follow_settings()
 
     def reset(self) -> None:
-        """Forget all gradients that were not handed out."""
+        """Drop all gradients that were not handed out."""
         for bucket in self.buckets:
             bucket.reset()
         self._next = 0
@@ -110,11 +110,11 @@ def replicated_units(
 ) -> tuple[tuple[ReplicatedParameter, ...], ...]:
     """The replicated parameters of each unit of ``plan``, in the order of first use.
 
-    Of a unit that runs in slices those are what is not cut; of one that FSDP2 shards there are none.
+    A unit that runs in slices contributes the parameters that are not sliced; a unit that FSDP2 shards none.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
     position = {decision.operator: index for index, decision in enumerate(plan.decisions)}
-    # The gradient of what is used twice is complete where it was used first.
+    # The gradient of a parameter that is used twice is complete where backward reaches its first use.
     units = sorted(plan.units, key=lambda unit: min(position[operator] for operator in unit.operators))
     found = (
         tuple(
@@ -129,9 +129,9 @@ def replicated_units(
 
 
 def gradient_group(mesh: DeviceMesh, *, beside_shards: bool) -> dist.ProcessGroup:
-    """The group replicated gradients are reduced in.
+    """The process group in which replicated gradients are reduced.
 
-    Beside sharded units it is one of its own: the two kinds of collectives come in no common order.
+    With sharded units in the model it is a separate one: the two kinds of collectives have no common order.
     """
     group: dist.ProcessGroup = mesh.get_group()
     if not beside_shards or mesh.size() == 1:

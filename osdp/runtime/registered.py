@@ -1,8 +1,8 @@
-"""What modules have registered when a forward begins: the parameters of the plan, and nothing else.
+"""The check that modules still register the plan's parameters when a forward begins.
 
-Parameters that were put in their place after wrapping (``module.weight = nn.Parameter(...)``, weights tied
-late, ``torch.func.functional_call`` with other values) would be overwritten at the next gather in one mode,
-and computed with, untrained, in another. So they are refused in all.
+Parameters that were assigned after wrapping (``module.weight = nn.Parameter(...)``, weights tied late,
+``torch.func.functional_call`` with other values) would be overwritten at the next gather in one mode, and
+computed with, untrained, in another. So they are an error in every mode.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,11 @@ Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
 
 
 def check_registered(parameters: Iterable[Parameter], units: Sequence[ShardedUnit]) -> None:
-    """Refuse parameters that are not the plan's.
+    """Raise if a module registers a parameter that is not the plan's.
 
     Args:
-        parameters: Those of the plan.
-        units: Its sharded units, to which the sharded ones refer.
+        parameters: The parameters of the plan.
+        units: Its sharded units, which sharded parameters index.
 
     Raises:
         RuntimeError: A module has another parameter, or none, under one of their names.
@@ -42,7 +42,7 @@ def check_registered(parameters: Iterable[Parameter], units: Sequence[ShardedUni
 
 
 def _wholes(parameter: Parameter, units: Sequence[ShardedUnit]) -> list[object]:
-    """What stands for ``parameter`` while it is whole, besides what reports gradients."""
+    """The tensors that may be registered for ``parameter`` while it is gathered, besides ``compute``."""
     if isinstance(parameter, ShardedParameter):
         pairs = unsharded_parameters(units[parameter.unit].group)
         return [whole for stored, whole in pairs if stored is parameter.stored]

@@ -1,9 +1,10 @@
-"""Parameters that wrapping has replaced, and who still holds them.
+"""Parameters that wrapping has replaced, for references that users still hold.
 
-A plan stores parameters of its own: shards, or the same values under another name. An optimizer that was
-made before, a list that gradients are clipped by, or another model that shares a weight would go on with the
-old ones, which nobody trains any more. So under every plan all parameters are replaced, and the old ones
-become :class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an error.
+A plan stores parameters of its own: shards, or new objects with the same values. An optimizer that was
+created before, a list of parameters for gradient clipping, or another model that shares a weight would go on
+with the old ones, which are no longer trained. So under every plan all parameters are replaced, and the old
+ones become :class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an
+error.
 """
 
 import weakref
@@ -17,22 +18,22 @@ from torch import nn
 from osdp.runtime.owners import owned_parameters
 from osdp.runtime.torch_private.autograd import gradient_hooks, share_gradient_hooks
 
-#: The FQN of a parameter, and what is trained in its place on this rank.
+#: The FQN of a parameter, and the parameter that is trained in its place on this rank, if any.
 Successor = tuple[str, nn.Parameter | None]
 
-#: Where the optimizer belongs, for messages.
+#: Advice on where to create the optimizer, for messages.
 MOVE = (
     "make it after the line that wraps the model, of what the model has then: model = OSDP(model, ...); "
     "optimizer = torch.optim.AdamW(model.parameters(), ...)"
 )
 
-#: What may be asked of a replaced parameter: it is the same of its successor as a whole.
+#: Methods allowed on a replaced parameter: their results are those of the whole successor.
 _FACTS = frozenset(
     "size dim numel nelement element_size stride is_floating_point is_complex is_contiguous "
     "__len__ __hash__ __repr__ __format__".split()
 )
 
-#: Properties that give values.
+#: Properties that return values.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
@@ -41,7 +42,7 @@ class ReplacedParameter(nn.Parameter):
 
     Attributes:
         fqn: Its name in the model.
-        successor: What is trained in its place; ``None`` on a rank that has nothing of it.
+        successor: The parameter that is trained in its place; ``None`` on a rank that holds no part of it.
     """
 
     fqn: str
@@ -51,7 +52,7 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Hand gradients to and from the successor; refuse what needs values."""
+        """Forward access to ``grad`` to the successor; raise for operations that need values."""
         mine = args[0] if args and isinstance(args[0], cls) else None
         asked = func.__name__
         of = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -68,7 +69,7 @@ class ReplacedParameter(nn.Parameter):
         )
 
     def _gradient(self, access: str, *value: torch.Tensor | None) -> torch.Tensor | None:
-        """Get, set or delete the gradient of the successor, as a method of the attribute's is called."""
+        """Get, set or delete the gradient of the successor, by the name of the descriptor method."""
         if self.successor is None:
             return None
         if access == "__get__":
@@ -78,7 +79,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def _within(kind: type[ReplacedParameter], values: Sequence[Any]) -> Iterator[ReplacedParameter]:
-    """The replaced parameters among arguments and lists of them, as foreach functions take."""
+    """The replaced parameters among arguments, also in lists, which foreach functions take."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -88,7 +89,7 @@ def _within(kind: type[ReplacedParameter], values: Sequence[Any]) -> Iterator[Re
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A parameter before wrapping, which it does not keep alive."""
+    """Record of a parameter before wrapping, which does not keep it alive."""
 
     names: tuple[str, ...]
     reference: "weakref.ref[nn.Parameter]"
@@ -97,7 +98,7 @@ class _Plain:
 
 
 class PlainParameters:
-    """The parameters of a plain model, noted before it is wrapped."""
+    """The parameters of a plain model, recorded before it is wrapped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._noted = [
@@ -107,14 +108,14 @@ class PlainParameters:
         ]
 
     def replaced_by(self, stored: Mapping[str, nn.Parameter]) -> "Replaced":
-        """Mark those that others still hold; what users attached to them goes to their successors.
+        """Mark the parameters that are still referenced; users' attributes and hooks go to their successors.
 
         Args:
-            stored: What the optimizer is to see now, by each FQN.
+            stored: The parameters that the optimizer sees from now on, by every FQN.
         """
         others: dict[int, tuple[weakref.ref[nn.Parameter], Successor]] = {}
         for plain in self._noted:
-            # A stage may have only the later of two modules that share it.
+            # A stage may contain only the later of two modules that share the parameter.
             name = next((name for name in plain.names if name in stored), plain.names[0])
             old, new = plain.reference(), stored.get(name)
             if new is old:
@@ -135,7 +136,8 @@ class Replaced:
     """Finds the successors of replaced parameters.
 
     Args:
-        others: Those of other classes than torch's own, such as DTensors of tensor parallelism, by id.
+        others: Replaced parameters of classes other than ``nn.Parameter``, such as tensor-parallel DTensors,
+            by id.
     """
 
     def __init__(
@@ -146,23 +148,22 @@ class Replaced:
     def exchange_in(
         self, optimizer: torch.optim.Optimizer, computing: "Mapping[int, Successor] | None" = None
     ) -> None:
-        """Let ``optimizer`` step on the successors of the parameters it was made of.
+        """Replace parameters in ``optimizer`` by their successors.
 
         Args:
             optimizer: The optimizer.
-            computing: By id, the parameters that modules register between a forward and its backward, and
-                what is stored of them: an optimizer may have been made of them then.
+            computing: Stored parameters by the id of their compute parameters, which modules register between
+                a forward and its backward: the optimizer may have been created with them then.
 
         Raises:
-            RuntimeError: It keeps states of them, which belong to whole parameters.
+            RuntimeError: It has optimizer states of replaced parameters, which belong to whole parameters.
         """
-        found = {
-            id(parameter): successor
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for successor in [self._successor(parameter) or (computing or {}).get(id(parameter))]
-            if successor is not None
-        }
+        found: dict[int, Successor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                successor = self._successor(parameter) or (computing or {}).get(id(parameter))
+                if successor is not None:
+                    found[id(parameter)] = successor
         if not found:
             return
         names = [found[id(p)][0] for p, state in optimizer.state.items() if state and id(p) in found]

@@ -1,17 +1,21 @@
-"""What a forward finds beside its arguments, so that a second run of it finds the same and leaves no trace.
+"""Snapshots of the state that a forward reads besides its arguments, for exact recomputation.
 
 A recomputed block runs twice: in forward, and in backward, when other forwards, an evaluation or the next
-microbatch may have come in between. Both runs must compute the same numbers, and the second must not count.
-So before the first a :class:`Snapshot` is taken of
+microbatch may have come in between. Both runs must compute the same numbers, and the second must have no side
+effects. So before the first a :class:`Snapshot` is taken of
 
 - the buffers of its modules and other tensors that they hold: copies;
-- their attributes, ``training`` among them, and what is in lists, sets, dicts and plain objects that they,
-  their hooks or the arguments hold: references;
-- the states of torch's, Python's and NumPy's random numbers and of every generator found on the way.
+- their attributes, including ``training``, and the contents of lists, sets, dicts and plain objects that
+  they, their hooks or the arguments hold: references;
+- the random states of torch, Python and NumPy, and of every generator found on the way.
 
-The second run finds all of that, tensors as copies of the copies, and afterwards everything is what it was
-when the second run began. What is not looked for: global variables that a forward itself assigns, objects
-inside objects, and what lives outside Python.
+The second run starts from all of that, with tensors as copies of the copies; afterwards everything is put
+back to its state at the start of the second run::
+
+    forward                               backward
+    snapshot → run → settle   ...         save current → restore snapshot → run → restore current
+
+Not covered: global variables that a forward itself assigns, objects inside objects, and state outside Python.
 """
 
 import copy
@@ -32,12 +36,13 @@ from torch import nn
 
 from osdp.comm.random_states import python_sources, source_of, torch_sources
 
-#: Bytes of a tensor that is copied before every forward; larger ones are once a forward has changed them.
+#: Tensors up to this number of bytes are copied before every forward; larger ones that a forward left
+#: unchanged are not copied again.
 SMALL = 2**16
-#: Elements of a container beyond which nothing is looked for inside them.
+#: Containers with more elements than this are not searched.
 _LONG = 256
 
-#: Values that cannot change.
+#: Types of values that cannot change.
 _ATOMS = frozenset(
     {
         *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type),
@@ -45,20 +50,20 @@ _ATOMS = frozenset(
         *(types.ModuleType, types.BuiltinFunctionType),
     }
 )
-#: Attributes of every module. Of them buffers are looked at by themselves, the others are no forward's.
+#: Attributes of every module. Buffers are handled separately; a forward does not change the others.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-#: Whose objects and functions keep nothing that a forward of a user's module would change.
+#: Libraries whose objects and functions keep no state that a forward of a user's module would change.
 _LIBRARIES = frozenset({"builtins", "numpy", "osdp", "torch", "transformers"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """Something that holds values, and what it held.
+    """A container of values, and its contents at the time of the snapshot.
 
     Attributes:
-        read: Returns what it holds now, as a list, set or dict of its own.
-        write: Lets it hold that instead.
-        found: What it held when it was found.
+        read: Returns the current contents as a new list, set or dict.
+        write: Replaces the contents.
+        found: The contents when the snapshot was taken.
     """
 
     read: Callable[[], Any]
@@ -67,11 +72,11 @@ class _Holder:
 
 
 class Changing:
-    """Base of objects of this library whose attributes a forward changes: a second run finds them, too."""
+    """Base class for objects of this library whose attributes a forward changes: snapshots include them."""
 
 
 class KnownTensors:
-    """The large tensors that no forward was seen to change."""
+    """Large tensors that no forward has changed so far; they are not copied."""
 
     def __init__(self) -> None:
         self._constant: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -81,18 +86,18 @@ class KnownTensors:
         return known is not None and known() is tensor
 
     def add(self, tensor: torch.Tensor) -> None:
-        """A forward left ``tensor`` as it was."""
+        """Record that a forward left ``tensor`` unchanged."""
         key = id(tensor)
         self._constant[key] = weakref.ref(tensor, lambda _: self._constant.pop(key, None))
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """A forward changed ``tensor`` after all."""
+        """Record that a forward changed ``tensor`` after all."""
         self._constant.pop(id(tensor), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A tensor or a counter, and a copy of it as it was found."""
+    """A tensor or a counter, and a copy of it from the time of the snapshot."""
 
     original: Any
     copy: Any
@@ -101,13 +106,13 @@ class _Copied:
 
 
 class Snapshot:
-    """What a forward is about to find.
+    """The state that a forward is about to read besides its arguments.
 
     Args:
         modules: The modules that will run.
-        arguments: What they are given.
-        device: Where they run.
-        known: What earlier forwards of them have shown.
+        arguments: Their arguments.
+        device: The device they run on.
+        known: Tensors that earlier forwards of these modules left unchanged; updated by :meth:`settle`.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Snapshot:
         known: KnownTensors,
     ) -> None:
         self._known = known
-        # torch's are kept whether they are drawn from or not, as its own checkpoint does.
+        # torch's random states are always kept, as its own checkpoint does; others only if they were used.
         self._random = [(source, source.get()) for source in torch_sources(device)]
         self._undecided = [(source, source.get()) for source in python_sources()]
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -135,10 +140,10 @@ class Snapshot:
         self._seen.clear()
 
     def settle(self) -> None:
-        """Drop what the forward, which has just ended, left as it was.
+        """Drop what the forward that has just ended did not change.
 
         Raises:
-            RuntimeError: It was the first to change a large tensor, of which there is no copy.
+            RuntimeError: The forward changed a large tensor for the first time, and there is no copy of it.
         """
         drawn = [(source, state) for source, state in self._undecided if not source.same(source.get(), state)]
         self._random += drawn
@@ -159,7 +164,7 @@ class Snapshot:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Within it everything is as it was found; after it, as it was before it."""
+        """Restore the snapshot inside the context, and the current state on exit."""
         copies = {key: _copy(copied.copy) for key, copied in self._copied.items()}
         attributes = [_attributes(module) for module, _ in self._attributes]
         held = [holder.read() for holder in self._holders]
@@ -198,7 +203,7 @@ class Snapshot:
             self._look_at(hook)
 
     def _look_at(self, value: Any, deep: bool = True) -> None:
-        """Find what can change in ``value``; what objects and functions hold only if ``deep``."""
+        """Search ``value`` for mutable state; the contents of objects and functions only if ``deep``."""
         kind = type(value)  # some classes make isinstance slow
         if kind in _ATOMS or issubclass(kind, nn.Module):
             return
@@ -233,7 +238,7 @@ class Snapshot:
                 self._look_at(item, deep)
 
     def _look_into(self, value: Any) -> None:
-        """Look at what an object, a function or the owner of a method holds."""
+        """Search the contents of an object, a function or the owner of a method."""
         if isinstance(value, types.MethodType):
             owner = value.__self__
             if isinstance(owner, nn.Module) and _is_users(type(owner)):
@@ -253,7 +258,7 @@ class Snapshot:
                 self._look_at(held, deep=False)
 
     def _look_into_function(self, function: types.FunctionType) -> None:
-        """Look at the variables of ``function`` that outlive a call: those around it, and global ones."""
+        """Search the variables of ``function`` that outlive a call: its closure and the globals it names."""
         for cell in function.__closure__ or ():
             values = _cell_values(cell)
             self._holders.append(_Holder(partial(_cell_values, cell), partial(_set_cell, cell), values))
@@ -285,7 +290,7 @@ def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def _refill_dict(container: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    # Emptied only if it must be: another thread may be reading the attributes of an object.
+    # Cleared only if keys differ: another thread may be reading the attributes of an object.
     if container.keys() != items.keys():
         container.clear()
     container.update(items)
@@ -299,7 +304,7 @@ def _refill(container: Any, items: Sequence[Any]) -> None:
 
 
 def _cell_values(cell: types.CellType) -> list[Any]:
-    """The value of a variable of an enclosing function, none if it was not assigned yet."""
+    """The value of a variable of an enclosing function; empty if it has not been assigned yet."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -316,7 +321,7 @@ def _named(space: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _is_users(owner: Any) -> bool:
-    """Whether a class, or one it derives from, or a function comes from no library known to be harmless."""
+    """Whether a function, or a class or one of its bases, is defined outside :data:`_LIBRARIES`."""
     classes = owner.__mro__ if isinstance(owner, type) else (owner,)
     return any((cls.__module__ or "").partition(".")[0] not in _LIBRARIES for cls in classes)
 
@@ -326,14 +331,14 @@ def _copy(value: Any) -> Any:
 
 
 def _unchanged(copied: _Copied) -> bool:
-    """Whether a forward left a large tensor as it was; of buffers also what no version counter shows."""
+    """Whether a forward left a large tensor unchanged; buffers are compared, as versions can miss changes."""
     if copied.original._version != copied.version:
         return False
     return not copied.is_buffer or torch.equal(copied.original, copied.copy)
 
 
 def _with_copies(values: Any, copies: Mapping[int, Any]) -> Any:
-    """``values`` of a container, those of which there are copies replaced by them."""
+    """``values`` of a container, with copied tensors and counters replaced by their copies."""
     if isinstance(values, dict):
         return {name: _replaced(value, copies) for name, value in values.items()}
     return [_replaced(value, copies) for value in values]

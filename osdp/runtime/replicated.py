@@ -1,11 +1,16 @@
-"""NO_SHARD parameters: what the optimizer sees, and what forward and backward compute with.
+"""NO_SHARD parameters: stored parameters for the optimizer, plain ones for forward and backward.
 
-Beside sharded parameters a replicated one is *stored* as a ``Replicate()`` DTensor on their mesh, so that
-optimizers, clipping and checkpoints see one kind of tensor. Modules *compute* with a plain parameter in its
-place, from the start of a forward to the end of the backward, since every operation on a DTensor costs tens
-of microseconds. Both share one storage; only with ``param_dtype`` the computing one is a copy, filled when it
-is swapped in and freed when it is swapped out. Where nothing is sharded, the plain parameters themselves are
-stored: optimizers then cost what they cost without osdp.
+In a model with sharded parameters a replicated one is *stored* as a ``Replicate()`` DTensor on their mesh, so
+that optimizers, clipping and checkpoints see one kind of tensor. Modules *compute* with a plain parameter in
+its place, since every operation on a DTensor costs tens of microseconds::
+
+    between steps          forward ... backward          between steps
+    stored (DTensor)  →    compute (plain)          →    stored (DTensor)
+                  swap_in                       swap_out
+
+Both share one storage; only with ``param_dtype`` the compute parameter is a copy, filled when it is swapped
+in and freed when it is swapped out. Where nothing is sharded, plain parameters are stored: optimizers then
+cost the same as without osdp.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,11 +30,11 @@ class ReplicatedParameter:
     """One parameter that every rank holds whole.
 
     Attributes:
-        owned: Where it is registered.
-        stored: What the optimizer sees.
-        compute: What forward and backward use; never what is stored, whose hooks and gradient autograd would
-            reach before the reduction.
-        path: How its gradient gets to the optimizer.
+        owned: The places where it is registered.
+        stored: The parameter that the optimizer sees.
+        compute: The parameter that forward and backward use; never the stored one itself, whose hooks and
+            gradient autograd would reach before the reduction.
+        path: The path of its gradient to the optimizer.
     """
 
     def __init__(self, owned: Owned, compute_dtype: torch.dtype | None) -> None:
@@ -59,7 +64,7 @@ class ReplicatedParameter:
 
     @property
     def local_grad(self) -> torch.Tensor | None:
-        """The gradient the optimizer would see now, as a plain tensor."""
+        """The gradient that the optimizer sees at present, as a plain tensor."""
         grad = self.stored.grad
         if grad is None:
             return None
@@ -67,28 +72,28 @@ class ReplicatedParameter:
             return grad.to_local() if isinstance(grad, DTensor) else grad
 
     def swap_in(self) -> None:
-        """Register what is computed with."""
+        """Register the compute parameter."""
         if self.compute.requires_grad != self.stored.requires_grad:
             self.compute.requires_grad_(self.stored.requires_grad)
         if self._casts:
             _allocate(self.compute)
             self._copy()
         elif self.compute.data_ptr() != data_pointer(self.stored):
-            self.compute.data = self.local  # somebody gave it other storage
+            self.compute.data = self.local  # the stored parameter was given other storage
         self.owned.register(self.compute)
 
     def refresh(self) -> None:
-        """Copy the stored values again if an optimizer changed them since."""
+        """Copy the stored values again if they were changed since the last copy."""
         if self._casts and version_of(self.stored) != self._copied:
             self._copy()
 
     def _copy(self) -> None:
-        # Through ``data``: saved tensors of a pending backward must not see a new version.
+        # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
         self.compute.data.copy_(self.local)
         self._copied = version_of(self.stored)
 
     def swap_out(self) -> None:
-        """Register what is stored."""
+        """Register the stored parameter."""
         if self._casts:
             _free(self.compute)
         self.owned.register(self.stored)
@@ -98,8 +103,8 @@ class ReplicatedParameters:
     """All replicated parameters of a model, swapped together.
 
     Attributes:
-        parameters: In the order of the plan.
-        swapped_in: Whether modules compute with the plain ones now.
+        parameters: The parameters, in the order they were given.
+        swapped_in: Whether modules register the compute parameters at present.
     """
 
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
@@ -113,7 +118,7 @@ class ReplicatedParameters:
         return len(self.parameters)
 
     def swap_in(self) -> bool:
-        """Let modules compute with the plain parameters; whether that changed anything."""
+        """Register the compute parameters; returns whether they were swapped out before."""
         if self.swapped_in:
             for parameter in self.parameters:
                 parameter.refresh()
@@ -124,7 +129,7 @@ class ReplicatedParameters:
         return True
 
     def swap_out(self) -> None:
-        """Let modules register the stored parameters."""
+        """Register the stored parameters."""
         if self.swapped_in:
             for parameter in self.parameters:
                 parameter.swap_out()
@@ -137,11 +142,11 @@ def replicate(
     """Register ``owned`` as a replicated parameter on ``mesh``, with rank 0's values.
 
     Args:
-        owned: A plain parameter or one that tensor-parallel ranks have sharded; it may be on ``meta``.
+        owned: A plain or a tensor-parallel parameter; it may be on ``meta``.
         mesh: The mesh of all data-parallel ranks.
         device: This rank's device.
-        stored_on: Mesh of the DTensor that is stored, if other parameters of the model are DTensors:
-            ``mesh``, or that joined with the tensor-parallel ranks.
+        stored_on: Mesh of the stored DTensor, if other parameters of the model are DTensors: ``mesh``, or
+            ``mesh`` joined with the tensor-parallel mesh. ``None`` stores a plain parameter.
     """
     old = owned.parameter
     with torch.no_grad():
@@ -150,14 +155,14 @@ def replicate(
             local = local.to(device)
             torch.distributed.broadcast(local, group=mesh.get_group(), group_src=0)
         value = local if stored_on is None else _stored(local, old, stored_on)
-    # A new one even where the values stay where they are: see osdp.runtime.replaced.
+    # A new object even where the values keep their storage: see osdp.runtime.replaced.
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     owned.register(new)
     return new
 
 
 def _stored(local: torch.Tensor, old: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """``local`` as a DTensor on ``mesh``, sharded along its last axis as ``old`` is."""
+    """``local`` as a DTensor on ``mesh``, with the placement of ``old``, if any, on the last axis."""
     replicated = [Replicate()] * mesh.ndim
     if not isinstance(old, DTensor):
         return DTensor.from_local(local, mesh, replicated, run_check=False)

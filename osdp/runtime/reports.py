@@ -1,4 +1,4 @@
-"""Hooks on parameters that tell the object which runs the model."""
+"""Gradient hooks on parameters that keep neither the parameter nor the running model alive."""
 
 import weakref
 from collections.abc import Callable
@@ -13,9 +13,9 @@ Reported = TypeVar("Reported")
 def reporter(
     owner: Owner, parameter: Reported, tell: Callable[[Owner, Reported], None]
 ) -> Callable[[torch.Tensor], None]:
-    """A hook that calls ``tell(owner, parameter)`` as long as both are there.
+    """A gradient hook that calls ``tell(owner, parameter)`` while both exist.
 
-    It holds neither: the garbage collector cannot see the cycle through a tensor's hook.
+    It holds only weak references: the garbage collector cannot see a cycle through a tensor's hook.
     """
     its_owner, its_parameter = weakref.ref(owner), weakref.ref(parameter)
 

@@ -1,4 +1,4 @@
-"""Blocks whose ranks share the sequence: where it is cut, gathered for a region, and made whole again."""
+"""Sequence parallelism: hooks that split the sequence, gather it for a region, and make it whole again."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from osdp.tensor_plan import SequenceParallel
 
 
 def share_sequence(model: nn.Module, plan: SequenceParallel, ranks: Ranks) -> None:
-    """Let the modules of ``plan`` exchange parts of the sequence; after they compute their parts."""
+    """Register the sequence-parallel hooks of ``plan``; called after the modules have been sharded."""
     for run in plan.runs:
         first, last = model.get_submodule(run[0]), model.get_submodule(run[-1])
         first.register_forward_pre_hook(partial(_cut, ranks), with_kwargs=True)

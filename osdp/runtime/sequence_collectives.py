@@ -1,7 +1,14 @@
-"""What ranks that share a sequence exchange where they meet, each with its counterpart in backward.
+"""Collectives of sequence parallelism, each with its counterpart in backward.
 
-The sequence is the last dimension but one. Into a run of blocks goes a part of what is whole on all ranks,
-and what comes out is whole again; a region gathers what it reads and sums what it returns, part by part.
+The sequence is the last dimension but one. A run of blocks starts by taking a part of a tensor that is whole
+on all ranks, and ends by making its output whole again; a tensor-parallel region gathers its inputs and
+reduce-scatters its outputs along the sequence:
+
+    function        forward           backward
+    take_part       own part          all-gather
+    make_whole      all-gather        own part
+    enter_region    all-gather        reduce-scatter
+    leave_region    reduce-scatter    all-gather
 """
 
 from typing import Any, cast
@@ -12,10 +19,10 @@ from osdp.runtime.tensor_collectives import Ranks
 
 
 def take_part(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's part of a tensor that is the same on all; its gradient is whole on all.
+    """This rank's part of a tensor that is the same on all ranks; backward gathers the whole gradient.
 
     Raises:
-        ValueError: The ranks do not divide the sequence.
+        ValueError: The number of ranks does not divide the sequence length.
     """
     if tensor.shape[-2] % ranks.size:
         raise ValueError(indivisible(tensor.shape[-2], ranks.size))
@@ -23,12 +30,12 @@ def take_part(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def make_whole(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The whole of which each rank has a part; its gradient is the same on all."""
+    """The whole tensor of which each rank has a part; its gradient is the same on all ranks."""
     return cast(torch.Tensor, _MakeWhole.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
 def enter_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The whole of which each rank has a part; its gradients are summed over the ranks."""
+    """The whole tensor of which each rank has a part; its gradients are summed over the ranks."""
     return cast(torch.Tensor, _EnterRegion.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
@@ -38,7 +45,7 @@ def leave_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def indivisible(length: int, ranks: int) -> str:
-    """Why a sequence cannot be shared."""
+    """The message where the number of ranks does not divide a sequence."""
     return (
         f"a sequence of {length} cannot be shared evenly by {ranks} tensor-parallel ranks; pad batches to a "
         f"multiple of {ranks}, or leave sequence_parallel out"

@@ -1,7 +1,7 @@
-"""What a removed module would have returned: its outputs' structure, shapes and dtypes.
+"""Output structure, shapes and dtypes of modules that were removed from a stage.
 
-A twin of it without memory is run on fake tensors, once for each combination of input shapes; modules that
-are alike share a twin.
+A copy of the module without memory (its twin) runs on fake tensors, once for each combination of input
+shapes; equal modules share a twin.
 """
 
 import copy
@@ -21,7 +21,8 @@ class _Template:
     """The outputs for one combination of inputs.
 
     Attributes:
-        leaves: Its leaves: of tensors a meta tensor, or the number of the input leaf that is handed through.
+        leaves: Leaves of the output: a meta tensor for each tensor, :class:`_Handed` for an input that is
+            returned unchanged, and other values themselves.
         spec: Their structure.
     """
 
@@ -31,13 +32,17 @@ class _Template:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """An output that is an input."""
+    """An output that is one of the inputs.
+
+    Attributes:
+        leaf: Index of the input leaf.
+    """
 
     leaf: int
 
 
 class Twin:
-    """Stands in for modules that are alike; made by :func:`twins_of`."""
+    """A copy without memory that stands in for equal modules; created by :func:`twins_of`."""
 
     def __init__(self, module: nn.Module, mode: FakeTensors, dtype: torch.dtype | None) -> None:
         self._mode = mode
@@ -51,7 +56,7 @@ class Twin:
             self._module = copy.deepcopy(module, memo)
 
     def outputs(self, args: Any, kwargs: Any) -> Any:
-        """What the module returns for inputs of these shapes, with absent tensors."""
+        """The module's output for inputs of these shapes, with placeholders for tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         key = (spec, tuple(_kind(leaf) for leaf in leaves))
         if key not in self._templates:
@@ -97,7 +102,7 @@ def _kind(leaf: Any) -> object:
 
 
 def _settings(module: nn.Module) -> tuple[object, ...]:
-    """Plain attributes of a module and those inside, such as a window of attention, but not its number."""
+    """Plain attributes of a module and its submodules, such as an attention window, without layer indices."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (key, value)
@@ -108,12 +113,12 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
 
 
 def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None) -> dict[str, Twin]:
-    """A twin for each of ``modules``, shared by those of one list that print alike, settings included.
+    """A twin for each of ``modules``, shared by modules of one container with equal ``repr`` and settings.
 
     Args:
         model: The model.
         modules: FQNs.
-        dtype: What parameters are computed in; their own if ``None``.
+        dtype: Compute dtype of parameters; their own if ``None``.
     """
     mode = FakeTensors()
     made: dict[object, Twin] = {}

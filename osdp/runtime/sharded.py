@@ -1,10 +1,10 @@
-"""Sharded units: ``fully_shard`` in the right order, and which of their parameters got a gradient.
+"""Sharded units: ``fully_shard`` in the right order, unused parameters and stale gathers.
 
-FSDP2 does the sharding. What is added is the knowledge it lacks: a parameter without a gradient on one rank
-makes that rank's reduce-scatter a different one, silently, and a unit that stayed whole after a forward does
-not notice that an optimizer has changed its shards. So every unsharded parameter reports its gradients, and
-units know the version of what they gathered. That units run in one order on all ranks is the business of
-:mod:`osdp.runtime.lockstep`.
+FSDP2 does the sharding. Two things are added that it misses: a parameter without a gradient on one rank
+silently gives that rank's reduce-scatter another layout, and a unit that stays gathered after a forward does
+not notice that an optimizer has changed its shards. So every unsharded parameter has a hook that reports its
+gradients, and units remember the version of what they gathered. :mod:`osdp.runtime.lockstep` makes units run
+in the same order on all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,14 +50,14 @@ def shard_units(
     replicated: set[nn.Parameter],
     before_unit: Callable[[Sequence[str]], None],
 ) -> None:
-    """``fully_shard`` every sharded unit of ``plan``, those inside others first and the root last.
+    """``fully_shard`` every sharded unit of ``plan``, inner units first and the root last.
 
     Args:
         model: The model; its replicated parameters are registered already.
         plan: A plan that fits it.
-        meshes: The mesh of all ranks, and those of groups.
+        meshes: The mesh of all ranks, and those of shard groups.
         policy: Mixed precision.
-        replicated: Parameters FSDP2 is to leave alone.
+        replicated: Parameters that FSDP2 ignores.
         before_unit: Called with the parameter names of each unit before it is sharded.
     """
     names = {decision.operator: decision.parameters for decision in plan.decisions}
@@ -78,7 +78,7 @@ def _shard(
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
 ) -> None:
-    """``fully_shard`` one unit; ``None`` is a root with nothing left in it."""
+    """``fully_shard`` one unit; ``None`` stands for a root without parameters of its own."""
     UnitOutputs(named).register()
     modules = list(dict.fromkeys(named.values()))
     target: Any = modules[0] if len(modules) == 1 else modules
@@ -102,7 +102,7 @@ def _shard(
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
-    """The dimension to shard, dim 0 by default; another one where that consists of parts of blocks."""
+    """Dim 1 where tensor parallelism shards dim 0 in blocks; ``None`` for FSDP2's default, dim 0."""
     if isinstance(parameter, DTensor) and any(
         blocks_of_shard(p) > 1 and sharded_dim(p) == 0 for p in parameter.placements
     ):
@@ -111,7 +111,7 @@ def _placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def _reshards(unit: Unit) -> bool:
-    """Whether its parameters are given up after forward; the root's are needed first in backward."""
+    """Whether a unit is resharded after forward; the root is not, since backward needs it first."""
     return not unit.root and unit.mode in (Mode.FULL_SHARD, Mode.HYBRID_SHARD)
 
 
@@ -122,7 +122,7 @@ def _offload_policy(unit: Unit | None, meshes: Meshes) -> OffloadPolicy:
 
 
 class ShardedParameter:
-    """A sharded parameter, and the whole one FSDP2 registers in its place while its unit is unsharded."""
+    """A sharded parameter, and the unsharded one that FSDP2 registers while its unit is gathered."""
 
     def __init__(self, owned: Owned, unit: int) -> None:
         self.owned = owned
@@ -143,7 +143,7 @@ class ShardedUnit:
     """A unit that FSDP2 shards.
 
     Attributes:
-        modules: FQNs of the modules that were wrapped together; of the root's unit the empty one.
+        modules: FQNs of the modules that were wrapped together; ``("",)`` for the root's unit.
         parameters: Its parameters.
         state: FSDP2's state of these modules.
         group: FSDP2's parameter group.
@@ -163,32 +163,32 @@ class ShardedUnit:
         return bool(self.group.is_unsharded)
 
     def gather(self, *, async_op: bool = False) -> None:
-        """Start to gather its parameters, or do it."""
+        """Gather its parameters; with ``async_op`` only start to."""
         self.group.unshard(async_op=async_op)
         if not async_op:
             self.group.wait_for_unshard()
             self.note_version()
 
     def reshard(self) -> None:
-        """Give up the whole parameters."""
+        """Free the gathered parameters."""
         self.group.reshard()
 
     def reshard_after_forward(self, reshards: bool) -> None:
-        """Whether it is resharded between forward and backward, whatever was planned."""
+        """Set whether the unit is resharded between forward and backward, in place of the plan's choice."""
         self.state._auto_reshard_after_forward = False
         self.group.post_forward_mesh_info = self.group.mesh_info if reshards else None
 
     def note_version(self) -> None:
-        """Remember what was gathered, while that stays whole."""
+        """Record the version of the shards that were gathered."""
         self._gathered = self._version
 
     def reshard_if_stale(self) -> None:
-        """Give up the whole parameters if an optimizer, or anything else in place, has changed the shards."""
+        """Free the gathered parameters if an optimizer or another in-place change has modified the shards."""
         if self.is_whole and self._gathered is not None and self._gathered != self._version:
             self.reshard()
 
     def follow_settings(self) -> None:
-        """Let FSDP2, or what comes after it, do what is set for the gradients of the parameters."""
+        """Apply the gradient settings of its parameters: in FSDP2 where all agree, else per parameter."""
         paths = [parameter.path for parameter in self.parameters if parameter.stored.requires_grad]
         if not paths:
             return
@@ -199,7 +199,7 @@ class ShardedUnit:
         group.gradient_divide_factor = paths[0].divide_factor if len(factors) == 1 else None
         group._all_reduce_hook = paths[0].all_reduce_hook if len(hooks) == 1 else None
         if group.gradient_divide_factor is not None and self.parameters[0].stored.device.type == "cpu":
-            # For a factor FSDP2 asks for PREMUL_SUM in float32 and bfloat16, which gloo does not have.
+            # With a factor FSDP2 uses PREMUL_SUM in float32 and bfloat16, which gloo does not support.
             group.force_sum_reduction_for_comms = True
         for parameter in self.parameters:
             path, ranks = parameter.path, num_ranks(parameter.stored)
@@ -209,9 +209,9 @@ class ShardedUnit:
             path.separate = path.scale != 1.0 or path.calls_hook or (syncs and not path.syncs)
 
     def count_unused_as_zero(self, unused: bool) -> None:
-        """Whether parameters without a gradient take part in the reduction as zeros.
+        """Set whether parameters without a gradient are reduced as zeros.
 
-        Of a unit of which no parameter has one there is nothing to reduce.
+        Left off while no parameter of the unit has a gradient: then there is nothing to reduce.
         """
         self.group.reduce_scatter_unused_params = unused
 
@@ -253,7 +253,7 @@ class ShardedParameters:
         self.watch()
 
     def watch(self) -> None:
-        """Let all that are trainable now report their gradients, once they are found."""
+        """Note the trainable parameters without a gradient hook; :meth:`find` registers the hooks."""
         self._silent = tuple(p for p in self.parameters if p.stored.requires_grad and not p.reports)
 
     def follow_trainable(self) -> None:
@@ -263,7 +263,7 @@ class ShardedParameters:
         self.watch()
 
     def find(self) -> None:
-        """After a forward: make the whole parameters report that FSDP2 has made since the last one."""
+        """Register gradient hooks on the unsharded parameters that FSDP2 created in the last forward."""
         if not self._silent:
             return
         whole = {
@@ -281,20 +281,21 @@ class ShardedParameters:
         self.watch()
 
     def note_versions(self) -> None:
-        """Remember what the units that stay whole were gathered from."""
+        """Record the versions of the shards of all units that stay gathered."""
         for unit in self.units:
             if unit.is_whole:
                 unit.note_version()
 
     def reshard_stale(self) -> None:
-        """Let units whose shards have changed since be gathered again."""
+        """Reshard units whose shards have changed since they were gathered."""
         for unit in self.units:
             unit.reshard_if_stale()
 
     def prepare_for_inference_mode(self) -> None:
-        """Before a first forward in inference mode: make whole parameters that training can use later.
+        """Create the unsharded parameters outside inference mode before a first forward in it.
 
-        FSDP2 makes them at the first gather; made in inference mode autograd could not save them.
+        FSDP2 creates them at the first gather; autograd cannot save tensors created in inference mode, so
+        training could not use them later.
         """
         if not torch.is_inference_mode_enabled() or self._made:
             return
@@ -305,19 +306,19 @@ class ShardedParameters:
         self._made = True
 
     def end_backward(self) -> None:
-        """What was reduced waits for its next gradient; what was kept is still to be reduced, as a whole."""
+        """Reset the units that were reduced; units that kept their gradients are still to be reduced."""
         for index in [index for index in self._touched if self.units[index].group.reduce_grads]:
             self.units[index].count_unused_as_zero(False)
             self._touched.remove(index)
 
     def reset(self) -> None:
-        """After a failed backward nothing is to be reduced."""
+        """Reset all units after a failed backward: nothing is left to reduce."""
         for index in self._touched:
             self.units[index].count_unused_as_zero(False)
         self._touched.clear()
 
     def give_up(self, parameter: ShardedParameter) -> None:
-        """Forget what an accumulation has kept of ``parameter``."""
+        """Drop the gradient that an accumulation has kept for ``parameter``."""
         drop_kept_gradient(self.units[parameter.unit].group, parameter.stored)
 
     def _receive(self, parameter: ShardedParameter) -> None:
@@ -328,7 +329,7 @@ class ShardedParameters:
 
 
 def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Module, tuple[nn.Module, ...]]:
-    """For each module the wrapped modules around it whose units hold parameters of it, the outermost first.
+    """The wrapped modules around each module whose units hold its parameters, outermost first.
 
     FSDP2 gathers these in the forward of the wrapped module; a module inside that is called by itself would
     compute with shards.
@@ -340,7 +341,7 @@ def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Mo
             for name in names:
                 if not is_inside(name, wrapped):
                     continue
-                # The module that registers the parameter, and those between it and the wrapped one.
+                # From the module that registers the parameter up to the wrapped one.
                 inner = name.rpartition(".")[0]
                 while inner != wrapped:
                     outer = model.get_submodule(wrapped)
@@ -350,5 +351,5 @@ def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Mo
 
 
 def can_count_unused_as_zero(root: nn.Module) -> bool:
-    """Whether FSDP2 can reduce zeros for parameters without a gradient, which this torch may lack."""
+    """Whether this version of FSDP2 can reduce zeros for parameters without a gradient."""
     return hasattr(root, "set_reduce_scatter_unused_params")

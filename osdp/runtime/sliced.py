@@ -1,8 +1,8 @@
-"""Operators that a plan runs in slices: their modules are exchanged, their weights sharded as slices need it.
+"""Operators that a plan runs in slices: replacing their modules and sharding their weights.
 
-The weight of a sharded one is a DTensor ``Shard`` along the dimension that is not sliced; FSDP2 leaves it
-alone, since its slices are gathered and its gradient is scattered inside the operator. What else the operator
-has, a bias, is replicated.
+The weight of a sharded one is a DTensor with ``Shard`` along the dimension that is not sliced; FSDP2 ignores
+it, since its slices are gathered and its gradient is reduce-scattered inside the operator. Other parameters
+of the operator (a bias) are replicated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ from osdp.runtime.slices import compute_with
 from osdp.runtime.split_modules import Slicing, check_slicing, kind_of, slice_along, sliced, sliced_dim
 from osdp.runtime.torch_private.dtensor import wrap_like
 
-#: The one parameter that is cut.
+#: The only parameter that is sliced.
 _WEIGHT = "weight"
 
 
 def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Why operators of ``plan`` cannot run in the slices it says; their modules must be in ``model``."""
+    """Reasons why operators of ``plan`` cannot run in its slices; their modules must be in ``model``."""
     units = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in _sliced_decisions(plan):
         if len(units[decision.operator].operators) > 1:
@@ -52,7 +52,7 @@ def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
 def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
     module = model.get_submodule(fqn)
     if not fqn:
-        return "it is the root, which nothing holds that could exchange it"
+        return "it is the root, which has no parent module in which it could be replaced"
     if "forward" in module.__dict__:
         return f"module {fqn!r} has a forward of its own, set on the instance"
     if _WEIGHT not in module._parameters:
@@ -65,7 +65,10 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
 
 
 def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
-    """Let the modules of sliced operators run in slices; names, parameters and types stay."""
+    """Replace the modules of sliced operators by ones that run in slices, with the same names and parameters.
+
+    Their types are subclasses of the original ones.
+    """
     made: dict[nn.Module, nn.Module] = {}
     routes = {operator: unit.route for unit in plan.units for operator in unit.operators}
     for decision in _sliced_decisions(plan):
@@ -86,7 +89,7 @@ def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy)
 
 
 def sharded_weights(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """The weights that are sharded for slices, by first FQN, and the dimension each is sharded along."""
+    """Sharded weights of operators in slices by first FQN, with the dimension each is sharded along."""
     found = {}
     for decision in _sliced_decisions(plan):
         if decision.mode.sharded:
@@ -97,11 +100,11 @@ def sharded_weights(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
-    """Register ``owned``, whole and the same on every rank or on ``meta``, sharded along ``dim``."""
+    """Shard ``owned`` along ``dim``; it is whole and the same on every rank, or on ``meta``."""
     whole = owned.parameter.detach()
     size = shard_numel((whole.shape[dim],), mesh.size())
     first = min(mesh.get_local_rank() * size, whole.shape[dim])
-    # A copy even where the part is contiguous: as a view it would keep the whole alive.
+    # A copy even where the part is contiguous: a view would keep the whole tensor in memory.
     part = whole.narrow(dim, first, min(size, whole.shape[dim] - first))
     local = part.clone(memory_format=torch.contiguous_format)
     value = DTensor.from_local(
@@ -113,13 +116,13 @@ def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class SlicedParameter:
-    """A weight that is sharded for slices: a DTensor, of which operators compute with this rank's part.
+    """A sharded weight of an operator in slices: a DTensor; operators compute with this rank's part.
 
     Attributes:
-        owned: Where it is registered.
-        stored: What the optimizer sees.
+        owned: The places where it is registered.
+        stored: The parameter that the optimizer sees.
         compute: This rank's part as a plain parameter, in the same memory.
-        path: How its gradient gets to the optimizer.
+        path: The path of its gradient to the optimizer.
     """
 
     def __init__(self, owned: Owned) -> None:
@@ -128,7 +131,7 @@ class SlicedParameter:
         self.compute = nn.Parameter(self._local, requires_grad=self.stored.requires_grad)
         compute_with(self.stored, self.compute)
         self.path = GradientPath()
-        #: What was gathered for reading.
+        #: The whole weight, gathered for reading by :meth:`gather`.
         self.whole: nn.Parameter | None = None
 
     @property
@@ -144,7 +147,7 @@ class SlicedParameter:
             return stored.to_local()
 
     def take_gradient(self) -> None:
-        """Add what autograd has left on this rank's part to the gradient of the whole."""
+        """Add the gradient that autograd left on this rank's part to the gradient of the DTensor."""
         grad, self.compute.grad = self.compute.grad, None
         assert isinstance(self.stored, DTensor)
         if grad is None:
@@ -156,7 +159,7 @@ class SlicedParameter:
                 self.stored.grad.add_(wrap_like(grad, self.stored))
 
     def gather(self) -> None:
-        """Register the whole weight, for whoever wants to read it; it is never computed with."""
+        """Gather and register the whole weight for reading; it is never computed with."""
         if self.owned.parameter is self.stored:
             shard = self.stored.detach()
             assert isinstance(shard, DTensor)
@@ -165,20 +168,20 @@ class SlicedParameter:
             self.owned.register(self.whole)
 
     def reshard(self) -> None:
-        """Register what is stored, and compute with it."""
+        """Register the stored weight, and compute with its values."""
         if self.owned.parameter is not self.stored:
             self.owned.register(self.stored)
             self.whole = None
         if self.compute.data_ptr() != self._local.data_ptr():
-            self.compute.data = self._local  # somebody gave it other storage
+            self.compute.data = self._local  # the stored weight was given other storage
 
 
 class SlicedParameters:
-    """The weights of a model that are sharded for slices.
+    """The sharded weights of all operators in slices.
 
     Args:
         parameters: The weights.
-        on_gradient: Called with each when autograd has left a gradient on it.
+        on_gradient: Called with each weight when autograd has left a gradient on it.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class SlicedParameters:
         self._watched: set[int] = set()
 
     def watch(self) -> None:
-        """Report the gradients of all that are trainable now."""
+        """Register gradient hooks on all weights that are trainable at present."""
         for parameter in self.parameters:
             if parameter.compute.requires_grad and id(parameter) not in self._watched:
                 parameter.compute.register_post_accumulate_grad_hook(
@@ -202,12 +205,12 @@ class SlicedParameters:
         parameter.take_gradient()
 
     def reshard(self) -> None:
-        """Register what is stored of all of them."""
+        """Register the stored weights."""
         for parameter in self.parameters:
             parameter.reshard()
 
     def follow_settings(self) -> None:
-        """Prepare for what is set for their gradients; each backward reduces them, slice by slice."""
+        """Apply the gradient settings; every backward reduces these gradients, slice by slice."""
         for parameter in self.parameters:
             path, ranks = parameter.path, num_ranks(parameter.stored)
             path.scale = 1.0 if path.divide_factor is None else ranks / path.divide_factor
@@ -220,7 +223,7 @@ def _sliced_decisions(plan: Plan) -> Iterator[Decision]:
 
 
 def _slicing(module: nn.Module, decision: Decision) -> Slicing:
-    """How ``module``, one of those that share a weight, is cut as the operator is."""
+    """The slicing of ``module``, one of the modules that share the operator's weight."""
     kind = kind_of(module)
     by = decision.sliced_by if kind is None else slice_along(kind, decision.sliced_by)
     # Of a tied weight only the head needs its slices in backward.

@@ -1,15 +1,21 @@
-"""A weight in slices: where they begin and end, how one is gathered, how its gradient is scattered.
+"""A weight in slices: their bounds, the all-gather of a slice, and the reduce-scatter of its gradient.
 
 A sharded weight that runs in slices is stored sharded along the dimension that is *not* sliced, so that every
 rank holds an equal part of every slice and a slice is gathered by one all-gather of just its bytes. As a
-DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints see the whole shape.
+DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints see the whole shape::
 
-Inside, a gathered slice has the sharded dimension first: ``[sharded, sliced]``.
+                 slice 0 | slice 1 | slice 2
+    rank 0      [        |         |        ]
+    rank 1      [        |         |        ]
+                     ▲ one all-gather
+
+Internally, a gathered slice has the sharded dimension first: ``(sharded, sliced)``.
 
 Slices are resharded after use (FULL_SHARD), and backward gathers them again; the last ``num_kept`` of them
-may stay gathered from forward to backward (SHARD_GRAD_OP), which uses and frees them first. To replicate a
-part of a weight would take two parameters in place of one, with other names and checkpoints; a kept slice
-moves as many bytes as a replicated one, a gather and a reduce-scatter being an all-reduce, and stores less.
+may stay gathered from forward to backward (SHARD_GRAD_OP), which uses and frees them first. Replicating a
+part of a weight instead would take two parameters in place of one, with other names and checkpoints; a kept
+slice moves as many bytes as a replicated one, since an all-gather and a reduce-scatter move the bytes of an
+all-reduce, and stores less.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,27 +31,27 @@ from osdp.comm.collectives import exchange, scatter_sum
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.layout import padded_numel, shard_numel, slice_bounds
 
-#: The attribute of a weight that holds what is computed with in its place.
+#: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"
 
 
 class Turns(Protocol):
-    """What an operator in slices asks before its collectives, and to wait for them."""
+    """Orders the collectives of an operator in slices over all ranks."""
 
     def before_forward(self, sliced: "SlicedWeight") -> None:
-        """Return when it is the turn of a forward on all ranks."""
+        """Return when all ranks run the collectives of this forward."""
 
     def before_backward(
         self, sliced: "SlicedWeight", *, needs_x: bool, needs_weight: bool, kept: bool
     ) -> None:
-        """Return when it is the turn of a backward on all ranks."""
+        """Return when all ranks run the collectives of this backward."""
 
     def wait(self, start: Callable[[], dist.Work | None]) -> None:
-        """Run a collective to its end."""
+        """Start a collective and wait for it."""
 
     @property
     def waits(self) -> bool:
-        """Whether collectives are waited for on the host."""
+        """Whether the host waits for collectives."""
 
 
 class SliceOptions(TypedDict, total=False):
@@ -66,19 +72,19 @@ class SliceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SlicedWeight:
-    """How a matrix is cut into slices along one dimension, and sharded along the other.
+    """A matrix cut into slices along one dimension, and sharded along the other.
 
     Attributes:
-        sliced_dim: The dimension that is cut, 0 or 1.
+        sliced_dim: The dimension that is sliced, 0 or 1.
         bounds: Start and end of each slice along it.
         sharded_size: Size of the other dimension.
-        group: Ranks the other dimension is sharded over; ``None`` if the weight is whole on every rank.
+        group: Ranks the other dimension is sharded over; ``None`` if the weight is replicated.
         dtype: Dtype slices are gathered and computed in.
         reduce_dtype: Dtype their gradients are reduced in.
-        prefetch: Whether the next slice is gathered while one computes: two are whole then.
+        prefetch: Whether the next slice is gathered while one computes, so that two are gathered at a time.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
-        num_kept: How many slices, the last ones, stay gathered from forward to backward.
-        turns: Who knows when all ranks run the operator; ``None`` if all run it anyway.
+        num_kept: Number of slices, the last ones, that stay gathered from forward to backward.
+        turns: Orders collectives over all ranks; ``None`` if all ranks always run the operator.
     """
 
     sliced_dim: int
@@ -113,8 +119,8 @@ class SlicedWeight:
         """The slices of ``weight``, a plain matrix or a DTensor that is sharded along the other dimension.
 
         Raises:
-            ValueError: It is no matrix, has too few elements along the dimension, is sharded otherwise, or
-                has fewer slices than are to be kept.
+            ValueError: It is not a matrix, has too few elements along the dimension, is sharded along another
+                one, or ``num_kept`` exceeds ``num_slices``.
         """
         if weight.dim() != 2:
             raise ValueError(f"only matrices run in slices; this weight has shape {tuple(weight.shape)}")
@@ -145,27 +151,27 @@ class SlicedWeight:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that hold a part of each slice."""
+        """Number of ranks that hold a part of each slice."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def before_forward(self) -> None:
-        """Wait for the turn of a forward."""
+        """Wait until all ranks run the collectives of this forward."""
         if self.turns is not None:
             self.turns.before_forward(self)
 
     def before_backward(self, *, needs_x: bool, needs_weight: bool, kept: bool) -> None:
-        """Wait for the turn of a backward.
+        """Wait until all ranks run the collectives of this backward.
 
         Args:
             needs_x: Whether slices are gathered again.
-            needs_weight: Whether gradients are scattered.
-            kept: Whether some slices are still there.
+            needs_weight: Whether gradients are reduce-scattered.
+            kept: Whether some slices are still gathered.
         """
         if self.turns is not None:
             self.turns.before_backward(self, needs_x=needs_x, needs_weight=needs_weight, kept=kept)
 
     def wait(self, start: Callable[[], dist.Work | None]) -> None:
-        """Run a collective to its end."""
+        """Start a collective and wait for it."""
         if self.turns is not None:
             self.turns.wait(start)
             return
@@ -176,24 +182,24 @@ class SlicedWeight:
     def whole_slices(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor] | None = None
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Number, start, end and values of each slice in turn.
+        """Gather the slices in turn; yields index, start, end and values of each.
 
-        Unpack them in the loop itself: ``enumerate`` and ``zip`` would hold on to the slice before.
+        Unpack them in the loop statement itself: ``enumerate`` and ``zip`` would keep the previous slice.
 
         Args:
             local: This rank's part of the whole weight.
-            kept: Takes the slices that are kept for :meth:`whole_again`, by number.
+            kept: Receives the slices that are kept for :meth:`whole_again`, by index.
         """
         return self._gathered(local, range(len(self.bounds)), {} if kept is None else kept)
 
     def whole_again(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor]
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """As :meth:`whole_slices` in backward: first those in ``kept``, which lets go of them, then the rest.
+        """As :meth:`whole_slices`, in backward: first the slices in ``kept``, removing them, then the rest.
 
         Args:
             local: This rank's part of the whole weight.
-            kept: What is still gathered from forward; a second backward finds nothing there.
+            kept: Slices that are still gathered from forward; empty in a second backward.
         """
         others = [index for index in range(len(self.bounds)) if index not in kept]
         for index in sorted(kept):
@@ -212,7 +218,7 @@ class SlicedWeight:
             del gathering
             if index >= len(self.bounds) - self.num_kept:
                 kept[index] = held[0]
-            # Nothing here keeps what is handed out: who asked may free it before the next one.
+            # No reference stays here: the caller may free the slice before the next one is gathered.
             yield index, *self.bounds[index], held.pop()
 
     def _start_gather(self, local: torch.Tensor, index: int) -> "_Gathering":
@@ -233,9 +239,9 @@ class SlicedWeight:
         """Write the mean over ranks of a slice's ``gradient`` into this rank's part of the whole gradient.
 
         Args:
-            gradient: Of the slice, in the weight's own orientation.
-            local_gradient: Like this rank's part of the weight.
-            index: Of the slice.
+            gradient: Gradient of the slice, in the weight's own orientation.
+            local_gradient: Gradient of this rank's part of the weight; written in place.
+            index: Index of the slice.
         """
         target = self._part(local_gradient, index)
         if self.group is None:
@@ -245,7 +251,7 @@ class SlicedWeight:
         rows, width = shard_numel((self.sharded_size,), self.num_shards), by_shard.shape[1]
         total = padded_numel((self.sharded_size,), self.num_shards)
         whole = by_shard.new_empty(total, width, dtype=self.reduce_dtype)
-        # gloo has no mean: divided before the sum, as FSDP2 does it.
+        # gloo has no mean: divided before the sum, as FSDP2 does.
         torch.mul(by_shard, 1 / self.num_shards, out=whole[: self.sharded_size])
         whole[self.sharded_size :].zero_()
         mine = whole.new_empty(rows, width)
@@ -269,7 +275,7 @@ class SlicedWeight:
 
 
 class _Gathering:
-    """A slice that is on its way."""
+    """A slice whose all-gather is in flight."""
 
     def __init__(
         self, whole: torch.Tensor, sliced: SlicedWeight, work: Any, source: torch.Tensor | None = None
@@ -280,7 +286,7 @@ class _Gathering:
         self._source = source
 
     def wait(self) -> torch.Tensor:
-        """The slice, in the weight's own orientation."""
+        """Wait for the slice; returns it in the weight's own orientation."""
         if self._work is not None:
             self._sliced.wait(lambda: self._work)
             self._source = None
@@ -289,14 +295,14 @@ class _Gathering:
 
 
 def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
-    """Let operators in slices compute with ``local``, this rank's part of ``weight``; it gets the gradients.
+    """Make operators in slices compute with ``local``, this rank's part of ``weight``; it gets the gradients.
 
-    Under a plan: anomaly detection, for one, has no rule for DTensors.
+    Used under a plan, since some features, such as anomaly detection, do not support DTensors.
     """
     setattr(weight, _LOCAL, local)
 
 
 def local_of(weight: DTensor) -> torch.Tensor:
-    """This rank's part of ``weight``, whose gradient gets to it."""
+    """This rank's part of ``weight``, differentiable: its compute parameter if it has one."""
     local: torch.Tensor | None = getattr(weight, _LOCAL, None)
     return weight.to_local() if local is None else local

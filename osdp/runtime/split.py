@@ -1,7 +1,7 @@
-"""Operators that run in slices of their weight, of which one is whole at a time.
+"""Operators that run in slices of their weight, one of which is gathered at a time.
 
-Each is numerically the operator it stands for: one bias, the same weight, any input rank, sizes that the
-number of slices does not divide.
+Each is numerically the operator it replaces: one bias, the same weight, inputs of any number of dimensions,
+sizes that the number of slices does not divide.
 
     output slices   y[:, j] = x @ W[j].T + b[j]         for each slice j of the output
     input slices    y = b + sum_j x[:, j] @ W[:, j].T   for each slice j of the input
@@ -9,8 +9,8 @@ number of slices does not divide.
     head and loss   log-sum-exp over the slices j of the vocabulary, one after the other (online softmax,
                     Milakov and Gimelshein, arXiv:1805.02867): the logits of one slice exist at a time
 
-Backward gathers each slice once more, but for those that are kept from forward, and reduces its gradient
-before the next one.
+Backward gathers each slice once more, except those kept from forward, and reduces its gradient before the
+next one.
 """
 
 from typing import Any, Unpack
@@ -43,7 +43,7 @@ def split_linear(
             dimension that is not sliced.
         bias: Of shape ``(out_features,)``, whole.
         num_slices: Number of slices.
-        by: ``"output"`` or ``"input"``: which features are cut.
+        by: ``"output"`` or ``"input"``: the features that are sliced.
         transposed: Whether ``weight`` has shape ``(in_features, out_features)``, as in transformers'
             ``Conv1D``.
         num_kept: How many slices, the last ones, stay gathered from forward to backward; 0 in what is
@@ -54,8 +54,8 @@ def split_linear(
         Output of shape ``(..., out_features)``.
 
     Raises:
-        ValueError: ``by`` is unknown, the weight cannot be cut so, or more slices are to be kept than there
-            are.
+        ValueError: ``by`` is unknown, the weight cannot be sliced that way, or ``num_kept`` exceeds
+            ``num_slices``.
         RuntimeError: The shapes do not fit.
     """
     if by not in ("output", "input"):
@@ -100,7 +100,8 @@ def split_embedding(
         **options: How slices are gathered and reduced (:class:`osdp.runtime.slices.SliceOptions`).
 
     Returns:
-        Rows of shape ``(*ids.shape, features)``; elsewhere than on the CPU, zeros for ids outside.
+        Rows of shape ``(*ids.shape, features)``; on devices other than the CPU, zeros for ids outside the
+        vocabulary.
 
     Raises:
         IndexError: On the CPU, an id is outside the vocabulary.
@@ -133,7 +134,7 @@ def split_cross_entropy(
     num_kept: int = 0,
     **options: Unpack[SliceOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary: the logits never exist whole.
+    """Cross-entropy of ``hidden @ weight.T`` in slices of the vocabulary, without ever storing all logits.
 
     Args:
         hidden: Of shape ``(..., features)``.
@@ -146,10 +147,10 @@ def split_cross_entropy(
         **options: How slices are gathered and reduced (:class:`osdp.runtime.slices.SliceOptions`).
 
     Returns:
-        The sum of the losses (fp32, or fp64 for fp64 inputs) and how many positions count.
+        The sum of the losses (fp32, or fp64 for fp64 inputs) and the number of positions that count.
 
     Raises:
-        ValueError: ``labels`` do not belong to ``hidden``, or a label is outside the vocabulary.
+        ValueError: The shapes of ``labels`` and ``hidden`` differ, or a label is outside the vocabulary.
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels of shape {tuple(labels.shape)} for hidden {tuple(hidden.shape)}")
@@ -177,7 +178,7 @@ def split_cross_entropy(
 def _autocast(
     x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """The input, the bias and the dtype to compute in, as autocast would have them for a matrix product."""
+    """The input, the bias and the compute dtype, cast as autocast would cast them for a matrix product."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, bias, x.dtype
@@ -186,17 +187,17 @@ def _autocast(
 
 
 def _goes_back(*inputs: torch.Tensor) -> bool:
-    """Whether there will be a backward that needs the slices: that of these inputs does."""
+    """Whether a backward through ``inputs``, which needs the slices again, may follow."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part; gradients of it become those of the DTensor."""
+    """This rank's part of ``weight``; its gradients become those of the DTensor."""
     return local_of(weight) if isinstance(weight, DTensor) else weight
 
 
 class _LinearSlices(torch.autograd.Function):
-    """``y[:, j] = x @ W_j + b_j`` over slices of the output, ``y = b + sum_j x[:, j] @ W_j`` of the input."""
+    """``y[:, j] = x @ W_j + b_j`` by output slices, ``y = b + sum_j x[:, j] @ W_j`` by input slices."""
 
     @staticmethod
     def forward(
@@ -215,7 +216,7 @@ class _LinearSlices(torch.autograd.Function):
         sliced.before_forward()
         with _no_autocast(x):
             for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
-                rows = part if out_dim == 0 else part.t()
+                rows = part if out_dim == 0 else part.t()  # (outputs, inputs) of the slice
                 if by_output:
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
                 else:
@@ -233,6 +234,7 @@ class _LinearSlices(torch.autograd.Function):
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         sliced.before_backward(needs_x=needs_x, needs_weight=needs_weight, kept=bool(ctx.kept))
+        # The gradient of the weight needs no weight: slices are gathered for that of x only.
         slices = sliced.whole_again(weight, ctx.kept) if needs_x else _bounds(sliced)
         for index, start, stop, part in slices:
             mine = slice(start, stop)
@@ -249,7 +251,7 @@ class _LinearSlices(torch.autograd.Function):
 
 
 class _EmbeddingSlices(torch.autograd.Function):
-    """Rows of the tokens that lie in each slice of the vocabulary."""
+    """Embedding rows, slice by slice of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -294,18 +296,20 @@ class _HeadAndLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.kept = {}
         exact = torch.promote_types(hidden.dtype, torch.float32)
+        # Per position, all of shape (num_positions,): the maximum of the logits so far, the sum of
+        # exp(logit - maximum) over the slices so far, and the logit of the label.
         highest = hidden.new_full(labels.shape, -torch.inf, dtype=exact)
         total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
         sliced.before_forward()
         with _no_autocast(hidden):
             for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
-                logits = (hidden @ part.t()).to(exact)
+                logits = (hidden @ part.t()).to(exact)  # (num_positions, slice of the vocabulary)
                 del part
                 higher = torch.maximum(highest, logits.amax(1))
                 place, inside = _places(labels, start, stop)
                 of_label = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), of_label)
                 summed = logits.sub_(higher[:, None]).exp_().sum(1)
-                total = total * (highest - higher).exp() + summed
+                total = total * (highest - higher).exp() + summed  # rescaled to the new maximum
                 highest = higher
         log_total = total.log().add_(highest)
         ctx.save_for_backward(hidden, weight, labels, counts, log_total)
@@ -324,6 +328,7 @@ class _HeadAndLoss(torch.autograd.Function):
         for index, start, stop, part in sliced.whole_again(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
             place, inside = _places(labels, start, stop)
+            # Gradient of the logits: softmax minus one-hot label, times the gradient of the loss.
             share = logits.sub_(log_total[:, None]).exp_()
             share.scatter_add_(1, place[:, None], -inside[:, None].to(share.dtype))
             share = share.mul_(scale[:, None]).to(hidden.dtype)
@@ -338,18 +343,18 @@ class _HeadAndLoss(torch.autograd.Function):
 
 
 def _can_look(ids: torch.Tensor) -> bool:
-    """Whether values can be checked: on other devices a look would have to wait; fake tensors have none."""
+    """Whether values can be checked: on other devices that would synchronize, and fake tensors have none."""
     return ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
 
 
 def _places(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each id lies in a slice, anywhere if it is outside, and which are inside."""
+    """Row of each id in the slice (an arbitrary one for ids outside), and a mask of the ids inside."""
     inside = (ids >= start) & (ids < stop)
     return (ids - start).clamp_(0, stop - start - 1), inside
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """What products of slices are summed in: one rounding more per slice would show in 16 bits."""
+    """Dtype in which products of slices are summed: in 16 bits one more rounding per slice would show."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -361,7 +366,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _no_autocast(x: torch.Tensor) -> Any:
-    # Inputs were cast before; inside, autocast would cache its own copies of slices.
+    # Inputs are already cast; inside, autocast would cache its own copies of slices.
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -1,8 +1,14 @@
-"""A backward in two parts, for zero-bubble schedules: gradients of the inputs first, of the weights later.
+"""Backward in two parts, for zero-bubble schedules: gradients of the inputs first, of the weights later.
 
 The first part records the gradients that reach the operations where weights join the path from an input to an
 output; the second starts there, once for each set of weights that share such operations, so that nothing on
-that path is computed twice. torch's own zero-bubble schedules do the same
+that path is computed twice::
+
+    input ──▶ join ──▶ ... ──▶ output      part 1: output → input, recording the gradient at each join
+               ▲
+    weight ────┘                           part 2: join → weight
+
+torch's own zero-bubble schedules do the same
 (``torch.distributed.pipelining._backward``), but lose outputs that depend on no input, such as a bias that a
 later stage adds to its attention, and count a weight twice that joins in several places.
 
@@ -26,7 +32,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Weights that join the path from inputs to outputs at common operations.
+    """Weights that join the path from inputs to outputs at shared operations.
 
     Attributes:
         weights: The weights.
@@ -43,8 +49,8 @@ class WeightPass:
 
     Attributes:
         roots: Outputs that depend on no input, with their gradients.
-        groups: Weights, and where they join.
-        recorded: The gradients that reached those operations.
+        groups: Weights, and the operations where they join the path.
+        recorded: The gradients that reached these operations in the first part.
     """
 
     roots: Roots
@@ -55,7 +61,7 @@ class WeightPass:
         """Accumulate the gradients of the weights."""
         if self.roots:
             tensors, gradients = zip(*self.roots, strict=True)
-            # What they are made of may lead to a join as well.
+            # The graphs of these outputs may contain joins too, so they must survive for the groups.
             torch.autograd.backward(tensors, gradients, retain_graph=bool(self.groups))
         for group in self.groups:
             self._accumulate(group)
@@ -70,7 +76,8 @@ class WeightPass:
         ]
         if not edges:
             return
-        # Where one join leads to another, that has its gradient already.
+        # Where the graph of one join contains another, the other's recorded gradient is already complete:
+        # the pre-hook restores it, so that the path between them does not count twice.
         joins = dict.fromkeys(edge.node for edge, _ in edges)
         handles = [node.register_prehook(partial(_clamped, self.recorded[node])) for node in joins]
         try:
@@ -97,15 +104,18 @@ def _clamped(recorded: _Gradients, _: _Gradients) -> _Gradients:
 def backward_inputs(
     roots: Roots, inputs: Sequence[torch.Tensor], weights: Sequence[nn.Parameter]
 ) -> tuple[list[torch.Tensor | None], WeightPass]:
-    """Gradients of ``inputs``, which require one, and what is left to do for those of ``weights``."""
+    """Gradients of ``inputs``, which require them, and the pass that remains for those of ``weights``."""
+    # 1. The path: all operations between an input and an output.
     users = _users(_node_of(tensor) for tensor, _ in roots)
     path = _reachable([_node_of(tensor) for tensor in inputs], users)
     through = [root for root in roots if _node_of(root[0]) in path]
     rest = [root for root in roots if _node_of(root[0]) not in path]
     if not through:
         return [None for _ in inputs], WeightPass(rest)
+    # 2. The operations where weights join it.
     groups = _groups([weight for weight in weights if weight.requires_grad], users, path)
     left = WeightPass(rest, groups)
+    # 3. Gradients of the inputs, recording those that reach the joins.
     handles = [
         node.register_prehook(partial(_record, left.recorded, node))
         for group in groups
@@ -136,7 +146,7 @@ def _node_of(tensor: torch.Tensor) -> Node:
 
 
 def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """For each operation under ``roots`` those that use what it made."""
+    """The users of the result of each operation in the graph of ``roots``."""
     found: dict[Node, list[Node]] = defaultdict(list)
     todo = list(dict.fromkeys(roots))
     seen = set(todo)
@@ -152,7 +162,7 @@ def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 
 def _reachable(starts: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
-    """``starts`` and whatever is made of them."""
+    """``starts`` and all operations that depend on them."""
     found = set(starts)
     todo = list(found)
     while todo:
@@ -177,7 +187,7 @@ def _groups(weights: Sequence[nn.Parameter], users: dict[Node, list[Node]], path
 
 
 def _joins(start: Node, users: dict[Node, list[Node]], path: set[Node]) -> set[Node]:
-    """Operations on ``path`` that use ``start``, or what is made of it outside the path."""
+    """Operations on ``path`` that use ``start``, directly or through operations outside the path."""
     found: set[Node] = set()
     seen, todo = {start}, [start]
     while todo:

@@ -1,7 +1,7 @@
-"""Modules that run in slices, with the parameters, names and types of the modules they stand for.
+"""Modules that run in slices, with the parameters, names and types of the modules they replace.
 
-:class:`SplitLinear`, :class:`SplitEmbedding` and :class:`LMHeadLoss` are for people who write their own
-modules; :func:`sliced` turns a module of a model into one of its kind that runs in slices.
+:class:`SplitLinear`, :class:`SplitEmbedding` and :class:`LMHeadLoss` are for direct use in a model's code;
+:func:`sliced` turns a module of an existing model into one of its kind that runs in slices.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from osdp.layout import slice_bounds
 from osdp.runtime.slices import Turns
 from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
 
-#: What a kind of module can be cut by.
+#: Allowed values of ``by`` for each kind of module.
 WAYS = {
     "linear": ("output", "input"),
     "conv1d": ("output", "input"),
@@ -25,18 +25,19 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How a module runs in slices.
+    """Slicing of a module.
 
     Attributes:
         num_slices: Number of slices.
-        by: ``"output"`` or ``"input"`` features of a linear module, ``"rows"`` of a vocabulary.
+        by: The slices are of ``"output"`` or ``"input"`` features of a linear module, or of ``"rows"`` of a
+            vocabulary.
         prefetch: Whether the next slice is gathered while one computes.
         dtype: Dtype an embedding's rows are gathered in; that of the weight if ``None``.
         reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
-        num_kept: How many slices stay gathered from forward to backward; none of an embedding, which needs
-            them in forward alone.
-        turns: Who knows when all ranks run the module.
+        num_kept: Number of slices that stay gathered from forward to backward; 0 for an embedding, which
+            needs them in forward only.
+        turns: Orders the module's collectives over all ranks.
     """
 
     num_slices: int
@@ -55,15 +56,15 @@ class SplitLinear(nn.Linear):
     Args:
         in_features: Size of the input's last dimension.
         out_features: Size of the output's last dimension.
-        bias: Whether there is a bias; it is one, whatever the number of slices.
+        bias: Whether there is a bias; a single one, whatever the number of slices.
         num_slices: Number of slices.
-        by: ``"output"`` or ``"input"``: which features are cut.
+        by: ``"output"`` or ``"input"``: the features that are sliced.
         prefetch: Whether the next slice is gathered while one computes.
-        num_kept: How many slices, the last ones, stay gathered from forward to backward.
+        num_kept: Number of slices, the last ones, that stay gathered from forward to backward.
         **options: ``device`` and ``dtype``, as for ``nn.Linear``.
 
     Raises:
-        ValueError: There are more slices than features, or more are kept than there are.
+        ValueError: There are more slices than features, or ``num_kept`` exceeds ``num_slices``.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class SplitLinear(nn.Linear):
 
 
 class SplitEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` that runs in slices of the vocabulary, initialised as one.
+    """An ``nn.Embedding`` that runs in slices of the vocabulary, initialised as an ``nn.Embedding``.
 
     Args:
         num_embeddings: Size of the vocabulary.
@@ -117,7 +118,7 @@ class SplitEmbedding(nn.Embedding):
         check_slicing(self, self.slicing)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ``ids``, which may have any shape."""
+        """Embedding rows of ``ids``, which may have any shape: ``(*ids.shape, embedding_dim)``."""
         return _embedding(self, ids)
 
 
@@ -125,11 +126,11 @@ class LMHeadLoss(nn.Module):
     """A language-model head together with its cross-entropy, in slices of the vocabulary.
 
     Attributes:
-        weight: The head's, of shape ``(vocabulary, features)``.
+        weight: The head's weight, of shape ``(vocabulary, features)``.
 
-    The logits of one slice exist at a time. Use it where a model would compute ``head(hidden)`` and then
+    Only the logits of one slice exist at a time. Use it where a model would compute ``head(hidden)`` and then
     ``cross_entropy``; a weight that is tied to an embedding stays tied. It returns a sum and a count, so that
-    microbatches and ranks can be weighted rightly: ``total, count = head_loss(hidden, labels)`` and then
+    microbatches and ranks can be weighted correctly: ``total, count = head_loss(hidden, labels)`` and then
     ``loss = total / count``.
 
     Args:
@@ -137,7 +138,7 @@ class LMHeadLoss(nn.Module):
         num_slices: Number of slices.
         ignore_index: Label of positions that do not count.
         prefetch: Whether the next slice is gathered while one computes.
-        num_kept: How many slices, the last ones, stay gathered from forward to backward.
+        num_kept: Number of slices, the last ones, that stay gathered from forward to backward.
 
     Raises:
         ValueError: The head has a bias, fewer rows than slices, or fewer slices than are kept.
@@ -186,9 +187,9 @@ class LMHeadLoss(nn.Module):
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Which kind of module that can run in slices this is, a key of :data:`WAYS`; ``None`` if it is none.
+    """The kind of a module that can run in slices, a key of :data:`WAYS`; ``None`` for other modules.
 
-    A subclass that computes something else is none: its ``forward`` is not that of its kind.
+    A subclass with a ``forward`` of its own is of no kind: it may compute something else.
     """
     if isinstance(module, LMHeadLoss):
         return "head"
@@ -204,9 +205,10 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
-    """How a module can run in slices: what is cut, the dimension of its weight, and how often if that is set.
+    """Slicing that a module supports: ``by``, the sliced dimension of its weight, and its number of slices.
 
-    A head with its loss has a number of slices of its own.
+    The number is 0 if the plan may choose it; an :class:`LMHeadLoss` has one of its own. ``None`` if the
+    module cannot run in slices, or is set to run in one.
     """
     kind = kind_of(module)
     if kind is None:
@@ -217,15 +219,15 @@ def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
 
 
 def _is_conv1d(kind: type[Any]) -> bool:
-    # transformers is not installed with the core, so its class is told by name.
+    # transformers is an optional dependency, so its class is recognized by name.
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
-    """A module of the same kind, parameters, buffers and hooks that runs in slices.
+    """A copy of ``module`` that runs in slices, with the same parameters, buffers and hooks.
 
     Raises:
-        ValueError: It cannot run in such slices; says why, and which can.
+        ValueError: The module cannot run in such slices; gives the reason, and the modules that can.
     """
     check_slicing(module, slicing)
     kind = kind_of(module)
@@ -243,7 +245,7 @@ def check_slicing(module: nn.Module, slicing: Slicing) -> None:
     """Raise unless ``module`` can run in such slices.
 
     Raises:
-        ValueError: It cannot; says why, and which modules can.
+        ValueError: It cannot; gives the reason, and the modules that can.
     """
     kind = kind_of(module)
     if kind is None:
@@ -265,7 +267,7 @@ def check_slicing(module: nn.Module, slicing: Slicing) -> None:
 
 
 def slice_along(kind: str, by: str) -> str:
-    """What a module of ``kind`` calls ``by``: the rows of an embedding are the outputs of a tied head."""
+    """``by`` in the terms of a module of ``kind``: rows of an embedding are outputs of the tied head."""
     return by if by in WAYS[kind] else {"output": "rows", "rows": "output"}.get(by, by)
 
 

@@ -1,9 +1,13 @@
-"""A stage: the original model with the modules of other stages removed.
+"""Pipeline stages: the original model with the modules of other stages removed.
 
-The code around the modules (a transformer's own forward) runs in every stage, so each makes its masks and
-positions itself. A removed module takes no time and returns tensors that are absent
-(:mod:`osdp.runtime.absent`); on the way it hands out what this stage computed for another. A module of this
-stage gets, in the place of absent arguments, what other stages sent.
+The code around the modules (a transformer's own forward) runs in every stage, so each computes masks and
+positions itself. A removed module takes no time and returns placeholder tensors
+(:mod:`osdp.runtime.absent`); its arguments are the values that this stage sends to others. A module of this
+stage gets received tensors in place of placeholder arguments::
+
+    stage 0    embed  block 0  [block 1]  [head]     [ ]: removed, returns placeholders
+                              ↓ sent: the argument of block 1
+    stage 1   [embed][block 0]  block 1    head      block 1 gets the received tensor
 
 Containers are copied, so that a rank can have several stages; the modules of a stage are the model's own.
 """
@@ -24,17 +28,17 @@ from osdp.runtime.absent import Absent, absent
 from osdp.runtime.shapes import Twin
 from osdp.runtime.torch_private.autograd import in_backward
 
-#: Makes what stands for a parameter of another stage.
+#: Creates the placeholder of a parameter of another stage.
 StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a forward of a stage gave.
+    """The output of a stage's forward.
 
     Attributes:
         sent: The tensors for other stages, one for each outgoing transfer.
-        result: What the model returned; absent but in the last stage.
+        result: The model's output in the last stage; ``None`` in others.
     """
 
     sent: tuple[torch.Tensor, ...]
@@ -42,10 +46,10 @@ class StageOutput:
 
 
 class WholeModel:
-    """The one stage of a model that is not cut.
+    """The only stage of a model that is not cut.
 
     Attributes:
-        model: The model, which stays as it is.
+        model: The model, unchanged.
     """
 
     incoming: tuple[Transfer, ...] = ()
@@ -58,7 +62,7 @@ class WholeModel:
     def forward(
         self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> StageOutput:
-        """Run it; nothing is received or sent."""
+        """Run the model; nothing is received or sent."""
         return StageOutput((), self.model(*args, **kwargs))
 
 
@@ -66,11 +70,11 @@ class Stage:
     """One stage of a model.
 
     Attributes:
-        index: Which.
-        model: The model, with other stages' modules removed; called by :meth:`forward` alone.
+        index: Index of the stage.
+        model: The model, with other stages' modules removed; called only by :meth:`forward`.
         incoming: Transfers to this stage.
-        outgoing: Transfers from it.
-        is_last: Whether it returns what the model does.
+        outgoing: Transfers from this stage.
+        is_last: Whether it returns the model's output.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Stage:
     def forward(
         self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> StageOutput:
-        """Run it.
+        """Run the stage.
 
         Args:
             received: One tensor for each incoming transfer.
@@ -128,7 +132,7 @@ class Stage:
     def enter(
         self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook of a module of this stage: put what was received in its place."""
+        """Forward pre-hook of a module of this stage: replace placeholder arguments by received tensors."""
         if in_backward():
             return None  # recomputation has the arguments already
         call = self._call(name)
@@ -144,7 +148,7 @@ class Stage:
         return args, kwargs
 
     def skip(self, name: str, twin: Twin, *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of a removed module."""
+        """The forward of a removed module: take its arguments for sending, return placeholders."""
         call = self._call(name)
         leaves, _ = tree_flatten((args, kwargs))
         for at, leaf in enumerate(leaves):
@@ -159,7 +163,7 @@ class Stage:
         return call
 
     def watch(self, modules: Collection[str]) -> None:
-        """Let ``modules``, those of this stage, get what is received; after they were sharded."""
+        """Register :meth:`enter` on those of the stage's ``modules`` that receive tensors; after sharding."""
         targets = {place.module for place in self._needed}
         for name in modules:
             if name in targets:
@@ -179,18 +183,18 @@ def build_stage(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Stage:
-    """Stage ``index`` of ``model``, which keeps its own containers and stays as it is.
+    """Stage ``index`` of ``model``, with copies of its containers; ``model`` stays unchanged.
 
     Args:
         model: The model.
-        index: Which stage.
+        index: Index of the stage.
         kept: FQNs of the movable modules that belong to it.
         loose: Parameters of containers that belong to it.
-        twins: For each movable module of other stages what stands in for it.
+        twins: Stand-ins of movable modules, by FQN; those of ``kept`` are not used.
         transfers: All transfers of the pipeline.
         is_last: Whether it is the last stage.
-        device: Where it will run; the model may be on ``meta``.
-        dtype: What parameters are computed in; their own if ``None``.
+        device: The device it will run on; the model may be on ``meta``.
+        dtype: Compute dtype of parameters; their own if ``None``.
     """
     movable = {*kept, *twins}
     gone = partial(absent, device=device, dtype=dtype)
@@ -203,11 +207,11 @@ def build_stage(
 
 
 def merge(model: nn.Module, homes: Mapping[str, Stage], movable: Collection[str]) -> None:
-    """Let ``model`` register what the stages of this rank hold, as they hold it now, and nothing else.
+    """Make ``model`` register exactly what the stages of this rank register at present.
 
     Args:
         model: The model that the stages were built from; changed in place.
-        homes: For each module of a stage of this rank that stage.
+        homes: The stage of each module of this rank's stages, by FQN.
         movable: FQNs of the modules of all stages.
     """
     trees = list({id(stage): stage.model for stage in homes.values()}.values())
@@ -224,8 +228,8 @@ def _merge(
     for registry in ("_parameters", "_buffers"):
         own = getattr(module, registry)
         for key in own:
-            found = [value for tree in trees for value in [getattr(tree, registry)[key]] if value is not None]
-            own[key] = found[0] if found else None
+            held = (getattr(tree, registry)[key] for tree in trees)
+            own[key] = next((value for value in held if value is not None), None)
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")
         if child is None:
@@ -246,7 +250,7 @@ def _copy_containers(
     loose: Collection[str],
     gone: StandIn,
 ) -> nn.Module:
-    """A copy of a container with its own registries; of its descendants those in ``kept`` are the same."""
+    """A copy of a container with registries of its own; descendants in ``kept`` are shared, not copied."""
     if name in kept:
         return module
     if name in movable:
@@ -287,11 +291,11 @@ def _emptied(module: nn.Module, gone: StandIn) -> nn.Module:
 
 
 def _here(leaf: Any) -> Any:
-    """``leaf``, or ``None`` if another stage has it."""
+    """``leaf``, or ``None`` if it is a placeholder."""
     return None if isinstance(leaf, Absent) else leaf
 
 
 def _remove(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:
-    """Let ``module`` register no parameter ``key``; code around it may still ask for its dtype."""
+    """Unregister parameter ``key``; a placeholder stays as attribute for code that asks for its dtype."""
     module._parameters[key] = None
     module.__dict__[key] = stand_in

@@ -1,4 +1,4 @@
-"""Training, evaluation and inference steps, alike for a whole model and for one in stages."""
+"""Training, evaluation, prediction and generation steps, for a whole model and for one in stages."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -25,12 +25,12 @@ class Steps:
 
     Args:
         pipeline: The stages of this rank.
-        make_schedule: The schedule for a number of microbatches (``None``: as planned), a name and a number
-            of token slices.
+        make_schedule: Creates the schedule for a number of microbatches (``None``: as planned), a name and a
+            number of token slices.
         parameters: Returns the parameters as the optimizer sees them.
         data_group: The data-parallel ranks of a stage.
         stage_group: The ranks of a pipeline; ``None`` if there is one.
-        tensor_group: The ranks that compute a layer together; ``None`` if there is one.
+        tensor_group: The tensor-parallel ranks; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         device: This rank's device.
     """
@@ -68,7 +68,7 @@ class Steps:
         schedule: str | None = None,
         slicing: Slicing | None = None,
     ) -> torch.Tensor:
-        """Leave the gradient of the mean loss over all ranks' samples; that loss, on every rank."""
+        """Compute gradients of the mean loss over all ranks' samples; returns that loss on every rank."""
         if any(parameter.grad is not None for parameter in self._parameters()):
             raise RuntimeError(
                 "there are gradients of an earlier step, which this one would scale: call "
@@ -84,7 +84,8 @@ class Steps:
         total, count = losses.join(self._data_group, self._stage_group)
         for copies in self._tied:
             copies.add_gradients()
-        # Data-parallel reduction has averaged over ranks. Nothing counted leaves gradients of zero.
+        # Data-parallel reduction has averaged the sums over ranks: multiplied by the number of ranks and
+        # divided by the count they are the mean. With a count of 0 gradients are zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
         return (total / count).float()
 
@@ -117,16 +118,16 @@ class Steps:
         takes: Collection[str],
         empty: Callable[[], KeyValues],
     ) -> torch.Tensor:
-        """Prompts and what follows them, on all ranks of a pipeline.
+        """Prompts followed by generated tokens, on all ranks of a pipeline.
 
         Args:
             prompt: Tokens of shape ``(samples, length)``.
-            mask: Which of them are no padding; ``None``: all.
-            num_tokens: How many to generate at most.
-            choice: How they are chosen.
-            num_groups: Groups in which prompts go through the stages; one for each stage if ``None``.
+            mask: Attention mask of the same shape, 0 at padding; ``None`` if there is no padding.
+            num_tokens: Maximum number of tokens to generate.
+            choice: Sampling settings.
+            num_groups: Number of groups in which prompts go through the stages; one per stage if ``None``.
             takes: Names of the model's inputs.
-            empty: Makes what a stage holds of a sequence before the prompt.
+            empty: Creates a stage's empty key-value cache.
 
         Raises:
             ValueError: There are fewer prompts than groups.
@@ -184,7 +185,7 @@ class Steps:
         return plan, parts
 
     def _compare_slices(self, lengths: Sequence[int]) -> None:
-        """Refuse slices that ranks cut unlike: each may have searched by times of its own."""
+        """Raise if ranks differ in their token slices: each may have searched with its own measured times."""
         for group in (self._stage_group, self._tensor_group):
             if group is not None:
                 ends = sum(at * size for at, size in enumerate(lengths, start=1))
@@ -195,6 +196,7 @@ class Steps:
     def _require_equal(self, numbers: Sequence[int], group: dist.ProcessGroup, what: str) -> None:
         if group.size() == 1:
             return
+        # One all-reduce finds both: the minimum is the negated maximum of the negated numbers.
         given = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device)
         dist.all_reduce(given, op=dist.ReduceOp.MAX, group=group)
         most, least = given[: len(numbers)].tolist(), (-given[len(numbers) :]).tolist()
@@ -214,10 +216,10 @@ class Steps:
 
 
 def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """The outputs of all microbatches as those of the batch.
+    """The outputs of all microbatches, joined to those of the batch.
 
-    Tensors are joined along dim 0, single numbers are averaged over the samples; what cannot be joined, such
-    as a cache, is ``None``.
+    Tensors are concatenated along dim 0, scalars are averaged over the samples; values that cannot be joined,
+    such as a cache, become ``None``.
     """
     if len(outputs) < 2:
         return outputs[0] if outputs else None
@@ -243,8 +245,9 @@ def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: to
     """Raise unless all ranks of ``group`` were given the same inputs.
 
     Raises:
-        ValueError: They were not.
+        ValueError: Their inputs differ.
     """
+    # A cheap fingerprint: the number of tensors, and the sum of their elements and sizes.
     tensors = [leaf for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
     sums = [float(t.double().nan_to_num().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
     mine = torch.tensor([float(len(sums)), sum(sums)], dtype=torch.float64, device=device)
@@ -254,7 +257,7 @@ def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: to
     if not torch.equal(least, most):
         raise ValueError(
             "the ranks of a pipeline, or of a layer, were given different batches: each makes its own masks "
-            "and positions of the inputs, so pass the same ones to all; give batches by data-parallel rank "
+            "and positions from the inputs, so pass the same ones to all; give batches by data-parallel rank "
             '(mesh["dp"].get_local_rank()), not by global rank'
         )
 
@@ -262,7 +265,7 @@ def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: to
 def _to_all(outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
     """``outputs`` of rank ``source`` of ``group`` on all its ranks."""
     here = group.rank() == source
-    # Their structure is sent with tensors that hold no data in their places.
+    # The structure is sent with meta tensors in place of the tensors, then their data one by one.
     box = [tree_map(_without_data, outputs) if here else None]
     dist.broadcast_object_list(box, group=group, group_src=source, device=device)
 

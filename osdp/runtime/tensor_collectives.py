@@ -1,8 +1,14 @@
-"""What tensor-parallel ranks exchange, each with its counterpart in backward.
+"""Collectives of tensor parallelism, each with its counterpart in backward.
 
-The conjugate pairs f and g of Megatron-LM (arXiv:1909.08053, section 3): where a replicated tensor enters a
-region, gradients are summed; where a region ends, outputs are summed and gradients are the same on all ranks
-already.
+The conjugate operators f (:func:`enter`) and g (:func:`leave`) of Megatron-LM (arXiv:1909.08053, section 3):
+where a replicated tensor enters a region, gradients are summed; where a region ends, outputs are summed and
+gradients are already the same on all ranks:
+
+    function       forward        backward
+    enter (f)      identity       all-reduce
+    leave (g)      all-reduce     identity
+    gather_last    all-gather     own part
+    blocks_of      own part       all-reduce of the parts
 """
 
 from dataclasses import dataclass, field
@@ -19,14 +25,14 @@ from osdp.tensor_desc import Exchange
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that compute one layer together.
+    """A tensor-parallel group.
 
     Attributes:
-        group: Their process group; ``None`` if only this one is there and the others are imagined, as where
-            it is described what one of them computes.
-        rank: This one's position in it.
-        size: Their number.
-        log: What imagined ranks would exchange, noted in forward.
+        group: The process group; ``None`` to simulate the first rank alone, without communication, when its
+            part of the model is described.
+        rank: This rank's position in the group.
+        size: Number of ranks.
+        log: Collectives that would run, recorded in forward when ranks are simulated.
     """
 
     group: dist.ProcessGroup | None
@@ -36,21 +42,21 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Ranks":
-        """Those of a mesh with one axis."""
+        """The group of a mesh with one axis."""
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Where this rank's part of a dimension of ``size`` begins and ends; the last parts are shorter."""
+        """Start and end of this rank's part of a dimension of ``size``; the last parts may be shorter."""
         part = -(-size // self.size)
         return min(self.rank * part, size), min((self.rank + 1) * part, size)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over all of them, in place."""
+        """Sum ``tensor`` over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all of them, stacked."""
+        """The tensors of all ranks, stacked: ``(size, *tensor.shape)``."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         if self.group is not None:
             all_gather(gathered, tensor.view(-1), group=self.group)
@@ -59,7 +65,7 @@ class Ranks:
         return gathered.view(self.size, *tensor.shape)
 
     def sum_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This one's part, along the last dimension but one, of the sum of ``tensor`` over all of them."""
+        """This rank's part, along the last dimension but one, of the sum of ``tensor`` over the ranks."""
         parts = tensor.chunk(self.size, -2)
         if self.group is None:
             return parts[self.rank].clone(memory_format=torch.contiguous_format)
@@ -68,7 +74,7 @@ class Ranks:
         return found
 
     def note(self, collective: str, nbytes: int, *, backward: bool = False, per_sample: bool = True) -> None:
-        """Note an exchange, if they are imagined; the arguments are those of :class:`Exchange`."""
+        """Record a collective, if ranks are simulated; the arguments are those of :class:`Exchange`."""
         if self.group is None:
             self.log.append(Exchange(collective, nbytes, backward, per_sample))
 
@@ -78,7 +84,7 @@ class Ranks:
 
 
 def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """``tensor``, the same on all ranks; its gradients are summed over them."""
+    """``tensor``, which is the same on all ranks; its gradients are summed over them."""
     return cast(torch.Tensor, _Enter.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
@@ -88,7 +94,7 @@ def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def gather_last(tensor: torch.Tensor, ranks: Ranks, size: int) -> torch.Tensor:
-    """The whole tensor of which each rank holds a part of the last dimension, ``size`` in all."""
+    """The whole tensor of which each rank holds a part of the last dimension, whose full size is ``size``."""
     return cast(torch.Tensor, _GatherLast.apply(tensor, ranks, size))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""Linear modules and embeddings of which this rank computes a part.
+"""Tensor-parallel linear modules and embeddings: each rank computes its part.
 
-They keep the parameters, names, hooks and types of the modules they stand for. Weights are DTensors on the
-tensor-parallel mesh, so that optimizers and checkpoints see whole shapes; what is computed with is the local
+They keep the parameters, names, hooks and types of the modules they replace. Weights are DTensors on the
+tensor-parallel mesh, so that optimizers and checkpoints see whole shapes; forwards compute with the local
 part, since every operation on a DTensor costs tens of microseconds.
 """
 
@@ -22,13 +22,14 @@ from osdp.tensor_plan import ShardedModule, Style
 
 @dataclass
 class Entrance:
-    """Where replicated tensors enter a region: what several modules read enters once.
+    """Entry of replicated tensors into a tensor-parallel region, once even if several modules read them.
 
-    So the gradients of queries, keys and values are added before they are summed over the ranks.
+    So the gradients from queries, keys and values are added locally before one all-reduce over the ranks.
     """
 
     ranks: Ranks
-    #: At most two: what a cross-attention reads. A recomputation may end before the region's row module.
+    #: At most two, the inputs of a cross-attention; bounded, since a recomputation may end before the
+    #: region's row module clears it.
     _entered: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=2))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -43,21 +44,22 @@ class Entrance:
         return inside
 
     def close(self) -> None:
-        """Forget what has entered; the region's row module has its inputs."""
+        """Forget the entered tensors: the region's row module, its last, has its inputs."""
         self._entered.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a module must know to compute its part.
+    """Tensor-parallel settings of one module.
 
     Attributes:
-        entry: How it is sharded.
-        ranks: Over whom.
-        entrance: Of its region.
+        entry: How the module is sharded.
+        ranks: The tensor-parallel ranks.
+        entrance: The entry of its region.
         transposed: Whether the weight has shape (inputs, outputs).
-        in_sequence: Whether what is outside its region is a part of the sequence.
-        random: What dropout in its region draws from; ``None`` if the other ranks are imagined.
+        in_sequence: Whether activations outside its region are sharded along the sequence (sequence
+            parallelism).
+        random: Random states for dropout in its region; ``None`` if the other ranks are only simulated.
     """
 
     entry: ShardedModule
@@ -68,29 +70,29 @@ class Part:
     random: GroupRandom | None = None
 
     def begin_region(self) -> None:
-        """The module's output is sharded, if it is one of a region's."""
+        """Switch dropout to this rank's random state: the module's output is sharded."""
         if self.random is not None and not self.in_sequence:
             self.random.begin_region()
 
     def end_region(self) -> None:
-        """The module's output is whole."""
+        """Switch dropout back to the shared random state: the module's output is whole."""
         if self.random is not None and not self.in_sequence:
             self.random.end_region()
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``parameter``, through which gradients reach it."""
+    """This rank's part of ``parameter``, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of modules of ``model`` that compute a part, those that are whole included."""
+    """The parameters of the tensor-parallel modules of ``model``, including replicated ones."""
     parts = (module for module in model.modules() if "part" in module.__dict__)
     return [parameter for module in parts for parameter in module.parameters(recurse=False)]
 
 
 def run_in_part(module: nn.Module, part: Part) -> nn.Module:
-    """A module like ``module``, with the same parameters, that computes its part."""
+    """A copy of ``module`` with the same parameters that computes this rank's part."""
     base = type(module)
     forward = _EMBEDDINGS if isinstance(module, nn.Embedding) else _LINEARS
     style = part.entry.style
@@ -103,11 +105,11 @@ def run_in_part(module: nn.Module, part: Part) -> nn.Module:
 
 
 def sum_gradients(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """A module like ``module``, with the same parameters, whose gradients are summed over ``ranks``."""
+    """A copy of ``module`` with the same parameters, whose gradients are summed over ``ranks``."""
     base = type(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The forward of its kind, on a module that has the same but for the way gradients take.
+        # The unchanged forward, on a shallow copy whose parameters sum their gradients in backward.
         inner = base.__new__(base)
         inner.__dict__.update(self.__dict__)
         inner.__dict__["_parameters"] = {
@@ -128,7 +130,7 @@ def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
     if bias is not None:
         fused = part.entry.blocks > 1
         bias = blocks_of(bias, part.ranks, part.entry.blocks) if fused else local(bias)
-    # A part of the sequence was gathered where the region begins.
+    # With sequence parallelism x was gathered at the start of the region.
     x = x if part.in_sequence else part.entrance(x)
     part.begin_region()
     return _product(part, x, local(module.weight), bias)
@@ -165,6 +167,7 @@ def _embedding_columns(module: Any, ids: torch.Tensor) -> torch.Tensor:
 def _embedding_rows(module: Any, ids: torch.Tensor) -> torch.Tensor:
     part: Part = module.part
     first, last = part.ranks.bounds(part.entry.size)
+    # Ids that other ranks hold look up row 0 here; their rows are zeroed before the sum over ranks.
     elsewhere = (ids < first) | (ids >= last)
     padding = module.padding_idx
     padding = padding - first if padding is not None and first <= padding < last else None

@@ -1,4 +1,4 @@
-"""``parallelize``: a model whose layers several ranks compute together, under a TensorParallelPlan."""
+"""``parallelize``: tensor parallelism for a model, under a :class:`TensorParallelPlan`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ from osdp.runtime.torch_private.dtensor import blocked_shard
 from osdp.tensor_desc import Exchange
 from osdp.tensor_plan import Style, TensorParallelPlan
 
-#: What a module of a kind can be sharded by.
+#: Allowed sharding styles by kind of module.
 _STYLES = {
     "linear": (Style.COLUMN, Style.ROW, Style.VOCAB_HEAD),
     "conv1d": (Style.COLUMN, Style.ROW, Style.VOCAB_HEAD),
@@ -35,21 +35,21 @@ _STYLES = {
 
 
 def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> nn.Module:
-    """Shard ``model`` over the ranks of ``mesh``, changing it in place; every rank of it calls this.
+    """Shard ``model`` over the tensor-parallel ranks of ``mesh``, in place; every rank of it calls this.
 
-    All ranks start from the first one's parameters, buffers and random numbers, and must be given the same
-    batches. From then on torch draws from states of the group inside the model, whatever the program draws or
-    seeds outside: masks are the same on all ranks where activations are, and differ where those are sharded.
-    Sharded weights become DTensors on ``mesh`` that keep the names and whole shapes; everything else is the
-    same on all ranks, and so are its gradients. Data parallelism comes after it
-    (:func:`osdp.runtime.apply.apply` on the other axis of the mesh), under a plan made from the plain model.
-    A model on ``meta`` gets its values there.
+    All ranks start from the first one's parameters, buffers and random states, and must be given the same
+    batches. From then on torch draws from the group's random states inside the model, independent of draws
+    and seeds outside: dropout masks are the same on all ranks where activations are, and differ where those
+    are sharded. Sharded weights become DTensors on ``mesh`` that keep their names and whole shapes;
+    everything else is the same on all ranks, and so are its gradients. Apply data parallelism afterwards
+    (:func:`osdp.runtime.apply.apply` on the other axis of the mesh), under a plan made from the plain model;
+    a model on ``meta`` gets its values then.
 
     Args:
-        model: The plain model or a stage of it: modules of other stages may be emptied, their parameters
-            ``None``, or gone, and then the plan must be restricted.
+        model: The plain model or a stage of it: modules of other stages may be emptied (their parameters
+            ``None``), or removed, and then the plan must be restricted.
         plan: A plan that was derived for it.
-        mesh: A mesh with one axis, of as many ranks as the plan's degree.
+        mesh: A mesh with one axis and the number of ranks of the plan's degree.
 
     Returns:
         ``model``.
@@ -77,14 +77,14 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
 
 
 def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list[Exchange]]:
-    """Change ``model`` in place into what the first rank would compute, without any other.
+    """Change ``model`` in place into the part that the first tensor-parallel rank computes, without others.
 
     Args:
         model: A copy of the plain model, on ``meta``.
         plan: A plan that was derived for it.
 
     Returns:
-        ``model``, and a list to which each forward appends what it and its backward would exchange.
+        ``model``, and a list to which each forward appends the collectives of itself and of its backward.
     """
     ranks = Ranks(None, 0, plan.degree)
 
@@ -111,7 +111,7 @@ def _become_part(
 
 
 def _draw_together(model: nn.Module, plan: TensorParallelPlan, random: GroupRandom) -> None:
-    """Draw from ``random`` in the model, and in every module around a sharded one: it may be called alone."""
+    """Use ``random`` in the model, and in every module around a sharded one, as it may be called alone."""
     blocks = {block for run in plan.sequence.runs for block in run} if plan.sequence is not None else set()
     around = {""}
     for entry in plan.modules:
@@ -122,7 +122,7 @@ def _draw_together(model: nn.Module, plan: TensorParallelPlan, random: GroupRand
 
 
 def _without_emptied(model: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
-    """``plan`` without modules whose weight is ``None``: those of other stages of a pipeline."""
+    """``plan`` without modules whose weight is ``None``, which belong to other pipeline stages."""
     modules = dict(model.named_modules(remove_duplicate=False))
     emptied = {
         entry.module
@@ -139,7 +139,7 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
     for entry in plan.modules:
         module = modules.get(entry.module)
         if module is None:
-            yield f"module {entry.module!r} is to be sharded, which the model has not; use plan.restricted()"
+            yield f"module {entry.module!r} is to be sharded, which the model lacks; use plan.restricted()"
             continue
         kind = kind_of(module)
         if entry.style not in _STYLES.get(kind or "", ()):
@@ -150,7 +150,7 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
             yield f"module {entry.module!r} has size {size} in dim {entry.dim}, the plan says {entry.size}"
     for name in plan.summed:
         if name not in modules:
-            yield f"the gradients of module {name!r} are to be summed, which the model has not"
+            yield f"the gradients of module {name!r} are to be summed, which the model lacks"
     for divided in plan.divided:
         value = getattr(modules.get(divided.module), divided.name, None)
         if value != divided.value:
@@ -158,7 +158,7 @@ def _differences(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -
 
 
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks of ``mesh`` the first one's values, and its random numbers for what is not sharded."""
+    """Broadcast the first rank's parameters, buffers and random states to all ranks of ``mesh``."""
     device, group = device_of(mesh), mesh.get_group()
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -173,7 +173,7 @@ def _shard_parameters(
     plan: TensorParallelPlan,
     shard: Callable[[nn.Parameter, int, int], nn.Parameter],
 ) -> None:
-    """Register shards in all places of each parameter, tied ones included."""
+    """Register shards in all places of each parameter, including tied ones."""
     placements = dict(_placements(plan))
     for entry in owned.values():
         found = {placements[name] for name in entry.names if name in placements}
@@ -187,8 +187,8 @@ def _shard_parameters(
 def _placements(plan: TensorParallelPlan) -> Iterator[tuple[str, tuple[int, int]]]:
     """Name of each sharded parameter, the dimension it is sharded along, and the number of blocks.
 
-    Biases that are added to sums or to gathered logits are whole on every rank; so are those of fused blocks,
-    of which FSDP2 could not shard the parts of blocks evenly.
+    Biases that are added to sums or to gathered logits are replicated; so are biases of fused blocks, whose
+    parts FSDP2 could not shard evenly.
     """
     for entry in plan.modules:
         yield f"{entry.module}.weight", (entry.dim, entry.blocks)

@@ -1,10 +1,10 @@
-"""Random numbers of ranks that compute layers together, kept apart from those each rank draws otherwise.
+"""Random states of tensor-parallel ranks inside the model, separate from those of the user's program.
 
-What every rank holds whole must meet the same masks on all of them: replicas of weights would drift apart as
-soon as one rank shuffled its data. So inside the model torch draws from states of the group: a *shared* one,
-which is the same on all ranks, and where activations are sharded, between a column and a row module or along
-the sequence, each rank's *own*. Outside the model it draws from where the user's program had left off; seeds
-that are set there do not reach inside.
+Replicated activations must get the same dropout masks on all ranks: replicas of weights would drift apart as
+soon as one rank drew a random number on its own, to shuffle its data for example. So inside the model torch
+draws from states of the tensor-parallel group: a *shared* one, the same on all ranks, and where activations
+are sharded (between a column and a row module, or along the sequence) each rank's *own*. Outside the model it
+continues from the state of the user's program; seeds set there do not affect the model.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ class _Place(Enum):
 
 
 class GroupRandom(Changing):
-    """The states of one group, as one rank has them.
+    """One rank's random states of a tensor-parallel group.
 
     Args:
-        ranks: The group; torch's states are the same on all its ranks now.
+        ranks: The group; torch's random states must be the same on all its ranks at this point.
         device: This rank's device.
     """
 
@@ -38,7 +38,7 @@ class GroupRandom(Changing):
         self._place = _Place.OUTSIDE
         self._open: list[tuple[nn.Module, _Place]] = []
         self._states = {_Place.SHARED: [source.get() for source in self._sources]}
-        # Seeds are drawn, so that another stage of this rank starts elsewhere.
+        # Seeds are drawn rather than fixed, so that another stage of this rank gets other ones.
         devices = dict.fromkeys((torch.device("cpu"), device))
         seeds = [int(torch.randint(2**62, (), device=where)) + ranks.rank for where in devices]
         self._states[_Place.OWN] = [
@@ -48,24 +48,24 @@ class GroupRandom(Changing):
         self._go: Callable[[_Place], None] = torch.compiler.disable(self._exchange)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupRandom":
-        """Copies of a module draw with the same group."""
+        """Copies of a module share the states of the group."""
         return self
 
     def surround(self, module: nn.Module, *, sharded: bool = False) -> None:
-        """Draw inside ``module`` from the group's states: each rank's own if what it computes is sharded."""
+        """Use the group's states inside ``module``: each rank's own if ``sharded``, else the shared one."""
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         place = _Place.OWN if sharded else _Place.SHARED
-        vars(module)["group_random"] = self  # where a recomputation of the module finds it
+        vars(module)["group_random"] = self  # found there by snapshots for recomputation
         module.register_forward_pre_hook(lambda module, _: enter(module, place), prepend=True)
         module.register_forward_hook(lambda module, *_: leave(module), always_call=True)
 
     def begin_region(self) -> None:
-        """What follows is sharded."""
+        """Switch from the shared to this rank's own state: activations are sharded from here on."""
         if self._place is _Place.SHARED:
             self._go(_Place.OWN)
 
     def end_region(self) -> None:
-        """What follows is whole."""
+        """Switch back to the shared state: activations are replicated from here on."""
         if self._place is _Place.OWN:
             self._go(_Place.SHARED)
 
@@ -76,7 +76,7 @@ class GroupRandom(Changing):
 
     def _leave(self, module: nn.Module) -> None:
         while any(entered is module for entered, _ in self._open):
-            # Where a forward raised, those inside it may not have been left.
+            # Where a forward raised, modules inside it may not have been left.
             entered, before = self._open.pop()
             if entered is module:
                 self._go(before)

@@ -1,7 +1,7 @@
-"""Parameters that several stages hold a copy of, such as a tied embedding at both ends of a language model.
+"""Tied parameters with copies in several stages, such as the tied embedding of a language model.
 
 All copies start equal, get the sum of their gradients once a step and the same optimizer step, so they stay
-equal. The first stage's copy is the owner: norms and checkpoints count it alone.
+equal. The first stage's copy is the owner: norms and checkpoints include only that one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ from osdp.pipeline_plan import PipelinePlan, Tie
 
 @dataclass(frozen=True)
 class TiedCopies:
-    """This rank's copies of a tied parameter; several, if it has several stages that are sharded apart.
+    """This rank's copies of a tied parameter; several, if several of its stages are sharded separately.
 
     Attributes:
         names: First FQNs of the copies here.
-        owner: First FQN in the stage that owns it.
+        owner: First FQN in the stage that owns the parameter.
         owned: Whether the first copy is the owner's.
-        alike: Whether all copies are sharded alike, so that shards can be added.
-        group: The ranks that hold copies; ``None`` if this one holds all.
-        source: The owner's, among all ranks.
-        parameters: Returns what the optimizer sees of them, each parameter once.
+        alike: Whether all copies are sharded the same way, so that shards can be added.
+        group: The ranks that hold copies; ``None`` if this rank holds all.
+        source: Global rank of the owner.
+        parameters: Returns the copies as the optimizer sees them, each parameter once.
     """
 
     names: tuple[str, ...]
@@ -40,11 +40,11 @@ class TiedCopies:
 
     @property
     def not_owned(self) -> Sequence[nn.Parameter]:
-        """The copies that neither norms nor checkpoints count."""
+        """The copies that norms and checkpoints leave out."""
         return self.parameters()[1:] if self.owned else self.parameters()
 
     def start_equal(self) -> None:
-        """Take the owner's values."""
+        """Broadcast the owner's values to all copies."""
         with torch.no_grad():
             first, *others = self.parameters()
             given = self._given(first)
@@ -54,7 +54,7 @@ class TiedCopies:
                 self._replace(parameter, given)
 
     def add_gradients(self) -> None:
-        """Let the gradients be the sum of all copies'; frozen ones have none."""
+        """Replace the gradient of each copy by the sum over all copies; frozen parameters have none."""
         if not self.parameters()[0].requires_grad:
             return
         with torch.no_grad():
@@ -72,13 +72,13 @@ class TiedCopies:
                 self._replace(gradient, total)
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ranks exchange of it: the shard if all are alike, else the whole."""
+        """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
         if not isinstance(tensor, DTensor):
             return tensor
         return tensor.to_local() if self.alike else tensor.full_tensor()
 
     def _replace(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        """Let ``tensor`` have the values of ``given``, which is as :meth:`_given` returns it."""
+        """Copy ``given``, in the form that :meth:`_given` returns, into ``tensor``."""
         if isinstance(tensor, DTensor) and not self.alike:
             parts = distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
             given = parts.to_local()
@@ -94,14 +94,14 @@ def tied_copies(
     group: dist.ProcessGroup,
     level: Callable[[], None],
 ) -> tuple[TiedCopies, ...]:
-    """This rank's copies; every rank of the pipeline calls it.
+    """This rank's copies of all tied parameters; every rank of the pipeline calls it.
 
     Args:
         plan: The plan.
         placement: The rank of each stage in its pipeline.
-        parameters: How to get each parameter of this rank, by first FQN.
+        parameters: Getters of this rank's parameters, by first FQN.
         group: The ranks of this pipeline.
-        level: Called after each tie's group: by all ranks, members or not (:func:`level_groups`).
+        level: Called by all ranks, members or not, after each tie's group (:func:`level_groups`).
     """
     here = group.rank()
     found = []

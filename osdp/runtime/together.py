@@ -1,4 +1,4 @@
-"""Faults that some ranks met are raised on all of them, with the ranks' numbers."""
+"""Errors of some ranks raised on all of them, with the numbers of the ranks."""
 
 from typing import TypeVar
 
@@ -6,20 +6,20 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-#: What callers may tell apart; everything else is a RuntimeError on the way.
+#: Exception types that are kept; every other one becomes a RuntimeError.
 _KINDS = (FileNotFoundError, ValueError, TypeError)
 
 
 def raise_together(fault: Exception | None, what: str = "") -> None:
-    """Raise on every rank what some rank met; each calls it, with ``None`` where all went well.
+    """Raise the errors of all ranks on every rank; a collective call, with ``None`` where all went well.
 
     Args:
-        fault: What this rank met.
-        what: What was tried, and what became of it, in front of the faults.
+        fault: The error of this rank, if any.
+        what: Prefix of the message: the operation and its outcome.
 
     Raises:
-        FileNotFoundError: All faults are; likewise ``ValueError`` and ``TypeError``.
-        RuntimeError: There are others.
+        FileNotFoundError: All errors are of this type; likewise ``ValueError`` and ``TypeError``.
+        RuntimeError: There are errors of other types, or of several.
     """
     everyone = gathered(None if fault is None else (_kind_of(fault), _sentence(fault)))
     faults = {rank: met for rank, met in enumerate(everyone) if met is not None}
@@ -32,7 +32,7 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
 
 
 def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of ``group``, of all if ``None``, gave; this one's alone where there are no others."""
+    """The objects of all ranks of ``group`` (``None``: all ranks); just ``mine`` without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     everyone: list[T] = [mine] * dist.get_world_size(group)
@@ -41,7 +41,7 @@ def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_ranks(sentences: dict[int, str], world_size: int) -> str:
-    """What ranks say, each sentence once, with the ranks that say it unless these are all."""
+    """The messages of ranks joined, each once, with the ranks that gave it unless these are all."""
     ranks: dict[str, list[int]] = {}
     for rank, sentence in sentences.items():
         ranks.setdefault(sentence, []).append(rank)

@@ -1,4 +1,4 @@
-"""The slices of a microbatch: inputs and targets of some tokens of each of its sequences."""
+"""Token slices of a microbatch: the inputs and targets of a range of tokens of each of its sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,24 +11,24 @@ from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.prefix import KeyValues
 from osdp.token_slices import TokenSlices
 
-#: The input whose columns are all tokens so far; of the others each slice has its own.
+#: The input whose columns cover all tokens so far; slices of other inputs have their own columns only.
 MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the sequences of a step are cut.
+    """Token slicing of the sequences of a step.
 
     Attributes:
-        slices: Their slices.
-        empty: Makes what a stage holds of a sequence before its first slice.
+        slices: The slices of each sequence.
+        empty: Creates a stage's empty key-value cache for a sequence, before its first slice.
     """
 
     slices: TokenSlices
     empty: Callable[[], KeyValues]
 
     def cut(self, microbatch: Microbatch) -> tuple[Microbatch, ...]:
-        """The slices of a microbatch, whose inputs are keywords and whose sequences lie along dim 1."""
+        """The slices of a microbatch whose inputs are keyword arguments with sequences along dim 1."""
         return tuple(
             replace(
                 microbatch,

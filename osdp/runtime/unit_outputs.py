@@ -1,13 +1,13 @@
-"""What a sharded unit does with the outputs of its modules, so that backward finds its weights gathered.
+"""Hooks on the outputs of a sharded unit's modules that gather its weights before they are used in backward.
 
 FSDP2 gathers a unit again when the gradient of an output arrives: of an output of the module that ran *last*,
-and of those tensors in it that it finds. But backward may enter a unit of several modules by any of them: the
-last one may be frozen (Whisper's positions), return integers, stay out of the loss, or lie on another branch;
-and outputs may be objects into which FSDP2 does not look. So here every tensor that a module returns asks
-for its unit to be gathered; all but the first to do so find it done.
+and only of those tensors in it that it finds. But backward may enter a unit of several modules through any of
+them: the last one may be frozen (Whisper's positions), return integers, stay out of the loss, or be on
+another branch; and outputs may be objects that FSDP2 does not look into. So here every tensor that a module
+returns gets a hook that gathers its unit; all calls but the first find it gathered already.
 
-This is enough: autograd runs nodes in the reverse order of their making, so no weight of a module is needed
-before the gradient of its last output has come.
+This is enough: autograd runs nodes in the reverse order of their creation, so no weight of a module is needed
+before the gradient of its last output has arrived.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from osdp.runtime.torch_private.fsdp import gather_for_backward
 
 
 class UnitOutputs:
-    """A forward hook for all modules of one unit.
+    """The forward hook of all modules of one unit.
 
     Args:
         modules: The unit's modules, by FQN.
@@ -32,7 +32,7 @@ class UnitOutputs:
         self._first = next(iter(self._fqns))
 
     def register(self) -> None:
-        """Watch the modules; to be called before they are sharded, so that FSDP2 sees what is returned."""
+        """Register the hooks; to be called before sharding, so that FSDP2's hooks see the changed outputs."""
         for module in self._fqns:
             module.register_forward_hook(torch.compiler.disable(self._prepare))
 
@@ -42,13 +42,13 @@ class UnitOutputs:
             return output
         output = free_of_views(output)
         if len(self._fqns) == 1 and isinstance(output, torch.Tensor):
-            return output  # FSDP2 has a hook on it
+            return output  # FSDP2's own hook is enough
         gather_for_gradients_of(output, self._first)
         return output
 
 
 def gather_for_gradients_of(output: Any, wrapped: nn.Module) -> None:
-    """Let the gradient of each tensor in ``output`` gather the unit of the module ``wrapped``."""
+    """Gather the unit of the module ``wrapped`` when the gradient of any tensor in ``output`` arrives."""
     if not torch.is_grad_enabled():
         return
 

@@ -1,10 +1,10 @@
-"""Parameters that got no gradient in a backward, where that is not meant."""
+"""The error for trainable parameters without a gradient, with ``find_unused_parameters=False``."""
 
 from collections.abc import Sequence
 
 
 def unused_error(names: Sequence[str]) -> RuntimeError:
-    """What to raise when ``names`` got no gradient and that was not to happen."""
+    """The error to raise when the parameters ``names`` unexpectedly got no gradient."""
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return RuntimeError(
         f"{len(names)} trainable parameters got no gradient in this backward: {shown}. The gradients of this "

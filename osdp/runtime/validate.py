@@ -1,4 +1,4 @@
-"""Does a plan fit a model and a mesh? All differences at once, before anything is changed."""
+"""Validation of a plan against a model and a mesh: all differences at once, before anything is changed."""
 
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -18,7 +18,8 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
     """Raise unless ``plan`` fits ``model`` and ``world_size``.
 
     Raises:
-        ValueError: The model is wrapped already, cannot be, or has an embedding that no plan can train.
+        ValueError: The model is wrapped already, cannot be wrapped, or has an embedding that no plan can
+            train.
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     check_plain(model)
@@ -40,10 +41,10 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
 def check_double_backward(plan: Plan) -> None:
     """Raise unless a backward under ``plan`` can itself be differentiated.
 
-    Gathering, slicing and recomputation happen in a backward, outside of the graph that a second one follows.
+    Gathering, slicing and recomputation happen in the first backward, outside the graph of the second.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot be; lists the decisions that prevent it.
     """
     faults = [f"{name} is {mode}" for name, mode in plan.modes.items() if mode.sharded]
     faults += [f"{d.operator} runs in {d.slices} slices" for d in plan.decisions if d.slices > 1]
@@ -57,13 +58,13 @@ def check_double_backward(plan: Plan) -> None:
 
 
 def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
-    """The sharded units that are not the root's, those inside others before those.
+    """The sharded units except the root's in the order of wrapping: inner units before outer ones.
 
     Args:
         units: Units that FSDP2 shards, and others.
 
     Raises:
-        PlanMismatchError: Two units lie inside each other.
+        PlanMismatchError: Two units contain each other.
     """
     sharded = [unit for unit in units if unit.mode.sharded and not unit.root]
     graph = {
@@ -74,13 +75,13 @@ def wrap_order(units: tuple[Unit, ...]) -> list[Unit]:
         return [sharded[index] for index in TopologicalSorter(graph).static_order()]
     except CycleError as error:
         names = ", ".join(str(sharded[index].operators) for index in error.args[1])
-        raise PlanMismatchError([f"units lie inside each other: {names}"]) from error
+        raise PlanMismatchError([f"units contain each other: {names}"]) from error
 
 
 def fsdp_units(plan: Plan) -> tuple[Unit, ...]:
     """The units of ``plan`` that FSDP2 shards.
 
-    Operators in slices shard themselves; of operators without elements there is nothing to shard.
+    Left out are operators in slices, which shard themselves, and units without parameter elements.
     """
     in_slices = {decision.operator for decision in plan.decisions if decision.slices > 1}
     nbytes = {decision.operator: decision.nbytes for decision in plan.decisions}
@@ -106,14 +107,14 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
     for decision in plan.decisions:
         for module in decision.modules:
             if module not in known:
-                yield f"operator {decision.operator!r} is used by module {module!r}, which the model has not"
+                yield f"operator {decision.operator!r} is used by module {module!r}, which the model lacks"
     for unit in plan.units:
         for module in unit.modules:
             if module not in known:
-                yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model has not"
+                yield f"the unit of {unit.operators[0]!r} wraps module {module!r}, which the model lacks"
     for module in plan.recomputed:
         if module not in known or not module:
-            yield f"module {module!r} is to be recomputed, which the model has not"
+            yield f"module {module!r} is to be recomputed, which the model lacks"
         if plan.recomputed.count(module) > 1 or any(
             other != module and is_inside(module, other) for other in plan.recomputed
         ):
@@ -125,7 +126,7 @@ def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]
     for decision in plan.decisions:
         missing = [name for name in decision.parameters if name not in owned]
         for name in missing:
-            yield f"operator {decision.operator!r} has parameter {name!r}, which the model has not"
+            yield f"operator {decision.operator!r} has parameter {name!r}, which the model lacks"
         decided.update(decision.parameters)
         nbytes = sum(owned[name].parameter.nbytes for name in decision.parameters if name in owned)
         if not missing and nbytes != decision.nbytes:

@@ -1,4 +1,4 @@
-"""A plain state dict of one rank into a model of all of them, one tensor after the other."""
+"""Loading of rank 0's plain state dict into a model that all ranks hold, one tensor at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from osdp.runtime.together import gathered, raise_together
 
 
 class MissingAndUnexpected(NamedTuple):
-    """Names of a state dict that are not the model's, as ``nn.Module.load_state_dict`` returns them."""
+    """Missing and unexpected names of a state dict, as ``nn.Module.load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -23,7 +23,7 @@ class MissingAndUnexpected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What all ranks know of a tensor before it is sent."""
+    """Shape and dtype of a tensor, known to all ranks before it is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,12 +36,12 @@ def send_whole(
 
     Args:
         model: The model.
-        state_dict: Rank 0's; those of others are not looked at.
-        owners: For each parameter that another stage owns its name there, by its name here.
-        strict: Whether names must be the model's.
+        state_dict: Rank 0's state dict; those of other ranks are ignored.
+        owners: Local names of parameters that another stage owns, mapped to their names there.
+        strict: Whether missing and unexpected names are an error.
     """
     outline = _outline(state_dict)
-    own: dict[str, Any] = model.state_dict()  # which also puts stored parameters in their places
+    own: dict[str, Any] = model.state_dict()  # its hooks also register the stored parameters
     result = _compared(outline, own, type(model).__name__, strict)
     owner_of = {name: owner for mine in gathered(dict(owners)) for name, owner in mine.items()}
     copies: dict[str, list[str]] = {}
@@ -55,14 +55,14 @@ def send_whole(
         if name in result.unexpected_keys:
             continue
         value = _received(state_dict.get(name), entry, device) if isinstance(entry, _Entry) else entry
-        # Copies of a tied parameter are one: they have the value of the name that comes last.
+        # Copies of a tied parameter are one parameter: the name that comes last wins.
         for mine in copies.get(owner_of.get(name, name), ()):
             _put(model, mine, value)
     return result
 
 
 def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Names, shapes and dtypes of rank 0's tensors, and what else it has itself."""
+    """Names, shapes and dtypes of rank 0's tensors, and its other entries themselves."""
     fault: Exception | None = None
     outline: dict[str, Any] = {}
     is_alone = not (dist.is_available() and dist.is_initialized())
@@ -88,7 +88,7 @@ def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _compared(
     outline: Mapping[str, Any], own: Mapping[str, Any], model: str, strict: bool
 ) -> MissingAndUnexpected:
-    """Missing and unexpected names; raises on all ranks what ``nn.Module.load_state_dict`` would."""
+    """Missing and unexpected names; raises the error of ``nn.Module.load_state_dict`` on all ranks."""
     stray = [name for name in outline if name not in own]
     missing = [name for name in own if name not in outline]
     shapes = [
@@ -98,7 +98,7 @@ def _compared(
         if isinstance(entry, _Entry) and name in own and tuple(own[name].shape) != entry.shape
     ]
     everyone = gathered((missing, stray, shapes))
-    # What one stage has not another one has.
+    # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*(set(names) for _, names, _ in everyone))
     result = MissingAndUnexpected(
         list(dict.fromkeys(name for names, _, _ in everyone for name in names)),
@@ -115,7 +115,7 @@ def _compared(
 
 def _received(value: torch.Tensor | None, entry: _Entry, device: torch.device) -> torch.Tensor:
     if not dist.is_initialized():
-        assert value is not None  # this process has all
+        assert value is not None  # a single process has all tensors
         return value
     if dist.get_rank() == 0 and value is not None:
         whole = value.detach().to(device).contiguous()
@@ -131,5 +131,6 @@ def _put(model: nn.Module, name: str, value: Any) -> None:
     parameter = module._parameters.get(leaf)
     if parameter is not None and isinstance(value, torch.Tensor):
         value = laid_out_like(parameter, value)
-    # By the module that has it: hooks and extra states are its own. A wrapper's would look at all of them.
+    # Through the module that registers it, whose hooks and extra state apply: a wrapper's load_state_dict
+    # would check all names.
     nn.Module.load_state_dict(module, {leaf: value}, strict=False)

@@ -1,13 +1,13 @@
-"""Everything the runtime takes from torch that torch does not promise to keep, each in one small function.
+"""All private torch APIs that the runtime depends on, each behind one small function.
 
-Features are looked for, not versions: where one is absent the function says so or does without.
+Features are probed, not versions: where one is missing, the function reports it or works without it.
 
-- ``autograd``: callbacks at the end of a backward, hooks of tensors, versions and views
-- ``modules``: what modules register
+- ``autograd``: callbacks at the end of a backward, tensor hooks, versions and views
+- ``modules``: the registries of a module
 - ``dtensor``: placements, meshes, and local tensors as DTensors
-- ``fsdp``: the states of wrapped modules, and where they are in a step
-- ``fsdp_comms``: the collectives of its units, and taking part in them without running the unit
-- ``checkpointing``: recomputation around a forward
-- ``saving``: the files that it writes
-- ``distributed``: stores, and random numbers that ranks share
+- ``fsdp``: the states of wrapped modules, and their position in a step
+- ``fsdp_comms``: the collectives of FSDP2 units, and joining them without running the unit
+- ``checkpointing``: recomputation of a forward
+- ``saving``: the files that ``torch.distributed.checkpoint`` writes
+- ``distributed``: stores, and random states shared by ranks
 """

@@ -1,4 +1,4 @@
-"""Autograd: callbacks at the end of a backward, hooks of tensors, versions and views."""
+"""Autograd: callbacks at the end of a backward, tensor hooks, versions and views."""
 
 import gc
 from collections import OrderedDict
@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-#: As torch keeps the hooks of a tensor: by the key of their handle.
+#: The hooks of a tensor as torch keeps them, keyed by the id of their handle.
 _Hooks = OrderedDict[int, Callable[..., Any]]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running in this thread has ended.
+    """Run ``callback`` at the end of the backward that is running in this thread.
 
-    Callbacks run in the order they were queued; one that is queued by a callback runs after all of those.
+    Callbacks run in the order they were queued; one that is queued by a callback runs after all of them.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward, for instance because a checkpoint recomputes."""
+    """Whether this thread is inside a backward, for instance recomputing a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
-    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have registered on ``parameter``."""
+    """The hooks that ``register_hook`` and ``register_post_accumulate_grad_hook`` added to ``parameter``."""
     return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def share_gradient_hooks(hooks: tuple[Any, Any], parameter: torch.Tensor) -> None:
-    """Give ``parameter`` what :func:`gradient_hooks` found on another; handles remove it from both."""
+    """Share the hooks that :func:`gradient_hooks` found on another; handles then remove them from both."""
     of_tensor, after_accumulation = hooks
     if of_tensor:
         parameter._backward_hooks = of_tensor
@@ -40,9 +40,9 @@ def share_gradient_hooks(hooks: tuple[Any, Any], parameter: torch.Tensor) -> Non
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often this rank's part of ``tensor`` was changed in place, as autograd counts it.
+    """Number of in-place changes of this rank's part of ``tensor``, as counted by autograd.
 
-    An operation on a DTensor counts on the DTensor, one on its local part there.
+    An operation on a DTensor is counted on the DTensor, an operation on its local part on the local part.
     """
     return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
@@ -60,13 +60,13 @@ def apply_function(function: type[torch.autograd.Function], tensor: torch.Tensor
 
 
 class HeldHooks:
-    """The hooks of a parameter while autograd and FSDP2 are kept from calling them.
+    """Hooks taken off a parameter, so that neither autograd nor FSDP2 calls them.
 
-    Their handles refer to these dictionaries: a hook that is removed meanwhile is gone from them.
+    The handles refer to the dictionaries kept here, so a hook removed in the meantime is gone from them too.
 
     Args:
-        parameter: Whose hooks are taken.
-        own: Keys of those that stay.
+        parameter: The parameter whose hooks are taken off.
+        own: Keys of the hooks that stay.
     """
 
     __slots__ = ("_after", "_on", "_own")
@@ -81,15 +81,15 @@ class HeldHooks:
             _set_after_hooks(parameter, self._only_own(self._after))
 
     def on_gradient(self) -> list[Callable[..., Any]]:
-        """The tensor hooks that others have registered, in their order."""
+        """The tensor hooks that others registered, in registration order."""
         return self._others(self._on)
 
     def after_gradient(self) -> list[Callable[..., Any]]:
-        """The post-accumulate hooks that others have registered, in their order."""
+        """The post-accumulate hooks that others registered, in registration order."""
         return self._others(self._after)
 
     def give_back(self, parameter: torch.Tensor) -> None:
-        """Register them again, beside those that were registered meanwhile."""
+        """Register the hooks again, followed by those registered in the meantime."""
         if self._on:
             self._on.update(_on_hooks(parameter) or {})
             _set_on_hooks(parameter, self._on)
@@ -106,7 +106,7 @@ class HeldHooks:
 
 
 def has_hooks(parameter: torch.Tensor, own: Collection[int]) -> bool:
-    """Whether others than ``own`` have registered tensor hooks or post-accumulate hooks on ``parameter``."""
+    """Whether ``parameter`` has tensor hooks or post-accumulate hooks other than ``own``."""
     on, after = _on_hooks(parameter), _after_hooks(parameter)
     if not on and not after:
         return False
@@ -132,10 +132,12 @@ def _set_after_hooks(parameter: Any, hooks: "_Hooks | None") -> None:
 
 
 def error_in_flight() -> BaseException | None:
-    """The exception that ends the backward which is being unwound, if it can be found.
+    """The exception that is ending the current backward, if it can be found.
 
-    The engine holds it where Python has no name for it; it was made just now, and has no traceback yet.
+    The autograd engine holds it where Python code cannot reach it. It is the newest exception object, and has
+    no traceback yet.
     """
+    # Youngest generation first: the exception was created a moment ago.
     for generation in (0, 1, 2):
         made = [
             found

@@ -1,4 +1,4 @@
-"""``torch.distributed``: stores, and random numbers that ranks share."""
+"""``torch.distributed``: stores, and random states shared by ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of ``group`` the state of the first one's generators, on the host and on ``device``."""
+    """Set the host and ``device`` generators of all ranks of ``group`` to the first rank's state."""
     state = torch.get_rng_state().to(device)
     dist.broadcast(state, group=group, group_src=0)
     torch.set_rng_state(state.cpu())
@@ -19,6 +19,6 @@ def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """A corner of the store through which ``group`` met."""
+    """The store that ``group`` was created with, under a key prefix of our own."""
     store = dist.distributed_c10d._get_process_group_store(group)
     return dist.distributed_c10d.PrefixStore("osdp", store)

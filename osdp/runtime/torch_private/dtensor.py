@@ -7,9 +7,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def wrap_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """``local`` as a DTensor that is laid out as ``parameter``.
+    """``local`` as a DTensor with the mesh, placements and shape of ``parameter``.
 
-    ``DTensor.from_local`` is differentiable and costs 15 us, eight times as much, for each gradient.
+    ``DTensor.from_local`` is differentiable and costs 15 us per gradient, eight times as much.
     """
     spec = getattr(parameter, "_spec", None)
     if spec is None or parameter.to_local().stride() != local.stride():
@@ -25,7 +25,7 @@ def wrap_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
 
 
 def blocked_shard(dim: int, blocks: int) -> Placement:
-    """The placement of a dimension of several blocks, each of which is sharded by itself."""
+    """The placement of a dimension that consists of several blocks, each sharded separately."""
     return _StridedShard(dim, split_factor=blocks)
 
 
@@ -35,15 +35,15 @@ def blocks_of_shard(placement: Placement) -> int:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The dimension that ``placement`` shards, if any."""
+    """The tensor dimension that ``placement`` shards, if any."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh of two axes of one mesh, as FSDP2 makes it of its own and of a parameter's."""
+    """The two-axis mesh of two axes of one mesh, as FSDP2 builds it from its own and a parameter's axis."""
     return DeviceMesh._concatenate([outer, inner])
 
 
 def data_pointer(tensor: torch.Tensor) -> int:
-    """Where this rank's part of ``tensor`` lies; without the view that ``to_local`` makes."""
+    """Address of this rank's part of ``tensor``, without the view that ``to_local`` would create."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()

@@ -1,4 +1,4 @@
-"""FSDP2: the states of wrapped modules, and where they are in a step."""
+"""FSDP2: the states of wrapped modules, and their position in a step."""
 
 from typing import Any
 
@@ -7,36 +7,36 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 
 def backward_is_unfinished(root: nn.Module) -> bool:
-    """Whether FSDP2 began a backward on ``root`` that never ended."""
+    """Whether FSDP2 has started a backward on ``root`` that did not finish."""
     context = getattr(sharding_state(root), "_state_ctx", None)
     return bool(getattr(context, "post_backward_final_callback_queued", False))
 
 
 def gather_for_backward(module: nn.Module) -> None:
-    """Gather the unit of ``module``, as FSDP2 does when the gradient of its output arrives.
+    """Unshard the unit of ``module``, as FSDP2 does when the gradient of its output arrives.
 
-    It costs next to nothing where that was done already, or where the forward of the unit never ended, so
-    that it is gathered still.
+    Costs next to nothing where this has already happened, or where the forward of the unit never ended and
+    the unit is therefore still unsharded.
     """
     state = sharding_state(module)
     groups = parameter_groups(module)
     settled = (type(state._training_state).PRE_BACKWARD, type(state._training_state).FORWARD)
     if any(holder._training_state not in settled for holder in groups or [state]):
         prepare: Any = state._pre_backward
-        prepare(None)  # it hands its argument on, and nothing else
+        prepare(None)  # it only returns its argument
 
 
 def expect_end_of_backward(root: nn.Module) -> None:
-    """Let FSDP2 finish the backward that runs, even if no output of ``root`` takes part in it."""
+    """Let FSDP2 finalize the running backward even if no output of ``root`` takes part in it."""
     sharding_state(root)._register_root_post_backward_final_callback()
 
 
 def reset_sharded(root: nn.Module, *, drop_gradients: bool) -> None:
-    """Bring FSDP2 back to where it is between steps, after an exception.
+    """Reset FSDP2 to its state between steps after an exception.
 
     Args:
         root: The module that was sharded last.
-        drop_gradients: Whether to drop the gradients that were not reduced yet; after a failed backward the
+        drop_gradients: Whether to drop gradients that have not been reduced yet; after a failed backward the
             next one would add to them.
     """
     state = sharding_state(root)
@@ -58,6 +58,7 @@ def reset_sharded(root: nn.Module, *, drop_gradients: bool) -> None:
 
 
 def _reset_without_feature(state: Any) -> None:
+    """The reset of ``_reset_iter_state``, for versions of torch without it."""
     for inner in state._state_ctx.all_states:
         inner._training_state = type(inner._training_state).IDLE
     for module in state._modules[0].modules():
@@ -73,12 +74,12 @@ def _reset_without_feature(state: Any) -> None:
 
 
 def sharding_state(module: nn.Module) -> Any:
-    """FSDP2's state of a module that ``fully_shard`` was applied to; ``None`` of others."""
+    """FSDP2's state of a module that ``fully_shard`` was applied to; ``None`` for other modules."""
     return _get_module_fsdp_state(module)
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of a module that ``fully_shard`` was applied to; none of others."""
+    """FSDP2's parameter groups of a module that ``fully_shard`` was applied to; empty for other modules."""
     state = sharding_state(module)
     if state is None:
         return []
@@ -90,26 +91,26 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def initialise_root(root: nn.Module) -> None:
-    """Let FSDP2 know its root before any forward, so that whichever module runs first is none."""
+    """Make ``root`` FSDP2's root before any forward; otherwise the first module that runs becomes it."""
     sharding_state(root)._lazy_init()
 
 
 def before_forward(
     wrapped: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let FSDP2 gather the unit of ``wrapped`` for a call of ``module``; the arguments that it is to get."""
+    """Unshard the unit of ``wrapped`` for a call of ``module``; returns the arguments to call it with."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
     return arguments
 
 
 def after_forward(wrapped: nn.Module, module: nn.Module, args: object, output: Any) -> Any:
-    """What FSDP2 does with the unit of ``wrapped`` after a call of ``module``; what the caller is to get."""
+    """FSDP2's post-forward of the unit of ``wrapped`` after a call of ``module``; returns its output."""
     return sharding_state(wrapped)._post_forward(module, args, output)
 
 
 def complete_units(root: nn.Module, output: Any) -> Any:
-    """After a call into a part of a model: finish the units of which not all modules ran.
+    """Finish the units that ran only in part, after a call into a part of a model.
 
     Returns:
         ``output``, with the hooks that such units need in backward.
@@ -121,7 +122,7 @@ def complete_units(root: nn.Module, output: Any) -> Any:
 
 
 def drop_kept_gradient(group: Any, stored: nn.Parameter) -> None:
-    """Forget the gradient that one of FSDP2's groups has kept of a parameter for a later reduction."""
+    """Drop the gradient of a parameter that one of FSDP2's groups has kept for a later reduction."""
     for parameter in group.fsdp_params:
         if parameter.sharded_param is stored:
             parameter.unsharded_accumulated_grad = None
@@ -140,9 +141,9 @@ def find_dtypes(group: Any) -> None:
 
 
 def unsharded_parameters(group: Any) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
-    """For each parameter of one of FSDP2's groups what is stored, and what computes while it is whole.
+    """Pairs of (stored sharded parameter, unsharded parameter used in compute) of one of FSDP2's groups.
 
-    The latter is made at the first gather and stays the same object.
+    The unsharded one is created at the first all-gather, and stays the same object.
     """
     return [
         (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))

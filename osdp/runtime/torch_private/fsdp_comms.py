@@ -1,4 +1,4 @@
-"""FSDP2: the collectives of its units, and taking part in them without running the unit."""
+"""FSDP2: the collectives of its units, and joining them without running the unit."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from osdp.runtime.torch_private.fsdp import parameter_groups, sharding_state
 
 
 def comms_of(module: nn.Module) -> tuple[Any, Any]:
-    """The all-gather and the reduce-scatter of a unit; ``None`` where it has no parameters."""
+    """The all-gather and the reduce-scatter of a unit; ``None`` twice if it has no parameters."""
     for group in parameter_groups(module):
         return group._all_gather_comm, group._reduce_scatter_comm
     return None, None
 
 
 def set_comms(module: nn.Module, gather: Any, reduce: Any) -> None:
-    """Let a unit use these collectives."""
+    """Set the all-gather and the reduce-scatter of a unit."""
     for group in parameter_groups(module):
         group._all_gather_comm = gather
         group._reduce_scatter_comm = reduce
 
 
 def gathers_in_backward(module: nn.Module) -> bool:
-    """Whether a unit is resharded after forward."""
+    """Whether a unit is resharded after forward, and therefore gathered again in backward."""
     return any(group._reshard_after_forward for group in parameter_groups(module))
 
 
 def gather_along(module: nn.Module, *, in_backward: bool) -> None:
-    """Take part in the gather of a unit that does not run here, unless it is gathered already."""
+    """Join the all-gather of a unit that does not run on this rank, unless it is gathered already."""
     for group in parameter_groups(module):
         if group.is_unsharded or group._all_gather_result is not None:
             continue
@@ -40,7 +40,7 @@ def gather_along(module: nn.Module, *, in_backward: bool) -> None:
 
 
 def reduce_along(module: nn.Module) -> None:
-    """Take part in the reduction of a unit with what it has, zeros as a rule."""
+    """Join the reduction of a unit with the gradients it has, usually zeros."""
     for group in parameter_groups(module):
         if not group.reduce_grads:
             continue
@@ -56,7 +56,7 @@ def reduce_along(module: nn.Module) -> None:
 
 
 def finalize_reduction(module: nn.Module) -> bool:
-    """Bring a unit that was joined in a backward to rest; whether its reduction has taken all gradients."""
+    """Return a joined unit to its idle state; returns whether its reduction has consumed all gradients."""
     takes_all = True
     for group in parameter_groups(module):
         for parameter in group.fsdp_params:
@@ -70,7 +70,7 @@ def finalize_reduction(module: nn.Module) -> bool:
 
 
 def set_backward_prefetch(module: nn.Module, before: nn.Module) -> None:
-    """Let a unit prefetch another in backward, in place of FSDP2's choice; a user's is kept."""
+    """Set the unit that another prefetches in backward, in place of FSDP2's choice but not of the user's."""
     state, target = sharding_state(module), sharding_state(before)
     if state is None or target is None:
         return
@@ -83,7 +83,7 @@ def set_backward_prefetch(module: nn.Module, before: nn.Module) -> None:
 
 
 def give_up_gather(module: nn.Module) -> None:
-    """Give up what a unit that did not run here has gathered."""
+    """Free the gathered parameters of a unit that did not run on this rank."""
     for group in parameter_groups(module):
         if group._all_gather_result is not None:
             states = type(group._training_state)

@@ -1,16 +1,16 @@
-"""``nn.Module``: what modules register."""
+"""``nn.Module``: its registries of parameters, buffers, submodules and hooks."""
 
 import torch
 from torch import nn
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """``setattr`` for a parameter that is registered already, without the checks that cost microseconds."""
+    """``setattr`` for an already registered parameter, without the checks, which cost microseconds."""
     module._parameters[name] = parameter
 
 
 def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
-    """Let ``wrapper`` register what ``module`` does, under the same names, and hooks on state dicts there."""
+    """Make ``wrapper`` share the registries and the state-dict hooks of ``module``, under the same names."""
     registries = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
     hooks = (
         "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -21,5 +21,5 @@ def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def registered_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What ``module`` has registered as ``name``; ``functional_call`` registers plain tensors."""
+    """The parameter of ``module`` called ``name``; ``functional_call`` registers plain tensors there."""
     return module._parameters.get(name)

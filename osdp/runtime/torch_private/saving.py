@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``: the files that it writes."""
+"""``torch.distributed.checkpoint``: the files of a checkpoint."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,15 +9,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 
 def with_file_prefix(plan: SavePlan, prefix: str) -> SavePlan:
-    """``plan`` with names that begin with ``prefix`` for the files that ``FileSystemWriter`` makes of it."""
+    """``plan`` with the prefix of the file names that ``FileSystemWriter`` will use."""
     return replace(plan, storage_data=_StoragePrefix(prefix))
 
 
 def stored_files(entries: Iterable[Any]) -> dict[str, int]:
-    """Each file of a checkpoint, and how many bytes it has at least.
+    """The files of a checkpoint, and the minimum size of each in bytes.
 
     Args:
-        entries: Where ``FileSystemWriter`` put things: values of a metadata's ``storage_data``.
+        entries: Locations written by ``FileSystemWriter``: the values of a metadata's ``storage_data``.
     """
     sizes: dict[str, int] = {}
     for entry in entries:
