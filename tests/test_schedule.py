@@ -135,7 +135,7 @@ def test_forwards_alone_keep_stages_and_order(name: str, size: tuple[int, int, i
         ("0: F0.0 B0.0\n1: F1.0 B1.0 F1.0", ["stage 1 has F B F for microbatch 0; it needs F B or F I W"]),
         ("0: F0.0 B0.0 F1.0\n1: B1.0", ["F1.0 is on rank 0, its stage on rank 1", "stage 1 has B for"]),
         ("0: F0.0 B0.0\n1: F1.0 I1.0", ["stage 1 has F I for microbatch 0"]),
-        ("0: F0.0 B0.0\n1: F1.0 B1.0 F1.1", ["F1.1 is beyond 2 stages, 1 microbatches"]),
+        ("0: F0.0 B0.0\n1: F1.0 B1.0 F1.1", ["F1.1 is out of range: there are 2 stages and 1 microbatches"]),
         ("0: F0.0 B0.0\n1: B1.0 F1.0", ["rank 1 waits forever at B1.0 for the output of stage 1"]),
         (
             "0: F0.0 B0.0\n1: F1.0 W1.0 I1.0",

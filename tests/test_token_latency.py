@@ -91,5 +91,5 @@ def test_values_are_checked() -> None:
     with pytest.raises(ValueError, match="negative"):
         PassLatency((8,), (-1.0,))
     entry = BatchLatency(2, PassLatency((8,), (1.0,)), PassLatency((8,), (1.0,)))
-    with pytest.raises(ValueError, match="of 4 sequences at a time is unknown, that of 2 is known"):
+    with pytest.raises(ValueError, match="of 4 sequences at a time was not measured, only that of 2"):
         TokenLatency("gpt2", "cpu", 1, 64, (entry,)).of(4)
