@@ -152,7 +152,7 @@ def test_plain_modules() -> None:
 @pytest.mark.parametrize(
     ("inside", "reason"),
     [
-        (nn.Softmax(-1), "not what the whole module computes"),
+        (nn.Softmax(-1), "differs from the output of the whole module"),
         (nn.Unflatten(-1, (4, 3)), "nothing of"),
         (nn.LayerNorm(12), "nothing of"),
     ],
