@@ -67,8 +67,8 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
     modules = movable_modules(model)
     if len(modules) < 2:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut: stages consist of whole modules with parameters, of which "
-            f"it has {len(modules)}; at least 2 are needed"
+            f"{type(model).__name__} cannot be cut: stages consist of whole modules with parameters, of "
+            f"which it has {len(modules)}; at least 2 are needed"
         )
     with SingleDraws(largest=True), FakeTensors():
         twin = skeleton(model, on_fake_cpu)

@@ -92,8 +92,8 @@ class Solver:
             heads = self.flow.heads.get(name, 0)
             if heads % self.degree:
                 raise ValueError(
-                    f"{name} has {heads} heads, which {self.degree} tensor-parallel ranks cannot share evenly; "
-                    f"use a degree that divides {heads}"
+                    f"{name} has {heads} heads, which {self.degree} tensor-parallel ranks cannot share "
+                    f"evenly; use a degree that divides {heads}"
                 )
         key = self._kind(region)
         if key not in self._solved:
