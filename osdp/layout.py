@@ -81,6 +81,7 @@ def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: i
             f"{' x '.join(f'{name}={value}' for name, value in given.items())} does not divide the "
             f"{world_size} ranks there are"
         )
+    # What is left over goes to data parallelism, unless only dp (and tp) are given: then to the pipeline.
     rest = world_size // product
     if dp is None and (pp is not None or tp is not None or not given):
         found = Degrees(pp or 1, rest, tp or 1)
@@ -120,6 +121,8 @@ def unit_modules(
     found: list[str] = []
     for operator in operators:
         for module in operator.modules:
+            # Climb until an ancestor would contain an operator of another unit. Ancestors without a forward
+            # of their own (nn.ModuleList) have no hooks to wrap: they are skipped.
             best = module
             parts = module.split(".") if module else []
             for length in range(len(parts) - 1, 0, -1):

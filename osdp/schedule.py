@@ -304,7 +304,7 @@ def default_stages_per_rank(name: str) -> int:
         ValueError: The name is unknown.
     """
     if name not in RECIPES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     return RECIPES[name].stages_per_rank
 
 

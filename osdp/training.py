@@ -272,6 +272,7 @@ class Training:
             return 0
         if implementation == FOREACH:
             return self.temporaries.foreach * sum(local_bytes_per_tensor)
+        # Temporaries of the previous tensor are still alive while those of the current one are made.
         return max(
             current * here + previous * before
             for before, here in zip([0, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False)

@@ -65,7 +65,7 @@ def test_a_model_whose_own_code_needs_earlier_values_is_cut_elsewhere_or_refused
     assert flow.cuts == ()
     with pytest.raises(ValueError, match="that is not among its arguments"):
         flow.check((0, 1, 3))
-    with pytest.raises(ValueError, match="cannot be cut: stages consist of whole .*, of which it has 1"):
+    with pytest.raises(ValueError, match=r"cannot be cut: stages consist of whole .*, of which it has 1"):
         trace_flow(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.zeros(2, WIDTH))
 
 

@@ -83,6 +83,7 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         with torch.no_grad():
             return _sum_and_count(loss_fn(CausalLMOutputWithPast(logits=logits[:, start:stop]), *given))
 
+    # Several places, since the labels at one may all be ignored (padding): those show nothing.
     for begin in range(0, length - tried + 1, max(1, (length - tried) // _PLACES)):
         whole, halves = (
             values(begin, 0, tried),

@@ -80,7 +80,7 @@ class SampleBatch:
         """The keyword of each tensor, empty for a positional one; an empty tuple if not all are tensors."""
         values = [*self.args, *self.kwargs.values()]
         if not all(isinstance(value, torch.Tensor) for value in values):
-            return ()
+            return ()  # nested containers or other objects cannot be recreated from shapes
         return (*("" for _ in self.args), *self.kwargs)
 
     @property

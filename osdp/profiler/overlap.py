@@ -126,7 +126,7 @@ def _rounds(
     for run in runs:
         run()
     samples = [[_once(run, group, device) for run in runs] for _ in range(repeats)]
-    slowest = torch.tensor(samples, device=device)
+    slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
     dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
     found: list[list[float]] = slowest.tolist()
     return found

@@ -62,6 +62,7 @@ class Template:
         """Make the same results for other ``inputs``."""
         paths = tensors_by_path(inputs)
         sources = list(paths)
+        # One autograd function makes all new results of the call, so that gradients reach all its inputs.
         fresh = [leaf for leaf in self.leaves if isinstance(leaf, _Result) and not leaf.is_source]
         links = [sources.index(leaf.source) if leaf.source in paths else None for leaf in fresh]
         made: Iterator[torch.Tensor] = iter(())

@@ -168,6 +168,7 @@ def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws)
     filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
     if not filled:
         raise ValueError("the model's forward runs no operation")
+    # A stretch without operations may still free memory, so its usage counts for the segment before it.
     place = fold(filled, len(stretches))
     usages = recorder.ledger.usage(place)
     tallies: dict[Moment, Tally] = {}

@@ -39,7 +39,7 @@ _NO_SEQUENCE = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What runs between two boundaries.
+    """Execution between two successive boundaries.
 
     Attributes:
         module: FQN of the module whose own code runs; empty for the root and for the loss.
