@@ -1,6 +1,6 @@
-"""Frozen dataclasses to JSON and back: sorted keys, checked types, a fingerprint.
+"""JSON codec of frozen dataclasses: sorted keys, checked types, a fingerprint.
 
-A value is made of dataclasses, tuples, mappings, enums, ``str``, ``int``, ``float``, ``bool`` and ``None``.
+A value consists of dataclasses, tuples, mappings, enums, ``str``, ``int``, ``float``, ``bool`` and ``None``.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> str:
-    """JSON text of ``value``, with sorted keys, so that it diffs in review."""
+    """JSON text of ``value``, with sorted keys, so that two versions can be compared by a diff."""
     return json.dumps(_plain(value), sort_keys=True, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The ``kind`` that ``text`` describes.
+    """Decode a value of type ``kind`` from JSON text.
 
     Raises:
-        ValueError: The text is not JSON, or does not describe a ``kind``; names the field.
+        ValueError: The text is not JSON, or does not describe a ``kind``; the message names the field.
     """
     try:
         plain = parse_json(text)
@@ -38,27 +38,27 @@ def from_json(kind: type[T], text: str) -> T:
 
 
 def save(value: Any, path: str | Path) -> None:
-    """Write ``value`` to ``path`` as JSON, whole or not at all."""
+    """Write ``value`` to ``path`` as JSON, atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Another rank or run may read the same file meanwhile: it sees the old text or the new.
+    # Another rank or run may read the same file meanwhile: it sees either the old text or the new one.
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     partial.write_text(to_json(value), encoding="utf8")
     partial.replace(target)
 
 
 def load(kind: type[T], path: str | Path) -> T:
-    """The ``kind`` saved at ``path``.
+    """Load a value of type ``kind`` from ``path``.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: What is there is not a ``kind``.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file does not describe a ``kind``.
     """
     text = read_text(path)
     try:
         return from_json(kind, text)
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        # What values make of numbers and names that contradict each other is theirs to say.
+        # Values check themselves: any error of theirs means contradictory contents of the file.
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -119,10 +119,10 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if "version" in fields and plain.get("version") not in (None, fields["version"].default):
-        # Said first: the fields of another version would only look unknown.
+        # Checked first: fields of another version would otherwise be reported as unknown.
         supported = fields["version"].default
         raise ValueError(
-            f"{where}: format {quoted(plain['version'])} is not the supported {supported}; make it anew"
+            f"{where}: format {quoted(plain['version'])} is not the supported {supported}; create it again"
         )
     unknown = sorted(set(plain) - set(fields))
     missing = sorted(

@@ -1,4 +1,4 @@
-"""Exceptions that carry the facts a caller needs to act on them."""
+"""Exceptions that carry the data a caller needs to act on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from osdp.units import format_bytes
 
 
 class PlanMismatchError(ValueError):
-    """A plan was made for another model, world size or training set-up.
+    """Raised when a plan was made for another model, world size or training setup.
 
     Attributes:
         differences: Every difference found, one sentence each.
@@ -26,20 +26,20 @@ class PlanMismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LargeOperator:
-    """An operator named in an :class:`InfeasibleError`, with its whole parameter bytes."""
+    """An operator named in an :class:`InfeasibleError`, with its unsharded parameter bytes."""
 
     name: str
     nbytes: int
 
 
 class InfeasibleError(ValueError):
-    """No plan in the decision space fits the memory limit.
+    """Raised when no plan in the decision space fits the memory limit.
 
     Attributes:
-        limit: The memory limit, bytes per device.
-        best_peak: The lowest predicted peak of any plan that the search found, bytes per device.
+        limit: The memory limit, in bytes per device.
+        best_peak: The lowest predicted peak of any plan that the search found, in bytes per device.
         largest: The largest operators, largest first.
-        suggestions: What would help, one sentence each.
+        suggestions: Changes that would help, one sentence each.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class InfeasibleError(ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rank 0 plans and tells the others why it could not: the exception travels.
+        # Rank 0 plans and sends the exception to the other ranks if it fails: it must be picklable.
         facts = {name: getattr(self, name) for name in ("limit", "best_peak", "largest", "suggestions")}
         return partial(type(self), **facts), ()
 
     @property
     def shortfall(self) -> int:
-        """Bytes by which the best plan exceeds the limit."""
+        """Bytes by which ``best_peak`` exceeds the limit."""
         return self.best_peak - self.limit

@@ -1,4 +1,4 @@
-"""The first batch a model trains on, beside the one it was planned for: said once, and then forgotten."""
+"""One-time warning if the first training batch is larger than the one the plan was made for."""
 
 import logging
 from typing import Any
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def watch_first_batch(model: nn.Module, plan: Plan) -> None:
-    """Say on the first rank if the first forward that trains has more samples than ``plan`` was made for.
+    """Warn on rank 0 if the first training forward has more samples than ``plan`` was made for.
 
-    The hook removes itself then: a step pays nothing.
+    The hook removes itself at that forward, so later steps have no overhead.
     """
     if dist.get_rank() != 0:
         return
@@ -42,8 +42,8 @@ def _compare(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     if found > plan.local_batch:
         logger.warning(
-            "the first batch has %d samples, the plan was made for a local batch of %d: the peak of %s it "
-            "predicts, under a limit of %s, is another one. Plan with training=Training(local_batch=%d), or "
+            "the first batch has %d samples, the plan was made for a local batch of %d: its predicted peak "
+            "of %s, under a limit of %s, does not hold. Plan with training=Training(local_batch=%d), or "
             "split the batch into microbatches",
             found, plan.local_batch, format_bytes(plan.predicted.peak_bytes), format_bytes(plan.memory_limit),
             found,

@@ -1,11 +1,15 @@
-"""Flow: which values go from where to where in one forward, so that it can be cut into stages.
+"""Flow: the dataflow of one forward between its modules, from which pipeline stages are cut.
 
-A *step* is one call of a module that is kept or removed as a whole; what happens between two steps is code
-of the modules around them, which every stage runs for itself. A *value* is a tensor that a step made, or that
-was made of such a one or of parameters: it exists only in its stage, or where it was sent to. Everything else
-(masks, positions) each stage makes again.
+A *step* is one call of a module that is kept or removed as a whole; the code between two steps belongs to the
+modules around them, and every stage runs it for itself. A *value* is a tensor that a step computed, or that
+was computed from such a tensor or from parameters: it exists only in its stage, or where it was sent to.
+Everything else (masks, positions) is computed by each stage again.
 
-Cutting before step ``c`` gives the steps from ``c`` on, and what comes between them, to a later stage.
+Cutting before step ``c`` gives the steps from ``c`` on, and the code between them, to a later stage::
+
+    steps    0   1   2   3   4   5
+    bounds  (0,      2,          5 + 1)
+             stage 0 |  stage 1          values of steps 0 and 1 that a later step reads are sent
 """
 
 from collections.abc import Sequence
@@ -17,12 +21,12 @@ from osdp.model_desc import DTYPE_BYTES, Affine
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that steps use and that not every stage can make for itself.
+    """A tensor that steps use and that not every stage can compute for itself.
 
     Attributes:
-        step: The step in which, or after which, it is made; -1 before the first.
+        step: Index of the step in which, or after which, it is computed; -1 before the first step.
         dtype: Its dtype.
-        numel: Its elements, by local batch.
+        numel: Number of its elements, by local batch.
         differentiable: Whether a gradient flows back into it.
     """
 
@@ -41,8 +45,8 @@ class Arrival:
     """A value among the arguments of a step.
 
     Attributes:
-        value: Which.
-        leaf: Its place among the leaves of the step's arguments.
+        value: Index of the value.
+        leaf: Its index among the pytree leaves of the step's arguments.
     """
 
     value: int
@@ -55,7 +59,7 @@ class Step:
 
     Attributes:
         module: Its FQN.
-        call: Which call of it, from 0.
+        call: Index of the call of this module, from 0.
         arrivals: The values among its arguments.
     """
 
@@ -66,12 +70,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Cuts that are not possible.
+    """A range of steps before which the model cannot be cut.
 
     Attributes:
-        after: The first step before which nothing can be cut.
-        until: The last such step.
-        reason: Why.
+        after: The first step of the range.
+        until: The last step of the range.
+        reason: Why these cuts are not possible.
     """
 
     after: int
@@ -91,8 +95,10 @@ class Flow:
         values: All values.
         bars: Cuts that are not possible.
         idle: FQNs of modules that are kept or removed as a whole and were not called.
-        loose: Parameters that the code around the steps uses, each with the step it follows (-1: none).
-        remade: Bytes of what every stage makes for its steps itself, such as masks, by local batch.
+        loose: Parameters that the code around the steps uses, each with the step that precedes the first use
+            (-1: none).
+        remade: Bytes of the tensors that every stage computes for its steps itself, such as masks, by local
+            batch.
     """
 
     steps: tuple[Step, ...]
@@ -104,7 +110,7 @@ class Flow:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Steps that a stage can begin with, the first excluded."""
+        """Steps before which the model can be cut: where any stage but the first can begin."""
         return tuple(
             cut
             for cut in range(1, len(self.steps))
@@ -112,23 +118,23 @@ class Flow:
         )
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise unless the steps can be cut at ``bounds``.
+        """Check that the steps can be cut at ``bounds``.
 
         Args:
             bounds: First step of each stage, and the number of steps.
 
         Raises:
-            ValueError: A stage is empty, or a cut is not possible; says why.
+            ValueError: A stage is empty, or a cut is not possible; the message gives the reason.
         """
         faults = [
-            f"stage {index} would have no step: bounds {tuple(bounds)}"
+            f"stage {index} would have no step: bounds {tuple(bounds)} must be strictly increasing"
             for index, (start, stop) in enumerate(pairwise(bounds))
             if start >= stop
         ]
         if bounds[0] != 0 or bounds[-1] != len(self.steps):
-            faults.append(f"bounds {tuple(bounds)} must go from 0 to the {len(self.steps)} steps there are")
+            faults.append(f"bounds {tuple(bounds)} must go from 0 to the number of steps, {len(self.steps)}")
         faults += [
-            f"nothing can be cut before {self.steps[cut].module!r}: {bar.reason}"
+            f"the model cannot be cut before {self.steps[cut].module!r}: {bar.reason}"
             for cut in bounds[1:-1]
             for bar in self.bars
             if 0 < cut < len(self.steps) and bar.after <= cut <= bar.until
@@ -137,7 +143,7 @@ class Flow:
             raise ValueError("; ".join(faults))
 
     def crossing(self, cut: int) -> tuple[int, ...]:
-        """Values made before step ``cut`` that it or a later one uses."""
+        """Values computed before step ``cut`` that it or a later step uses: what a cut there sends."""
         found = {
             arrival.value
             for step in self.steps[cut:]
@@ -149,7 +155,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A leaf of the arguments of a step."""
+    """A pytree leaf of the arguments of a step."""
 
     module: str
     call: int
@@ -158,15 +164,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value that goes from one stage to another.
+    """A value that one stage sends to another.
 
     Attributes:
-        source: The stage that makes it.
+        source: The stage that computes it.
         target: The stage that uses it.
-        taken: Where the source finds it: an argument of the first later step that is not its own.
+        taken: Where the source finds it: an argument of the first later step that is in another stage.
         places: Where the target needs it.
-        differentiable: Whether a gradient comes back.
-        value: Which it is in the flow.
+        differentiable: Whether a gradient is sent back.
+        value: Index of the value in the flow.
     """
 
     source: int
@@ -178,7 +184,7 @@ class Transfer:
 
 
 def transfers(flow: Flow, bounds: Sequence[int]) -> tuple[Transfer, ...]:
-    """What goes between stages; each value once to each stage that uses it, directly.
+    """Values sent between stages: each one once, directly to each stage that uses it.
 
     Args:
         flow: The flow.
@@ -188,7 +194,9 @@ def transfers(flow: Flow, bounds: Sequence[int]) -> tuple[Transfer, ...]:
         ValueError: The steps cannot be cut there.
     """
     flow.check(bounds)
+    # 1. The stage of each step: (num_steps,).
     stage_of = [stage for stage, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+    # 2. Arguments that another stage computed. A value from before the first step (-1) belongs to stage 0.
     taken: dict[int, Place] = {}
     places: dict[tuple[int, int], list[Place]] = {}
     for stage, step in zip(stage_of, flow.steps, strict=True):

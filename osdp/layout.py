@@ -1,4 +1,4 @@
-"""Arithmetic that estimator and runtime must agree on: shards, padding, the modules of a unit."""
+"""Sharding arithmetic shared by cost model and runtime: shards, padding, the modules of a unit."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -9,7 +9,7 @@ from osdp.model_desc import Operator
 
 
 def padded_numel(shape: Sequence[int], num_shards: int) -> int:
-    """Elements of a tensor whose dim 0 is padded so that ``num_shards`` equal shards result.
+    """Number of elements of a tensor whose dim 0 is padded to ``num_shards`` equal shards.
 
     FSDP2 shards dim 0 and pads each parameter by itself (``torch.distributed.fsdp``, ``FSDPParam``).
 
@@ -20,7 +20,7 @@ def padded_numel(shape: Sequence[int], num_shards: int) -> int:
 
 
 def shard_numel(shape: Sequence[int], num_shards: int) -> int:
-    """Elements of one padded shard of a tensor sharded on dim 0; the whole tensor if it has no dim.
+    """Number of elements of one padded shard of a tensor sharded on dim 0; of the whole tensor if 0-dim.
 
     >>> shard_numel((7, 15), 4)
     30
@@ -32,7 +32,7 @@ def shard_numel(shape: Sequence[int], num_shards: int) -> int:
 
 
 def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:
-    """Sizes of ``num_parts`` parts of ``size``, as even as they can be, the larger ones first.
+    """Sizes of ``num_parts`` parts of ``size``, as even as possible, the larger ones first.
 
     >>> part_sizes(10, 4)
     (3, 3, 2, 2)
@@ -43,12 +43,12 @@ def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Ranks along each axis of the mesh.
+    """Parallel degrees: the number of ranks along each axis of the mesh.
 
     Attributes:
-        pp: Of a pipeline.
-        dp: Data-parallel ones of each stage.
-        tp: That compute one layer together.
+        pp: Pipeline ranks.
+        dp: Data-parallel ranks of each stage.
+        tp: Tensor-parallel ranks.
     """
 
     pp: int
@@ -57,12 +57,12 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.pp * self.dp * self.tp
 
 
 def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: int | None = None) -> Degrees:
-    """The degrees of ``world_size`` ranks; of ``pp`` and ``dp`` one follows from the other.
+    """Parallel degrees of ``world_size`` ranks; ``pp`` or ``dp`` is inferred from the others.
 
     >>> degrees(8, dp=2)
     Degrees(pp=4, dp=2, tp=1)
@@ -72,7 +72,7 @@ def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: i
     Degrees(pp=1, dp=8, tp=1)
 
     Raises:
-        ValueError: They do not multiply to the number of ranks.
+        ValueError: The product of the degrees is not the number of ranks.
     """
     given = {name: value for name, value in (("pp", pp), ("dp", dp), ("tp", tp)) if value is not None}
     product = math.prod(given.values())
@@ -81,6 +81,7 @@ def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: i
             f"{' x '.join(f'{name}={value}' for name, value in given.items())} does not divide the "
             f"{world_size} ranks there are"
         )
+    # What is left over goes to data parallelism, unless only dp (and tp) are given: then to the pipeline.
     rest = world_size // product
     if dp is None and (pp is not None or tp is not None or not given):
         found = Degrees(pp or 1, rest, tp or 1)
@@ -88,23 +89,23 @@ def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: i
         found = Degrees(pp or rest, dp or rest, tp or 1)
     if found.world_size != world_size:
         raise ValueError(
-            f"pp={found.pp} x dp={found.dp} x tp={found.tp} are {found.world_size} ranks, there are "
-            f"{world_size}; leave pp= or dp= out to let it follow"
+            f"pp={found.pp} x dp={found.dp} x tp={found.tp} are {found.world_size} ranks, but the world size "
+            f"is {world_size}; leave out pp= or dp= to have it inferred"
         )
     return found
 
 
 def can_shard(operator: Operator) -> bool:
-    """Whether FSDP2 can shard it: it rejects 0-dim parameters."""
+    """Whether FSDP2 can shard an operator: it rejects 0-dim parameters."""
     return all(parameter.shape for parameter in operator.parameters)
 
 
 def unit_modules(
     operators: Sequence[Operator], all_operators: Iterable[Operator], callable_modules: Collection[str]
 ) -> tuple[str, ...]:
-    """The fewest modules that hold the parameters of ``operators`` and of no operator beside them.
+    """Modules to wrap as one unit: the fewest that hold the parameters of ``operators`` and of no others.
 
-    Climbs from each operator's modules to the highest ancestor that ran its own forward and under which every
+    Climbs from each operator's modules to the highest ancestor whose own forward ran and under which every
     operator belongs to the unit.
 
     Args:
@@ -120,6 +121,8 @@ def unit_modules(
     found: list[str] = []
     for operator in operators:
         for module in operator.modules:
+            # Climb until an ancestor would contain an operator of another unit. Ancestors without a forward
+            # of their own (nn.ModuleList) have no hooks to wrap: they are skipped.
             best = module
             parts = module.split(".") if module else []
             for length in range(len(parts) - 1, 0, -1):
@@ -134,7 +137,7 @@ def unit_modules(
 
 
 def is_inside(fqn: str, ancestor: str) -> bool:
-    """Whether ``fqn`` is ``ancestor`` or lies under it.
+    """Whether ``fqn`` is ``ancestor`` or one of its descendants.
 
     >>> is_inside("h.1.attn", "h.1"), is_inside("h.10", "h.1"), is_inside("h.1", "")
     (True, False, True)
@@ -143,10 +146,10 @@ def is_inside(fqn: str, ancestor: str) -> bool:
 
 
 def slice_bounds(size: int, num_slices: int) -> tuple[tuple[int, int], ...]:
-    """Where the slices of a dimension begin and end: as equal as can be, the longer ones first.
+    """Start and end of each slice of a dimension: as equal as possible, the longer ones first.
 
     Raises:
-        ValueError: There are more slices than there is to slice, or none.
+        ValueError: There are more slices than elements, or none.
 
     >>> slice_bounds(10, 4)
     ((0, 3), (3, 6), (6, 8), (8, 10))

@@ -2,13 +2,13 @@
 
 Glossary, from which the names of the library are built:
 
-- **segment**: a stretch of execution that belongs to one module itself, between the calls of its
-  children; parameterless work included. Segments tile the trace.
+- **segment**: a stretch of execution that belongs to one module's own code, between the calls of its
+  children; work without parameters included. Segments tile the trace.
 - **operator**: the decision variable: parameters that are used together. It is attached to the segments
   that use it.
 - **block**: a module that the model repeats (a transformer layer); operators inside it may share a unit.
 
-No hardware and no times are in here; sizes of activations are *as traced on fake tensors*.
+It holds no hardware properties and no times; sizes of activations are *as traced on fake tensors*.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,13 +43,13 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a segment does in one pass, as traced on fake tensors, by local batch.
+    """FLOPs and memory traffic of a segment in one pass, as traced on fake tensors, by local batch.
 
     Attributes:
         flops: Floating-point operations.
         moved_bytes: Bytes read and written by its kernels.
         live_bytes: Net change of the live activation bytes over the pass.
-        peak_bytes: Most live activation bytes during the pass, above its start.
+        peak_bytes: Peak of the live activation bytes during the pass, relative to its start.
     """
 
     flops: Affine
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; the dtype without its ``torch.``."""
+    """Shape and dtype of a tensor; the dtype is written without ``torch.``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -68,15 +68,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of execution that belongs to ``module`` itself.
+    """A stretch of execution that belongs to the own code of ``module``.
 
     Attributes:
         module: FQN of the module; empty for the root.
-        call: Which call of the module, from 0.
-        part: Which stretch of that call, from 0.
+        call: Index of the call of the module, from 0.
+        part: Index of the stretch within that call, from 0.
         operators: Names of the operators whose parameters it uses.
         signature: Equal for segments that run the same kernels on the same shapes.
-        outputs: Tensors it hands on.
+        outputs: Tensors it passes on.
         forward: Its forward work.
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
@@ -95,11 +95,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor of parameters.
+    """One parameter tensor.
 
     Attributes:
         name: The first of its FQNs in ``named_parameters`` order.
-        shape: Its full shape.
+        shape: Its unsharded shape.
         dtype: Its dtype.
         trainable: Whether it requires a gradient.
         aliases: Its other FQNs, if it is tied.
@@ -121,19 +121,19 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the unsharded tensor."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an operator can run in slices of its weight.
+    """The dimension along which an operator can run in slices of its weight.
 
     Attributes:
         by: What is cut: ``"output"`` features, or ``"rows"`` of a vocabulary.
-        dim: The dimension of the weight that is cut; the other one is sharded.
+        dim: Dimension of the weight that is cut; the other one is sharded.
         weight: Name of the weight.
-        slices: The only number of slices there may be, since it decides what activations there are; 0 if any.
+        slices: The only number of slices allowed, where it determines the activations; 0 if any is.
     """
 
     by: str
@@ -143,26 +143,26 @@ class Cut:
 
     @property
     def in_backward(self) -> bool:
-        """Whether backward needs the slices again; that of an embedding needs none of them."""
+        """Whether backward needs the slices again; the backward of an embedding needs none."""
         return self.by != "rows" or self.slices > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Parameters that are used together, and where.
+    """Parameters that are used together, and the modules and segments that use them.
 
     Attributes:
         name: FQN of the module that owns them (of the parent that uses them, for parameters used outside
             their own module's forward). Empty for parameters of the root itself.
         modules: FQNs of the modules whose forward uses them; several if they are tied.
         parameters: Its parameters, in ``named_parameters`` order.
-        block: FQN of the repeated module it lies in, or ``None``.
-        first: Index of the first segment that runs while its module is in its forward.
+        block: FQN of the repeated module that contains it, or ``None``.
+        first: Index of the first segment that runs during the forward of its modules.
         last: Index of the last such segment.
         spanning: Whether it stays in use across segments of other operators (tied, shared or owned by an
             ancestor of other operators), so that it cannot be resharded in between.
-        executed: Whether the sample batch reached it.
-        cut: How it can run in slices, if it can.
+        executed: Whether the forward of the sample batch used it.
+        cut: The dimension along which it can run in slices; ``None`` if it cannot.
     """
 
     name: str
@@ -177,12 +177,12 @@ class Operator:
 
     @property
     def numel(self) -> int:
-        """Number of elements of all its parameters."""
+        """Number of elements in all its parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its parameters."""
+        """Bytes of all its parameters, unsharded."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
@@ -193,12 +193,12 @@ class ModelDesc:
     Attributes:
         name: Class name of the model.
         sample: The tensors of the sample batch, in order.
-        sample_names: The keyword of each of them, empty for a positional one; empty altogether if the batch
-            holds anything but plain tensors, so that it cannot be made again from here.
-        local_batch: Samples in the sample batch.
+        sample_names: The keyword of each of these tensors, empty for a positional one; an empty tuple if the
+            batch holds anything but plain tensors, so that it cannot be recreated from the description.
+        local_batch: Number of samples in the sample batch.
         batch_is_free: Whether the model accepts other batch sizes.
-        segments: The trace, in execution order; the last ones compute the loss.
-        operators: In order of first use; those the sample did not reach come last.
+        segments: The trace, in execution order; the last segments compute the loss.
+        operators: In order of first use; those that the sample batch did not use come last.
         modules: FQNs of all modules whose forward ran, in order of first call.
     """
 
@@ -213,12 +213,12 @@ class ModelDesc:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the parameters or their grouping change, not with the batch."""
+        """Hash of the parameters and their grouping into operators; independent of the batch."""
         return codec.fingerprint([(op.modules, op.parameters) for op in self.operators])
 
     @cached_property
     def block_segments(self) -> dict[str, tuple[int, ...]]:
-        """Indices of the segments inside each block that holds operators."""
+        """Indices of the segments inside each block that contains operators."""
         found: dict[str, list[int]] = {op.block: [] for op in self.operators if op.block is not None}
         for index, segment in enumerate(self.segments):
             block = segment.module
@@ -230,7 +230,7 @@ class ModelDesc:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, each tied one counted once."""
+        """Number of elements in all parameters, each tied one counted once."""
         return sum(operator.numel for operator in self.operators)
 
     @property
@@ -263,7 +263,7 @@ class ModelDesc:
 
     @classmethod
     def load(cls, path: str | Path) -> "ModelDesc":
-        """The description saved at ``path``."""
+        """Load the description saved at ``path``."""
         return codec.load(cls, path)
 
     @classmethod
@@ -275,7 +275,7 @@ class ModelDesc:
         loss_fn: Callable[..., Any] | None = None,
         atoms: Sequence[str] = (),
     ) -> "ModelDesc":
-        """The ordered execution trace of one forward of ``model``, and the operators in it.
+        """Describe ``model``: the ordered execution trace of one forward, and the operators in it.
 
         The model may be on any device, ``meta`` included; it is neither run nor changed.
 
@@ -288,13 +288,13 @@ class ModelDesc:
             atoms: FQNs of modules each of which is to be exactly one operator.
 
         Returns:
-            The description. If the model rejects another batch size, all of it is for the sample's.
+            The description. If the model rejects another batch size, it holds for the sample's batch size only.
 
         Raises:
-            TypeError: The sample inputs are none of the above.
+            TypeError: The sample inputs are of another type.
             ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
         """
-        # The one arrow against the grain, and only when called: values stay importable without torch.
+        # Imported only when called, so that the values stay importable without torch.
         from osdp.profiler.trace import describe
         from osdp.runtime.split_modules import cut_of
 
@@ -302,5 +302,5 @@ class ModelDesc:
 
 
 def edges(model_desc: ModelDesc) -> Iterable[tuple[int, int]]:
-    """Pairs of successive segments of the trace; what a graph of it is built from."""
+    """Pairs of indices of successive segments: the edges of the trace as a graph."""
     return zip(range(len(model_desc.segments) - 1), range(1, len(model_desc.segments)), strict=True)

@@ -1,7 +1,8 @@
-"""What the ranks of a pipeline do, and in which order, by the name of the schedule.
+"""Order of the actions on each rank of a pipeline, by the name of the schedule.
 
-A *stage* is a stretch of the model on one rank, a *microbatch* a part of the batch. An action is written as
-in ``F0.3``: the forward of stage 0 on microbatch 3. Every order works for any number of microbatches from 1.
+A *stage* is a contiguous part of the model on one rank, a *microbatch* a part of the batch. An action is
+written as in ``F0.3``: the forward of stage 0 on microbatch 3. Every order works for any number of
+microbatches from 1.
 
 Sources: ``gpipe``, Huang et al., NeurIPS 2019; ``1f1b`` and ``interleaved``, Narayanan et al., SC 2021 (their
 PipeDream-flush and its interleaved form); ``zb-h1`` and ``zb-v``, Qi et al., "Zero Bubble Pipeline
@@ -16,10 +17,10 @@ from osdp.layout import slice_bounds
 
 
 class Kind(StrEnum):
-    """What an action computes.
+    """Kind of a pipeline action: forward, backward, or one of the two parts of a split backward.
 
-    A backward runs whole, or in two parts: the gradient of the input, which the stage before waits for, and
-    the gradient of the weights, which nobody waits for.
+    A split backward first computes the gradient of the input, which the previous stage waits for, and later
+    the gradient of the weights, which no other action waits for.
     """
 
     FORWARD = "F"
@@ -29,7 +30,7 @@ class Kind(StrEnum):
 
     @property
     def gives_gradient(self) -> bool:
-        """Whether its end is when the stage before may start its own backward."""
+        """Whether it computes the input gradient that the previous stage's backward waits for."""
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
@@ -38,10 +39,10 @@ class Action:
     """One computation of a rank.
 
     Attributes:
-        kind: What is computed.
-        stage: Of which stage.
-        microbatch: On which microbatch. Where sequences are cut into *k* slices, on which slice of which
-            microbatch: *k* times its number and the slice's.
+        kind: Kind of the computation.
+        stage: Index of the stage.
+        microbatch: Index of the microbatch. Where sequences are cut into *k* token slices: *k* times the
+            index of the microbatch plus the index of the slice.
 
     >>> str(Action(Kind.FORWARD, 0, 3))
     'F0.3'
@@ -55,19 +56,19 @@ class Action:
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
-#: The actions of each rank.
+#: The actions of each rank, in order.
 Orders = list[list[Action]]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What an order is made for.
+    """Size of a pipeline: the arguments of every order.
 
     Attributes:
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
         num_microbatches: Microbatches of a step.
-        per_rank: Stages that each rank holds.
-        num_slices: Slices of each sequence.
+        per_rank: Stages on each rank.
+        num_slices: Token slices of each sequence.
     """
 
     num_ranks: int
@@ -85,7 +86,10 @@ def _gpipe(size: Size) -> tuple[Sequence[int], Orders]:
 
 
 def _one_forward_one_backward(size: Size) -> tuple[Sequence[int], Orders]:
-    """With slices the first backward is that of a sequence's last one: so many more forwards come before."""
+    """1F1B; with token slices the warm-up grows by ``num_slices - 1`` forwards.
+
+    The first backward is that of the last slice of a sequence, so its other slices are forwarded before.
+    """
     placement = range(size.num_ranks)
     return placement, [
         _alternate([rank], [range(size.num_microbatches)], size.num_ranks - 2 - rank + size.num_slices, size)
@@ -94,10 +98,10 @@ def _one_forward_one_backward(size: Size) -> tuple[Sequence[int], Orders]:
 
 
 def _interleaved(size: Size) -> tuple[Sequence[int], Orders]:
-    """Runs of microbatches go through one stage of a rank after the other.
+    """Interleaved 1F1B: runs of microbatches go through the stages of a rank one stage after the other.
 
-    The paper's runs have as many microbatches as there are ranks. Shorter ones stall, so what does not divide
-    lengthens the runs instead; the warm-up grows with the longest, which is the first.
+    The paper's runs have as many microbatches as there are ranks. Shorter runs stall, so a remainder
+    lengthens the runs instead; the warm-up grows with the longest run, which is the first.
     """
     num_ranks, per_rank = size.num_ranks, size.per_rank
     num_runs = max(1, size.num_microbatches // num_ranks)
@@ -116,10 +120,10 @@ def _interleaved(size: Size) -> tuple[Sequence[int], Orders]:
 
 
 def _alternate(stages: Sequence[int], runs: Sequence[range], warmup: int, size: Size) -> list[Action]:
-    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """``warmup`` forwards, then a forward and a backward in turn, then the remaining backwards.
 
-    A slice needs what those before it computed, and its gradient what those after it did: inside a microbatch
-    slices go forward in their order and backward against it.
+    The forward of a token slice needs the results of the slices before it, its backward those of the slices
+    after it: within a microbatch, forwards run in slice order and backwards in reverse.
     """
     slices = range(size.num_slices)
     forwards = [
@@ -147,22 +151,23 @@ def _zb_v(size: Size) -> tuple[Sequence[int], Orders]:
 
 
 def _fill_bubbles(placement: Sequence[int], num_microbatches: int) -> Orders:
-    """Backwards in two parts, the second where a rank would wait, in the memory of 1F1B.
+    """Zero-bubble orders: split backwards whose weight gradients fill bubbles, in the memory of 1F1B.
 
-    The papers lay theirs out for equal times and enough microbatches. This plays a clock in which every
+    The papers construct theirs for equal times and enough microbatches. This simulates a clock in which every
     action takes one tick, and lets each rank take the first action that can run: a forward, else an input
     gradient, else a weight gradient. On stage *s* of *S* at most *S - s* microbatches are in flight, as in
-    1F1B, less one for each later stage of its rank, so that they never take the room of the forwards that
-    they wait for; and a rank holds at most *S*, counted until their weight gradients. The first microbatch
-    that is not through can then always go on, so this ends.
+    1F1B, less one for each later stage of its rank, so that they never take the memory of the forwards that
+    they wait for; and a rank holds at most *S* microbatches, counted until their weight gradients. The first
+    unfinished microbatch can then always proceed, so this terminates.
     """
     num_stages = len(placement)
+    # mine: the stages of each rank, last first; limits: microbatches in flight on each stage (num_stages,).
     mine = [[s for s in reversed(range(num_stages)) if placement[s] == r] for r in range(max(placement) + 1)]
     limits = [num_stages - s - mine[placement[s]].index(s) for s in range(num_stages)]
     done = {kind: [0] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
     orders: Orders = [[] for _ in mine]
     while min(done[Kind.BACKWARD_WEIGHT]) < num_microbatches:
-        # What others finish in this tick arrives in the next.
+        # Results that other ranks finish in this tick are visible in the next one only: use a snapshot.
         seen = [tuple(counts) for counts in done.values()]
         for order, stages in zip(orders, mine, strict=True):
             for kind, stage in _can_run(stages, limits, num_microbatches, *seen):
@@ -180,16 +185,18 @@ def _can_run(
     inputs: Sequence[int],
     weights: Sequence[int],
 ) -> Iterator[tuple[Kind, int]]:
-    """What a rank can do next, first choice first: later stages before earlier ones.
+    """Actions that a rank can run next, in order of preference: later stages before earlier ones.
 
     Args:
-        stages: The rank's, last first.
-        limits: Of microbatches in flight on each stage.
-        num_microbatches: Of the step.
-        forwards: Forwards done on each stage, which go through the microbatches in order.
-        inputs: Input gradients done.
-        weights: Weight gradients done.
+        stages: The stages of the rank, last first.
+        limits: Maximum number of microbatches in flight, by stage.
+        num_microbatches: Microbatches of the step.
+        forwards: Number of forwards done on each stage; microbatches are processed in order.
+        inputs: Number of input gradients done on each stage.
+        weights: Number of weight gradients done on each stage.
     """
+    # Number of microbatches whose input, or whose output gradient, each stage has: the first stage has all
+    # inputs, the last one can start its backward after its own forward.
     arrived = (num_microbatches, *forwards)
     returned = (*inputs[1:], num_microbatches)
     if sum(forwards[s] - weights[s] for s in stages) < len(limits):
@@ -206,7 +213,7 @@ def _can_run(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a schedule is made, for how many stages per rank, and whether sequences may be cut into slices."""
+    """Constructor of a schedule's orders, default stages per rank, and whether it supports token slices."""
 
     build: Callable[[Size], tuple[Sequence[int], Orders]]
     stages_per_rank: int

@@ -1,4 +1,4 @@
-"""PipelinePlan: a model cut into stages, and the sharding plan of each."""
+"""PipelinePlan: a model cut into pipeline stages, and the sharding plan of each."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,15 +21,15 @@ PIPELINE_PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
+    """One pipeline stage.
 
     Attributes:
         modules: FQNs of the modules it keeps, in order; those of other stages are removed.
-        loose: FQNs of its parameters that belong to none of them, but to the code around them.
-        plan: How its operators are sharded over the data-parallel ranks, with what it is predicted to cost.
-        forward_seconds: Compute and collectives of one microbatch forward.
-        backward_seconds: The same backward.
-        in_flight: Microbatches whose activations it holds at once.
+        loose: FQNs of its parameters that belong to none of these modules, but to the code around them.
+        plan: Sharding of its operators over the data-parallel ranks, with its predicted cost.
+        forward_seconds: Compute and collectives in the forward of one microbatch.
+        backward_seconds: The same in its backward.
+        in_flight: Number of microbatches whose activations it holds at once.
         reason: Why it begins where it does.
     """
 
@@ -47,8 +47,8 @@ class Tie:
     """A parameter that several stages hold a copy of.
 
     Attributes:
-        stages: Which, the owner first: checkpoints and norms count its copy alone.
-        names: First FQN of the parameter in each of them.
+        stages: These stages, the owner first: checkpoints and gradient norms count only the owner's copy.
+        names: First FQN of the parameter in each of these stages.
     """
 
     stages: tuple[int, ...]
@@ -57,29 +57,29 @@ class Tie:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A plan for stages that are sharded each by itself.
+    """A training plan with pipeline stages, each of which is sharded by itself.
 
     Attributes:
         model: Fingerprint of the ModelDesc.
         device: Fingerprint of the DeviceInfo.
-        training: The training; its microbatches are those of the pipeline.
-        pp: Ranks of a pipeline.
-        dp: Data-parallel ranks of each stage.
-        tp: Tensor-parallel ranks of each stage.
+        training: The training it was made for; its microbatches are those of the pipeline.
+        pp: Number of ranks of a pipeline.
+        dp: Number of data-parallel ranks of each stage.
+        tp: Number of tensor-parallel ranks of each stage.
         schedule: Name of the schedule.
-        stages: All stages, in the order of the model; ``pp`` of them or, interleaved, a multiple.
-        transfers: What goes between them.
-        ties: Parameters that several stages hold.
+        stages: All stages, in model order: ``pp`` of them or, for interleaved schedules, a multiple of it.
+        transfers: Values sent between stages.
+        ties: Parameters that several stages hold a copy of.
         memory_limit: Bytes per device it was made for.
-        predicted: A step on the rank that is worst in each respect.
-        bubble: Part of the ranks' time in which they wait, from 0 to 1, as predicted.
-        optimal: Whether it is proven best in the decision space.
-        tensor: How the ``tp`` ranks compute layers together; ``None`` for one.
+        predicted: Simulated step; each quantity is that of the rank on which it is worst.
+        bubble: Predicted fraction of the ranks' time that is idle, from 0 to 1.
+        optimal: Whether it is proven optimal in the decision space.
+        tensor: Tensor-parallel plan of the ``tp`` ranks; ``None`` if ``tp`` is 1.
         notes: Facts about the plan as a whole.
         peaks: Predicted peak bytes of each rank of a pipeline.
-        token_slices: How ``train_step`` cuts sequences unless it is told otherwise; ``None``: not at all.
-            What is predicted is for whole sequences.
-        version: Of this format.
+        token_slices: Slices into which ``train_step`` cuts sequences by default; ``None`` leaves them whole.
+            Predictions are for whole sequences.
+        version: Format version.
     """
 
     model: str
@@ -109,20 +109,25 @@ class PipelinePlan:
                 "plan again"
             )
         if len(self.stages) % self.pp:
-            raise ValueError(f"{len(self.stages)} stages cannot be laid over {self.pp} ranks evenly")
+            raise ValueError(
+                f"{len(self.stages)} stages cannot be placed evenly on {self.pp} pipeline ranks; use a "
+                f"multiple of {self.pp} stages"
+            )
         held = [module for stage in self.stages for module in stage.modules]
         twice = sorted({module for module in held if held.count(module) > 1})
         if twice:
-            raise ValueError(f"every module belongs to one stage; these to several: {', '.join(twice)}")
+            raise ValueError(
+                f"every module must belong to exactly one stage; these belong to several: {', '.join(twice)}"
+            )
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages that each rank of a pipeline holds."""
+        """Number of stages on each rank of a pipeline."""
         return len(self.stages) // self.pp
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.pp * self.dp * self.tp
 
     @property
@@ -143,7 +148,13 @@ class PipelinePlan:
     def make_schedule(
         self, num_microbatches: int | None = None, name: str | None = None, *, num_slices: int = 1
     ) -> "Schedule":
-        """Its schedule, or another one of as many stages, for ``num_microbatches`` or as planned."""
+        """Make its schedule, or another one with the same number of stages per rank.
+
+        Args:
+            num_microbatches: Microbatches of a step; as planned if ``None``.
+            name: Name of the schedule; as planned if ``None``.
+            num_slices: Slices of each sequence.
+        """
         from osdp.schedule import make_schedule
 
         return make_schedule(
@@ -160,13 +171,13 @@ class PipelinePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> "PipelinePlan":
-        """The plan saved at ``path``.
+        """Load the plan saved at ``path``.
 
         Raises:
-            ValueError: It is not a plan of stages, or of an unsupported version.
+            ValueError: The file holds no plan with stages, or one of an unsupported version.
         """
         if not has_stages(path):
-            raise ValueError(f"{path} has no stages of a pipeline; Plan.load reads plans without")
+            raise ValueError(f"{path} has no pipeline stages; use Plan.load for plans without stages")
         return codec.load(cls, path)
 
     def __str__(self) -> str:
@@ -177,6 +188,6 @@ class PipelinePlan:
 
 
 def has_stages(path: str | Path) -> bool:
-    """Whether a file has the plan of a pipeline."""
+    """Whether the file at ``path`` holds a pipeline plan."""
     content = read_json(path)
     return isinstance(content, dict) and "transfers" in content

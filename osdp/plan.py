@@ -1,4 +1,7 @@
-"""Plan: what was decided, what it is predicted to cost, and why. The only word both sides share."""
+"""Plan: the decision for each operator, its predicted cost and its reason.
+
+It is the interface between planner and runtime: neither knows anything else of the other.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,10 +19,10 @@ PLAN_VERSION = 5
 
 
 class Mode(StrEnum):
-    """How the parameters of an operator live on the data-parallel ranks; names as in PyTorch.
+    """Sharding strategy of an operator over the data-parallel ranks; names as in PyTorch's ShardingStrategy.
 
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
-    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, whole from forward to backward.
+    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
     HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
     """
 
@@ -39,11 +42,12 @@ UNGROUPED = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 
 
 class Route(StrEnum):
-    """How the collectives of a sharded unit go.
+    """Algorithm of the collectives of a sharded unit.
 
-    The paper's communication with groups is ``TWO_STEP``: shards cross to the other groups once, and are
-    gathered inside; gradients are reduced inside first. ``EXCHANGE`` replaces the backend's reduce-scatter by
-    an exchange of shards and local sums, and the first step of a gather in two steps by an exchange.
+    The paper's communication with groups is ``TWO_STEP``: shards are sent to the other groups once and are
+    gathered inside each group; gradients are reduced inside the groups first. ``EXCHANGE`` replaces the
+    backend's reduce-scatter by an exchange of shards and local sums, and the first step of a two-step
+    all-gather by an exchange.
     """
 
     FLAT = "flat"
@@ -53,30 +57,31 @@ class Route(StrEnum):
 
     @property
     def in_two_steps(self) -> bool:
-        """Whether it goes across groups and inside of them one after the other."""
+        """Whether it communicates across groups and inside them in two successive steps."""
         return self in (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
 
     @property
     def by_exchange(self) -> bool:
-        """Whether reductions are exchanges with local sums."""
+        """Whether it reduces by an exchange of shards and local sums."""
         return self in (Route.EXCHANGE, Route.TWO_STEP_EXCHANGE)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided for one operator.
+    """The decision for one operator.
 
     Attributes:
         operator: Its name.
         modules: FQNs of the modules that use it.
-        parameters: FQNs of its parameters, the first name of each.
-        nbytes: Its whole parameter bytes.
-        mode: How it is sharded.
-        reason: Why, with what the next-best choice would have cost.
-        slices: In how many slices it runs; 1 if it is not split.
-        sliced_by: What is cut: ``"output"`` or ``"input"`` features, or ``"rows"`` of a vocabulary.
-        slices_kept: How many of the slices stay gathered from forward to backward, as under SHARD_GRAD_OP;
-            the others are gathered again.
+        parameters: FQNs of its parameters, the first name of each tied one.
+        nbytes: Bytes of its unsharded parameters.
+        mode: Its sharding strategy.
+        reason: Why it was chosen, with the cost of the next-best choice.
+        slices: Number of slices it runs in; 1 if it is not split.
+        sliced_by: The dimension that is cut: ``"output"`` or ``"input"`` features, or ``"rows"`` of a
+            vocabulary.
+        slices_kept: Number of slices that stay unsharded from forward to backward, as under SHARD_GRAD_OP;
+            the others are gathered again in backward.
     """
 
     operator: str
@@ -92,13 +97,13 @@ class Decision:
     def __post_init__(self) -> None:
         if self.slices < 1 or (self.slices > 1) != bool(self.sliced_by):
             raise ValueError(
-                f"operator {self.operator!r} is said to run in {self.slices} slices of "
-                f"{self.sliced_by or 'nothing'}"
+                f"operator {self.operator!r} has slices={self.slices} and sliced_by={self.sliced_by!r}: "
+                "slices must be at least 1, and sliced_by is set if and only if there are several"
             )
         if not 0 <= self.slices_kept <= (self.slices if self.slices > 1 and self.mode.sharded else 0):
             raise ValueError(
-                f"operator {self.operator!r}, {self.mode} in {self.slices} slices, is said to keep "
-                f"{self.slices_kept} of them gathered"
+                f"operator {self.operator!r} ({self.mode}, {self.slices} slices) has slices_kept="
+                f"{self.slices_kept}: only a sharded operator in slices keeps slices unsharded, at most all"
             )
 
 
@@ -107,15 +112,15 @@ class Unit:
     """Operators that share their collectives; contiguous in the trace, except for the root unit.
 
     Attributes:
-        mode: Mode of all of them.
+        mode: Sharding strategy of all of them.
         operators: Their names, in trace order.
         modules: FQNs of the modules to wrap together: none contains another, and together they hold the
-            parameters of the operators and of no other unit that is not wrapped before.
-        root: Whether it is the root's unit: gathered before everything else and kept to the end.
-        offloaded: Whether its shards, their gradients and optimizer states live in host memory.
-        group_size: Ranks of a group, which are neighbours: those that HYBRID_SHARD shards over, or those that
-            a route in two steps gathers inside of; 0 without groups.
-        route: How its collectives go.
+            parameters of these operators and of no other unit that has not been wrapped before.
+        root: Whether it is the root unit: gathered before everything else and unsharded until the end.
+        offloaded: Whether its shards, their gradients and their optimizer states are kept in host memory.
+        group_size: Number of neighbouring ranks in a group: those that HYBRID_SHARD shards over, or those
+            inside which a two-step route gathers; 0 without groups.
+        route: Algorithm of its collectives.
     """
 
     mode: Mode
@@ -130,34 +135,36 @@ class Unit:
         grouped = self.mode is Mode.HYBRID_SHARD or self.route.in_two_steps
         if grouped != (self.group_size > 1) or (self.mode is Mode.HYBRID_SHARD and self.route.in_two_steps):
             raise ValueError(
-                f"the unit of {', '.join(self.operators)} has groups of {self.group_size} ranks for "
-                f"{self.mode} by a {self.route} route: HYBRID_SHARD and routes in two steps, one of the two, "
-                "need groups of 2 or more, and nothing else has any"
+                f"the unit of {', '.join(self.operators)} has group_size={self.group_size} with {self.mode} "
+                f"and route {self.route}: HYBRID_SHARD and two-step routes need groups of 2 or more ranks "
+                "and exclude each other; every other unit has group_size=0"
             )
         if self.route is not Route.FLAT and not self.mode.sharded:
             raise ValueError(
-                f"the unit of {', '.join(self.operators)} is NO_SHARD: it has no {self.route} route"
+                f"the unit of {', '.join(self.operators)} is NO_SHARD, which has no {self.route} route; only "
+                "sharded units have one"
             )
         if self.offloaded and (self.root or not self.mode.sharded):
             where = "the root's" if self.root else self.mode.value
             raise ValueError(
                 f"the unit of {', '.join(self.operators)} is {where}: only sharded units other than the "
-                "root's can live in host memory"
+                "root's can be offloaded to host memory"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the judge expects of a step; seconds and bytes on the worst rank.
+    """Simulated time and memory of a step; seconds and bytes on the worst rank.
 
     Attributes:
-        step_seconds: One optimizer step with all its microbatches.
+        step_seconds: One training step with all its microbatches.
         compute_seconds: Forward and backward.
-        communication_seconds: Collectives that hold up compute, and what sticks out of the others.
+        communication_seconds: Exposed communication: collectives that block compute, and the part of the
+            others that is not overlapped.
         optimizer_seconds: The optimizer step.
-        peak_bytes: Highest live tensor bytes.
-        peak_moment: When that is.
-        state_bytes: Parameters, gradients and optimizer states that live through the step.
+        peak_bytes: Peak of the live tensor bytes.
+        peak_moment: The moment of the step at which the peak is reached.
+        state_bytes: Parameters, gradients and optimizer states that are kept throughout the step.
     """
 
     step_seconds: float
@@ -176,18 +183,18 @@ class Plan:
     Attributes:
         model: Fingerprint of the ModelDesc.
         device: Fingerprint of the DeviceInfo.
-        training: The training it was made for; its local batch is a number.
-        world_size: Data-parallel ranks.
+        training: The training it was made for, with a local batch that is not ``None``.
+        world_size: Number of data-parallel ranks.
         memory_limit: Bytes per device it was made for.
         reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
         decisions: One per operator, in trace order.
         units: All units; every operator is in exactly one.
-        recomputed: FQNs of the modules whose activations are computed again in backward.
-        predicted: What the judge expects.
-        measured_profile: Whether the prediction rests on measured segments.
-        optimal: Whether it is proven best in the decision space.
+        predicted: Simulated time and memory of a step.
+        measured_profile: Whether the prediction is based on measured segments.
+        optimal: Whether it is proven optimal in the decision space.
+        recomputed: FQNs of the modules whose activations are recomputed in backward.
         notes: Facts about the plan as a whole.
-        version: Of this format.
+        version: Format version.
     """
 
     model: str
@@ -209,21 +216,24 @@ class Plan:
         if self.version != PLAN_VERSION:
             raise ValueError(f"plan format {self.version} is not the supported {PLAN_VERSION}; plan again")
         if self.training.local_batch is None:
-            raise ValueError("the training of a plan needs a local batch")
+            raise ValueError("the training of a plan needs a local batch; set Training(local_batch=...)")
         decided = [decision.operator for decision in self.decisions]
         placed = [name for unit in self.units for name in unit.operators]
         if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
             odd = sorted(set(decided) ^ set(placed)) or sorted({n for n in placed if placed.count(n) > 1})
-            raise ValueError(f"every operator must be decided once and be in one unit; not so: {odd}")
+            raise ValueError(
+                "every operator needs exactly one decision and must be in exactly one unit; these violate "
+                f"it: {', '.join(odd)}"
+            )
         cut = {decision.operator for decision in self.decisions if decision.slices > 1}
-        for barred, where in (("offloaded", "live in host memory"), ("group_size", "have groups of ranks")):
+        for barred, where in (("offloaded", "be offloaded"), ("group_size", "be in a unit with groups")):
             held = [n for unit in self.units if getattr(unit, barred) for n in unit.operators if n in cut]
             if held:
                 raise ValueError(f"operators in slices cannot {where}: {', '.join(held)}")
 
     @cached_property
     def modes(self) -> dict[str, Mode]:
-        """Mode of each operator."""
+        """Sharding strategy of each operator, by name."""
         return {decision.operator: decision.mode for decision in self.decisions}
 
     @property
@@ -244,7 +254,7 @@ class Plan:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether operators live in more than one way: modes, slices, recomputation."""
+        """Whether operators have different strategies, or any module is recomputed."""
         ways = {(decision.mode, decision.slices, decision.slices_kept) for decision in self.decisions}
         return len(ways) > 1 or len(self.recomputed) > 0
 
@@ -254,12 +264,12 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan | PipelinePlan":
-        """The plan saved at ``path``; that of a pipeline if it has stages.
+        """Load the plan saved at ``path``; a :class:`~osdp.pipeline_plan.PipelinePlan` if it has stages.
 
         Raises:
-            ValueError: It is not a plan, or of an unsupported version.
+            ValueError: The file holds no plan, or one of an unsupported version.
         """
-        # Plans of pipelines are made of these.
+        # Imported here, since pipeline_plan imports this module: a pipeline plan holds a Plan per stage.
         from osdp.pipeline_plan import PipelinePlan, has_stages
 
         return PipelinePlan.load(path) if has_stages(path) else codec.load(cls, path)

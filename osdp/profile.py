@@ -1,7 +1,7 @@
 """Profile: seconds and activation bytes of every distinct segment on one kind of device.
 
-A profile is measured (:mod:`osdp.profiler.segments`) or estimated (:mod:`osdp.profiler.estimate`); it is one
-type, and says which.
+A profile is measured (:mod:`osdp.profiler.segments`) or estimated (:mod:`osdp.profiler.estimate`); both are
+of the same type, and ``measured`` distinguishes them.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -13,14 +13,15 @@ from osdp import codec
 
 @dataclass(frozen=True, slots=True)
 class PassProfile:
-    """One pass of a segment.
+    """Time and memory of one pass (forward or backward) of a segment.
 
     Attributes:
-        seconds: Its time.
+        seconds: Its compute time.
         live_bytes: Net change of the live activation bytes over the pass; parameters and their gradients
             are not activations.
-        peak_bytes: Most live activation bytes during the pass, above its start; workspace included.
-        exchange_seconds: Collectives among the ranks that compute a layer together, which wait for it.
+        peak_bytes: Peak of the live activation bytes during the pass, relative to its start; workspace
+            included.
+        exchange_seconds: Collectives of the tensor-parallel group, which block compute.
     """
 
     seconds: float
@@ -31,10 +32,10 @@ class PassProfile:
 
 @dataclass(frozen=True, slots=True)
 class SegmentProfile:
-    """One distinct segment.
+    """Time and memory of one distinct segment.
 
     Attributes:
-        signature: As in :class:`osdp.model_desc.Segment`.
+        signature: Its signature in :class:`osdp.model_desc.Segment`.
         forward: Its forward pass.
         backward: Its backward pass.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
@@ -48,7 +49,7 @@ class SegmentProfile:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerProfile:
-    """Time of an optimizer step: a price for each tensor, and ``per_byte * local parameter bytes``.
+    """Time of an optimizer step: a cost per tensor plus ``per_byte * local parameter bytes``.
 
     Attributes:
         per_tensor: Seconds per parameter that is a plain tensor: those of plans that shard nothing.
@@ -63,8 +64,8 @@ class OptimizerProfile:
     def __post_init__(self) -> None:
         if self.per_tensor > self.per_dtensor:
             raise ValueError(
-                f"a step of a plain tensor ({self.per_tensor} s) cannot cost more than one of a DTensor "
-                f"({self.per_dtensor} s)"
+                f"the optimizer step of a plain tensor (per_tensor={self.per_tensor} s) cannot take longer "
+                f"than that of a DTensor (per_dtensor={self.per_dtensor} s)"
             )
 
 
@@ -74,14 +75,14 @@ class Profile:
 
     Attributes:
         device: Device kind.
-        local_batch: Samples the segments were run with.
+        local_batch: Number of samples the segments were run with.
         segments: One entry per distinct signature of the ModelDesc it was made from.
-        optimizer: The optimizer step.
-        resident_bytes: Bytes of buffers and of the sample batch, alive throughout.
+        optimizer: Time of the optimizer step.
+        resident_bytes: Bytes of buffers and of the sample batch, which are live throughout the step.
         measured: Whether it was measured rather than estimated.
         model: Fingerprint of the ModelDesc.
-        host_optimizer: The optimizer step of parameters in host memory; ``None`` where devices are CPUs, or
-            if it is unknown.
+        host_optimizer: Time of the optimizer step of parameters offloaded to host memory; ``None`` if devices
+            are CPUs, or if it is unknown.
     """
 
     device: str
@@ -94,7 +95,7 @@ class Profile:
     host_optimizer: OptimizerProfile | None = None
 
     def slowed(self, factor: float) -> "Profile":
-        """The profile of a device that computes ``factor`` times as long."""
+        """The profile of a device on which compute takes ``factor`` times as long."""
         if factor == 1:
             return self
 
@@ -121,5 +122,5 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """The profile saved at ``path``."""
+        """Load the profile saved at ``path``."""
         return codec.load(cls, path)

@@ -1,7 +1,8 @@
-"""Pipeline schedules as values: the cost model prices them, the runtime executes them.
+"""Pipeline schedules as values: the simulator prices them, the runtime executes them.
 
-What each rank does is in :mod:`osdp.orders`; here it is checked and made by name. ``1f1b`` on 3 ranks with 4
-microbatches, written down::
+The order of the actions on each rank is made in :mod:`osdp.orders`; this module checks schedules and makes
+them by name. ``1f1b`` on 3 ranks with 4 microbatches, one forward (F) or backward (B) per word, written
+``<stage>.<microbatch>``::
 
     rank 0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
     rank 1: F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
@@ -27,33 +28,33 @@ __all__ = [
     "split_backward_refused",
 ]
 
-#: The names that :func:`make_schedule` knows.
+#: The names that :func:`make_schedule` accepts.
 SCHEDULES: tuple[str, ...] = tuple(RECIPES)
 
-#: Actions after the current one whose messages a rank has posted for already.
+#: Number of actions after the current one whose receives a rank has posted already.
 AHEAD = 2
 
-#: What other actions wait for: an output (True) or an input gradient (False), of a stage, of a microbatch.
+#: A result that other actions wait for: (whether it is an output, else an input gradient; stage; microbatch).
 _Result = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does, and in which order.
+    """Pipeline schedule: the actions of each rank, in order.
 
     Attributes:
-        name: How it was made.
-        num_ranks: Ranks of the pipeline.
+        name: The name it was made by.
+        num_ranks: Number of ranks of the pipeline.
         num_microbatches: Microbatches of a step.
-        placement: The rank of each stage, in the order of the model.
-        orders: The actions of each rank.
-        num_slices: Slices of each sequence, which go through the stages one after the other (TeraPipe, Li et
-            al., ICML 2021; in the order of ``1f1b``, Seq1F1B, Sun et al., 2024). A slice goes forward on a
-            stage after the one before it, and backward after the one behind it.
+        placement: The rank of each stage, in model order.
+        orders: The actions of each rank, in order.
+        num_slices: Token slices of each sequence, which go through the stages one after the other (TeraPipe,
+            Li et al., ICML 2021; in the order of ``1f1b``, Seq1F1B, Sun et al., 2024). On a stage, a slice's
+            forward runs after that of the slice before it, its backward after that of the slice after it.
 
     Raises:
-        ValueError: An action is missing, twice or on another rank than its stage, or ranks would wait for
-            each other forever; all faults are listed.
+        ValueError: An action is missing, duplicated or on another rank than its stage, or ranks would
+            deadlock; all faults are listed.
     """
 
     name: str
@@ -76,22 +77,22 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages of the model."""
         return len(self.placement)
 
     @property
     def num_units(self) -> int:
-        """What goes through the stages one after the other: slices of microbatches, or whole ones."""
+        """Number of items that go through the stages: token slices of microbatches, or whole microbatches."""
         return self.num_microbatches * self.num_slices
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards."""
+        """Whether it has backwards."""
         return any(action.kind is not Kind.FORWARD for order in self.orders for action in order)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward runs in two parts."""
+        """Whether any backward is split into input gradient and weight gradient."""
         return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
 
     @property
@@ -100,19 +101,19 @@ class Schedule:
         return self._execution[0]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of the model."""
+        """The stages of a rank, in model order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def in_flight(self, stage: int, *, until_weights: bool = False) -> int:
-        """Most microbatches, or slices of such, at a time between forward and backward on a stage.
+        """Maximum number of microbatches (or token slices) in flight on a stage: forward done, backward not.
 
         Args:
             stage: The stage.
-            until_weights: Whether a backward in two parts ends with its second, the gradient of the weights,
-                instead of its first.
+            until_weights: Whether a split backward ends with its second part, the gradient of the weights,
+                instead of its first, the gradient of the input.
 
         Returns:
-            Their number; 1 without backwards, where nothing is kept.
+            Their number; 1 without backwards, where no activations are kept.
         """
         last = Kind.BACKWARD_WEIGHT if until_weights else Kind.BACKWARD_INPUT
         ends = (Kind.BACKWARD, last) if self.trains else ()
@@ -137,7 +138,7 @@ class Schedule:
                 f"{self.num_slices} token slices: at least one of each is needed"
             )
         if len(self.orders) != self.num_ranks:
-            yield f"{self.num_ranks} ranks have {len(self.orders)} orders; one each is needed"
+            yield f"{self.num_ranks} ranks have {len(self.orders)} orders; each rank needs exactly one"
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < self.num_ranks:
                 yield f"stage {stage} is on rank {rank}; there are ranks 0 to {self.num_ranks - 1}"
@@ -152,7 +153,10 @@ class Schedule:
             for action in order:
                 kinds = known.get((action.stage, action.microbatch))
                 if kinds is None:
-                    yield f"{action} is beyond {self.num_stages} stages, {self.num_units} microbatches"
+                    yield (
+                        f"{action} is out of range: there are {self.num_stages} stages and {self.num_units} "
+                        "microbatches"
+                    )
                 elif self.placement[action.stage] != rank:
                     yield f"{action} is on rank {rank}, its stage on rank {self.placement[action.stage]}"
                 else:
@@ -167,7 +171,10 @@ class Schedule:
 
     @cached_property
     def _execution(self) -> tuple[tuple[Action, ...], list[str]]:
-        """Actions in the order in which they can run, and what the ranks that get stuck wait for."""
+        """Actions in an order in which they can run, and what deadlocked ranks wait for.
+
+        Each rank runs its actions until one misses a result; it is woken when that result is there.
+        """
         done: set[_Result] = set()
         sequence: list[Action] = []
         position = [0] * self.num_ranks
@@ -185,7 +192,7 @@ class Schedule:
                     break
                 sequence.append(action)
                 position[rank] += 1
-                if action.kind is not Kind.BACKWARD_WEIGHT:
+                if action.kind is not Kind.BACKWARD_WEIGHT:  # no action waits for weight gradients
                     result = (action.kind is Kind.FORWARD, action.stage, action.microbatch)
                     done.add(result)
                     ready.extend(waiting.pop(result, ()))
@@ -199,7 +206,7 @@ class Schedule:
 
 
 def _needs(action: Action, num_stages: int, num_slices: int) -> list[_Result]:
-    """What must be there before an action can start."""
+    """Results that must exist before an action can start."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         context = [(True, stage, microbatch - 1)] if microbatch % num_slices else []
@@ -219,23 +226,24 @@ def make_schedule(
     stages_per_rank: int | None = None,
     num_slices: int = 1,
 ) -> Schedule:
-    """A schedule by its name.
+    """Make a pipeline schedule by its name.
 
     Args:
         name: One of :data:`SCHEDULES`.
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
         num_microbatches: Microbatches of a step, any number from 1.
-        stages_per_rank: Stages that each rank holds; by default what the schedule is made for.
-        num_slices: Slices of each sequence, any number from 1.
+        stages_per_rank: Stages on each rank; by default the schedule's usual number.
+        num_slices: Token slices of each sequence, any number from 1.
 
     Raises:
-        ValueError: The name is unknown, a number is not positive, or the schedule has no such form.
+        ValueError: The name is unknown, a number is not positive, or the schedule does not support this
+            number of stages per rank or token slices.
 
     >>> print(make_schedule("1f1b", 2, 3))
     rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2
     rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
 
-    Slices go backward against their order:
+    The backwards of a sequence's slices run in reverse order:
 
     >>> print(make_schedule("1f1b", 2, 2, num_slices=2))
     rank 0: F0.0 F0.1 F0.2 B0.1 F0.3 B0.0 B0.3 B0.2
@@ -251,8 +259,8 @@ def make_schedule(
     if num_slices > 1 and not RECIPES[name].slices:
         able = " or ".join(repr(other) for other, recipe in RECIPES.items() if recipe.slices)
         raise ValueError(
-            f"schedule {name!r} takes sequences whole; for token slices plan with schedule={able}, with "
-            "one stage per rank"
+            f"schedule {name!r} does not support token slices ({num_slices} requested); plan with "
+            f"schedule={able}, with one stage per rank"
         )
     if per_rank != usual and (name != "interleaved" or per_rank < usual):
         least = "at least " if name == "interleaved" else ""
@@ -267,9 +275,9 @@ def make_schedule(
 
 
 def generation_schedule(placement: Sequence[int], num_groups: int, num_tokens: int) -> Schedule:
-    """Forwards of generation: groups of prompts in turn, a token of each after the other.
+    """Make the forward-only schedule of token generation: one token of each group of prompts in turn.
 
-    A token is to its group what a slice is to a sequence.
+    Tokens of a group are scheduled like the token slices of a sequence.
 
     >>> print(generation_schedule((0, 1), 2, 3))
     rank 0: F0.0 F0.3 F0.1 F0.4 F0.2 F0.5
@@ -290,7 +298,7 @@ def generation_schedule(placement: Sequence[int], num_groups: int, num_tokens: i
 
 
 def default_stages_per_rank(name: str) -> int:
-    """How many stages each rank holds unless something else is asked for.
+    """Default number of stages per rank of a schedule.
 
     Raises:
         ValueError: The name is unknown.
@@ -301,8 +309,9 @@ def default_stages_per_rank(name: str) -> int:
 
 
 def split_backward_refused(name: str, dp: int, tp: int) -> ValueError:
-    """Why a schedule whose backwards run in two parts cannot be used with ``dp`` and ``tp``."""
+    """The error for a schedule with split backwards that cannot be used with ``dp`` and ``tp``."""
     return ValueError(
-        f"schedule {name!r} computes gradients of weights apart, where nothing can reduce them: it needs "
-        f"dp=1 (here {dp}), tp=1 (here {tp}) and no param_dtype or reduce_dtype; use '1f1b' or 'interleaved'"
+        f"schedule {name!r} computes weight gradients in a separate pass, where they cannot be reduced: it "
+        f"needs dp=1 (here {dp}), tp=1 (here {tp}) and no param_dtype or reduce_dtype; use '1f1b' or "
+        "'interleaved'"
     )

@@ -1,4 +1,4 @@
-"""What a wrapped model does in whole steps, whatever the layout: train, evaluate, predict, generate."""
+"""Step methods of a wrapped model under any plan: train_step, eval_step, predict and generate."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Stepped:
-    """A model that runs under a plan, whole or in stages, in steps of one batch.
+    """Mixin of a model that runs under a plan, whole or in pipeline stages, one batch per step.
 
     Attributes:
         module: The model.
@@ -38,31 +38,34 @@ class Stepped:
         schedule: str | None = None,
         token_slices: "int | Sequence[int] | TokenSlices | None" = None,
     ) -> torch.Tensor:
-        """Forward and backward of one batch, whatever the layout; the mean loss over all ranks.
+        """Run forward and backward of one batch under any plan; returns the mean loss over all ranks.
 
-        The gradients left are those of the sum of all losses over all data-parallel ranks and microbatches,
-        divided by the sum of their counts; an optimizer step and ``zero_grad`` follow.
+        The resulting gradients are those of the sum of all losses over all data-parallel ranks and
+        microbatches, divided by the sum of their counts; call the optimizer's ``step`` and ``zero_grad``
+        afterwards.
 
         Args:
-            inputs: What the model's forward takes for all samples of this data-parallel rank: a tensor, a
+            inputs: Arguments of the model's forward for all samples of this data-parallel rank: a tensor, a
                 tuple (positional) or a mapping (keywords), split along dim 0. All ranks of a pipeline, and
-                all that compute a layer together, pass the same.
-            targets: Passed to ``loss_fn`` beside the output, split alike; ``None``: only the output is.
+                all tensor-parallel ranks, must pass the same.
+            targets: Passed to ``loss_fn`` after the output, and split in the same way; with ``None`` only the
+                output is passed.
             loss_fn: Returns (sum, count), or one number that is the mean over samples. Without it the loss is
                 the output's own ``loss``, which counts as a mean over samples.
-            num_microbatches: Parts of the batch, as planned if ``None``.
-            schedule: Another schedule than the plan's, of as many stages for each rank.
-            token_slices: How many slices each sequence is cut into, or their lengths; as planned if ``None``.
-                For causal decoders of transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that is a pair
-                of sums over positions; :func:`osdp.integrations.huggingface.causal_lm_loss` shifts before.
+            num_microbatches: Number of parts of the batch; as planned if ``None``.
+            schedule: Another schedule than the plan's, with the same number of stages per rank.
+            token_slices: Number of slices that each sequence is cut into, or their lengths; as planned if
+                ``None``. For causal decoders of transformers, with ``"gpipe"`` or ``"1f1b"`` and a loss that
+                is a pair of sums over positions. :func:`osdp.integrations.huggingface.causal_lm_loss` works:
+                its labels are shifted before sequences are cut.
 
         Returns:
             The loss, a scalar, on every rank.
 
         Raises:
             RuntimeError: There are gradients of an earlier step.
-            ValueError: The batch is smaller than ``num_microbatches``, differs between ranks that share it,
-                or the schedule cannot run; or sequences cannot be cut so.
+            ValueError: The batch is smaller than ``num_microbatches`` or differs between ranks that share it,
+                the schedule cannot run, or the sequences cannot be cut in this way.
         """
         slicing = None
         if token_slices is None and isinstance(self.plan, PipelinePlan):
@@ -77,7 +80,7 @@ class Stepped:
 
     @cached_property
     def _slicer(self) -> "Slicer":
-        # Needs transformers, which nothing else here does.
+        # Imported only when used: it needs transformers.
         from osdp.integrations.token_step import Slicer
 
         tensor = self.plan.tensor if isinstance(self.plan, PipelinePlan) else None
@@ -92,18 +95,18 @@ class Stepped:
         *,
         num_microbatches: int | None = None,
     ) -> torch.Tensor:
-        """The mean loss of a batch over all ranks, on every rank, without gradients; as :meth:`train_step`.
+        """Compute the mean loss of a batch over all ranks without gradients; see :meth:`train_step`.
 
-        Modules stay in the mode they are in: call ``model.eval()`` before.
+        Every rank gets the loss. Modules stay in their current mode: call ``model.eval()`` first.
         """
         return self._steps.eval_step(inputs, targets, loss_fn, num_microbatches=num_microbatches)
 
     def predict(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
-        """The model's outputs for ``inputs``, forward only, on all ranks that were given them.
+        """Compute the model's outputs for ``inputs``, forward only, on all ranks that share these inputs.
 
-        What is not there on the last stage, such as hidden states of earlier ones, is ``None``. Of several
-        microbatches single numbers are averaged over the samples, and what cannot be joined, such as a cache,
-        is ``None``.
+        Outputs that do not exist on the last stage, such as hidden states of earlier stages, are ``None``.
+        With several microbatches, scalars are averaged over the samples, and outputs that cannot be
+        concatenated, such as a cache, are ``None``.
         """
         return self._steps.predict(inputs, num_microbatches=num_microbatches)
 
@@ -118,27 +121,30 @@ class Stepped:
         pad_token_id: int | None = None,
         **sampling: Any,
     ) -> torch.Tensor:
-        """Prompts and what the model says after them, whatever the layout; greedy as transformers has it.
+        """Generate tokens after prompts under any plan; greedy by default, like transformers' ``generate``.
 
-        Prompts go through the stages in groups, so that all stages work. Modules stay in the mode they are
-        in: call ``model.eval()`` before.
+        Prompts go through the stages in groups, so that all stages are busy. Modules stay in their current
+        mode: call ``model.eval()`` first.
 
         Args:
-            prompt: Tokens of shape ``(samples, length)``, those of this data-parallel rank; all ranks of a
-                pipeline pass the same. Data-parallel ranks have as many samples, and ask for as many tokens.
-            max_new_tokens: How many tokens to add at most.
-            attention_mask: 0 where the prompt is padding, which comes first; of the shape of ``prompt``.
-            num_microbatches: Groups of prompts; one for each stage if ``None``.
-            eos_token_id: What ends a sequence, as the model is configured if ``None``; ``()``: nothing does.
-            pad_token_id: What comes after that, likewise.
+            prompt: Tokens of shape ``(samples, length)`` of this data-parallel rank; all ranks of a pipeline
+                must pass the same. All data-parallel ranks need the same number of samples and of new tokens.
+            max_new_tokens: Maximum number of tokens to add.
+            attention_mask: 0 where the prompt is padding, which must be on the left; of the shape of
+                ``prompt``.
+            num_microbatches: Number of groups of prompts; one for each stage if ``None``.
+            eos_token_id: Token or tokens that end a sequence; as the model is configured if ``None``; with
+                ``()`` sequences do not end early.
+            pad_token_id: Token after the end of a sequence; as the model is configured if ``None``.
             sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
                 :class:`osdp.runtime.generation.Choice`.
 
         Returns:
-            Tokens of shape ``(samples, length + at most max_new_tokens)``, until all sequences have ended.
+            Prompts and new tokens, of shape ``(samples, length + at most max_new_tokens)``, until all
+            sequences have ended.
 
         Raises:
-            ValueError: The model has no cache, padding comes last, or the model has too few positions.
+            ValueError: The model has no cache, padding is on the right, or the model has too few positions.
         """
         request = self._slicer.request(prompt, max_new_tokens, attention_mask)
         choice = self._slicer.choice(eos_token_id, pad_token_id, sampling)

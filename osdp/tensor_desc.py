@@ -1,8 +1,8 @@
-"""RankDesc: what one of the ranks that compute a layer together computes, and what it exchanges with them.
+"""RankDesc: the part of a model on one tensor-parallel rank, and its collectives.
 
-A part of a model is a model: its description has the names, the modules and the order of the whole one's, the
-shapes of the first rank's parameters (of uneven ones it has the largest part) and the activations that rank
-holds. So everything that prices a model prices a part of it.
+The part of a model on one rank is described like a model: its description has the names, modules and order of
+the whole model's description, the parameter shapes of the first rank (which has the largest part where shards
+are uneven) and the activations of that rank. So everything that prices a model can price a part of it.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective.
+    """One collective of the tensor-parallel group.
 
     Attributes:
         collective: One of :data:`osdp.device_info.COLLECTIVES`.
-        nbytes: Bytes of the whole tensor, at the traced batch.
-        backward: Whether it is a part of the backward.
+        nbytes: Bytes of the whole (unsharded) tensor, at the traced batch.
+        backward: Whether it belongs to the backward.
         per_sample: Whether the tensor grows with the batch; gradients of parameters do not.
     """
 
@@ -33,11 +33,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class SegmentExchanges:
-    """What a segment exchanges, in order.
+    """Collectives of a segment, in order.
 
     Attributes:
-        signature: Of the segment.
-        exchanges: The collectives.
+        signature: Signature of the segment.
+        exchanges: Its collectives.
     """
 
     signature: str
@@ -46,13 +46,13 @@ class SegmentExchanges:
 
 @dataclass(frozen=True)
 class RankDesc:
-    """What the first of several ranks computes.
+    """Description of the first tensor-parallel rank's part of a model.
 
     Attributes:
         model: Fingerprint of the whole model's description.
-        plan: How the ranks share the model.
-        desc: The description of its part.
-        exchanges: What those segments exchange that exchange anything.
+        plan: Sharding of the model over the ranks.
+        desc: Description of the first rank's part.
+        exchanges: Collectives of the segments that have any.
     """
 
     model: str
@@ -67,22 +67,22 @@ def rank_desc(
     plan: TensorParallelPlan,
     exchanges: dict[Key, tuple[Exchange, ...]],
 ) -> RankDesc:
-    """Join the description of a part with what it exchanges.
+    """Join the description of a rank's part with its collectives.
 
     Args:
-        whole: The whole model.
-        part: What the first rank computes.
-        plan: How the ranks share the model.
-        exchanges: By module, call and part of the segment; segments that run alike but exchange different
-            things get signatures of their own.
+        whole: Description of the whole model.
+        part: Description of the first rank's part.
+        plan: Sharding of the model over the ranks.
+        exchanges: Collectives by module, call and part of the segment; segments that run the same kernels but
+            different collectives get different signatures.
 
     Raises:
-        ValueError: The two have other operators.
+        ValueError: The two descriptions have different operators.
     """
     if _names(whole) != _names(part):
         raise ValueError(
-            f"the parts of {whole.name} have other operators than the whole, so plans of it do not fit them; "
-            "use data parallelism or pipeline stages for it"
+            f"the tensor-parallel parts of {whole.name} have other operators than the whole model, so its "
+            "plans do not fit them; use data parallelism or pipeline stages for it"
         )
     segments = tuple(_marked(segment, exchanges.get(key(segment), ())) for segment in part.segments)
     found = {
@@ -94,7 +94,7 @@ def rank_desc(
 
 
 def key(segment: Segment) -> Key:
-    """What segments of a model and of its parts are joined by."""
+    """Key by which the segments of a model and of its parts are joined: module, call and part."""
     return segment.module, segment.call, segment.part
 
 

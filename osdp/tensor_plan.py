@@ -1,10 +1,10 @@
-"""TensorParallelPlan: which modules split their weights over ranks that compute one layer together.
+"""TensorParallelPlan: the modules whose weights are sharded over the tensor-parallel ranks.
 
-Words: a *column* module has its output features sharded, a *row* module its input features, so that a column
-module, whatever works on each feature or head by itself, and a row module need one sum at the end (Shoeybi et
-al., "Megatron-LM", arXiv:1909.08053, section 3). A *region* is the column modules and the row modules that
-such a sum closes together. The sharded dimension may be made of several *blocks* (the query, key and value of
-one fused matrix), each of which is sharded by itself.
+Glossary: a *column* module has its output features sharded, a *row* module its input features, so that a
+column module, any operations on each feature or head by itself, and a row module need a single all-reduce at
+the end (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). A *region* consists of the column
+modules and the row modules that such an all-reduce closes. The sharded dimension may consist of several
+*blocks* (the query, key and value of one fused matrix), each of which is sharded by itself.
 """
 
 from collections.abc import Collection
@@ -15,12 +15,12 @@ VERSION = 1
 
 
 class Style(StrEnum):
-    """How a module is sharded.
+    """The dimension of a module's weight that is sharded over the tensor-parallel ranks.
 
     - ``COLUMN``: its output features; those of an embedding are its columns.
     - ``ROW``: its input features; outputs are summed over the ranks, then the bias is added once.
-    - ``VOCAB_EMBEDDING``: the rows of an embedding; outputs are summed.
-    - ``VOCAB_HEAD``: the output features of a head over the vocabulary; logits are gathered.
+    - ``VOCAB_EMBEDDING``: the rows of an embedding; outputs are summed over the ranks.
+    - ``VOCAB_HEAD``: the output features of a language-model head; logits are gathered.
     """
 
     COLUMN = "column"
@@ -35,10 +35,10 @@ class ShardedModule:
 
     Attributes:
         module: Its FQN.
-        style: How.
+        style: Its parallel style.
         dim: Dimension of the weight that is sharded.
-        size: Size of that dimension.
-        blocks: Number of blocks it is made of.
+        size: Size of that dimension in the whole model.
+        blocks: Number of blocks that dimension consists of.
         region: FQN of the first module of its region; empty for vocabularies.
     """
 
@@ -52,7 +52,7 @@ class ShardedModule:
 
 @dataclass(frozen=True, slots=True)
 class DividedAttribute:
-    """An integer that a module keeps and that is divided by the number of ranks, such as a number of heads.
+    """An integer attribute of a module that is divided by the number of ranks, such as a number of heads.
 
     Attributes:
         module: FQN of the module.
@@ -80,11 +80,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGather:
-    """A module before whose forward shards of the sequence are gathered.
+    """A module before whose forward the shards of the sequence are gathered.
 
     Attributes:
         module: Its FQN.
-        leaves: Places of the tensors among the leaves of its arguments.
+        leaves: Indices of the gathered tensors among the pytree leaves of its arguments.
     """
 
     module: str
@@ -93,17 +93,21 @@ class SequenceGather:
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """Blocks between whose regions each rank computes a part of the sequence.
+    """Sequence parallelism: between the regions of these blocks each rank computes a part of the sequence.
 
-    What a run of blocks is given is cut along its last dimension but one, what it returns is gathered. So
-    what stages of a pipeline send is whole. Inside, regions gather what they read and reduce-scatter what
-    they return (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-    arXiv:2205.05198), and norms, dropout and residuals between them see a part of the sequence.
+    The input of a run of blocks is cut along its second-to-last dimension, its output is gathered, so
+    pipeline stages send whole tensors. Inside a run, regions all-gather their input and reduce-scatter their
+    output (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    arXiv:2205.05198), and norms, dropout and residuals between them see a part of the sequence::
+
+        cut | norm  all-gather [region] reduce-scatter  residual | ... next block ... | all-gather
+            |<-- 1/tp of the tokens -->|<-- all tokens -->|<-- 1/tp -->
 
     Attributes:
-        runs: FQNs of blocks, in order, by run.
-        gathers: Where regions begin.
-        summed: Modules whose parameters are whole but see a part of the sequence: gradients are summed.
+        runs: FQNs of the blocks of each run, in order.
+        gathers: The modules at which regions begin.
+        summed: Modules with unsharded parameters that see a part of the sequence: their gradients are summed
+            over the ranks.
     """
 
     runs: tuple[tuple[str, ...], ...]
@@ -111,11 +115,11 @@ class SequenceParallel:
     summed: tuple[str, ...]
 
     def holds(self, module: str) -> bool:
-        """Whether ``module`` is one of the blocks or lies inside one."""
+        """Whether ``module`` is one of the blocks or inside one."""
         return any(module == block or module.startswith(f"{block}.") for run in self.runs for block in run)
 
     def restricted(self, modules: Collection[str]) -> "SequenceParallel | None":
-        """The part for a stage that has only ``modules``; ``None`` if nothing is left."""
+        """The part of it for a pipeline stage that has only ``modules``; ``None`` if nothing is left."""
         kept = [tuple(block for block in run if block in modules) for run in self.runs]
         runs = tuple(run for run in kept if run)
         return (
@@ -132,17 +136,17 @@ class SequenceParallel:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """How a model is sharded over ``degree`` ranks; what is not named stays whole on each.
+    """Sharding of a model over ``degree`` tensor-parallel ranks; modules not named are replicated on each.
 
     Attributes:
         model: Name of the model.
-        degree: Number of ranks.
+        degree: Number of tensor-parallel ranks.
         modules: The sharded modules, in trace order.
-        divided: Attributes that local modules must see divided.
-        summed: Modules whose parameters are whole but work on each rank's heads, such as a norm of each head:
-            their gradients are summed.
-        kept: Linear modules that stay whole, and why.
-        sequence: Where ranks share the sequence as well; ``None``: nowhere.
+        divided: Integer attributes that are divided by ``degree`` on each rank.
+        summed: Modules with unsharded parameters that work on the heads of each rank, such as a norm of each
+            head: their gradients are summed over the ranks.
+        kept: Linear modules that stay whole, with the reason.
+        sequence: Sequence parallelism between the regions; ``None`` without.
         version: Format version.
     """
 
@@ -167,15 +171,15 @@ class TensorParallelPlan:
                 )
             if by_vocabulary and -(-entry.size // self.degree) * (self.degree - 1) >= entry.size:
                 raise ValueError(
-                    f"module {entry.module!r}: {entry.size} rows leave some of {self.degree} ranks without "
-                    "any; use a lower degree"
+                    f"module {entry.module!r}: its {entry.size} rows leave some of the {self.degree} ranks "
+                    "without any; use a lower degree"
                 )
 
     def restricted(self, modules: Collection[str]) -> "TensorParallelPlan":
-        """The part of the plan for a stage that has only ``modules`` of the model.
+        """The part of the plan for a pipeline stage that has only ``modules`` of the model.
 
         Args:
-            modules: FQNs of all modules of the stage, as ``named_modules()`` gives them.
+            modules: FQNs of all modules of the stage, as returned by ``named_modules()``.
         """
         present = frozenset(modules)
         return replace(

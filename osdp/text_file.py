@@ -1,33 +1,33 @@
-"""Text that others may have written: bounded in size and depth, and one sentence for what is wrong."""
+"""Safe reading of text and JSON files: bounded size and depth, and a one-sentence error for any defect."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: Bytes that a file has at most: descriptions of the largest models have a few MiB.
+#: Maximum size of a file in bytes: descriptions of the largest models have a few MiB.
 LARGEST = 2**28
 
-#: Lists and objects inside each other, at most; what the library writes has about ten.
+#: Maximum nesting depth of lists and objects; what the library writes has about ten levels.
 DEEPEST = 100
 
-#: Digits of a whole number, at most: 64 bits have 20, the parameters of any model fewer.
+#: Maximum number of digits of an integer: 64 bits have 20, the parameter count of any model fewer.
 _DIGITS = 40
 
-#: Letters of a value that a message quotes.
+#: Maximum number of characters of a value that a message quotes.
 _QUOTED = 100
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
-    """The text of a file.
+    """Read a text file.
 
     Args:
         path: The file.
-        largest: Bytes that it may have.
+        largest: Maximum size in bytes.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It has more bytes, or they are no UTF-8; says which file.
+        OSError: The file cannot be read.
+        ValueError: It is larger, or not UTF-8; the message names the file.
     """
     with Path(path).open("rb") as file:
         content = file.read(largest + 1)
@@ -40,11 +40,11 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says, and nothing that only Python reads.
+    """Parse strict JSON, without the extensions that Python accepts.
 
     Raises:
-        ValueError: It is no JSON, says a name twice, has a number that is infinite or none, or too many
-            digits, or is nested too deep; says where, if that is known.
+        ValueError: The text is not JSON, repeats a name in an object, contains a number that is infinite, NaN
+            or has too many digits, or is nested too deeply; the message gives the place, if known.
     """
     try:
         found = json.loads(
@@ -63,11 +63,11 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file says; see :func:`parse_json`.
+    """Read a JSON file; see :func:`parse_json`.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is malformed; says which file.
+        OSError: The file cannot be read.
+        ValueError: It is malformed; the message names the file.
     """
     text = read_text(path)
     try:
@@ -77,7 +77,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def quoted(value: Any) -> str:
-    """A value for a message: on one line, and not too long."""
+    """``repr`` of a value for a message, shortened to one line."""
     text = repr(value[: 2 * _QUOTED] if isinstance(value, (str, list, tuple)) else value)
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}{text[-1]}..."
 

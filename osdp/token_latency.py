@@ -1,9 +1,10 @@
-"""TokenLatency: how long a stage takes for a slice of a sequence, after so many tokens of context.
+"""TokenLatency: time of a pipeline stage for a slice of a sequence after a given number of context tokens.
 
-The model is that of TeraPipe (Li et al., ICML 2021, section 3.3), for each pass by itself: the time of *i*
-tokens after *j* others is ``t(i, j) = t(i, 0) + t_ctx(i, j)``. The first term is known at measured lengths
-and linear in between; the second, ``a0 + a1 i + a2 j + a3 i j``, is what context adds, and nothing where
-there is none. :mod:`osdp.profiler.token_latency` measures, :mod:`osdp.cost.token_latency` fits and evaluates.
+The model is that of TeraPipe (Li et al., ICML 2021, section 3.3), separately for forward and backward: the
+time of *i* tokens after *j* others is ``t(i, j) = t(i, 0) + t_ctx(i, j)``. The first term is known at
+measured lengths and linear in between; the second, ``a0 + a1 i + a2 j + a3 i j``, is the time added by the
+context, and zero without context. :mod:`osdp.profiler.token_latency` measures slices,
+:mod:`osdp.cost.token_latency` fits the model and evaluates it.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from osdp import codec
 
 @dataclass(frozen=True, slots=True)
 class SliceSample:
-    """One measured slice.
+    """Measured time of one slice.
 
     Attributes:
-        batch: Sequences at a time.
-        length: Tokens of the slice, of each sequence.
-        context: Tokens before it.
-        forward_seconds: Of its forward.
-        backward_seconds: Of its backward, through the context's keys and values too.
+        batch: Number of sequences at a time.
+        length: Tokens of the slice, per sequence.
+        context: Tokens before it, per sequence.
+        forward_seconds: Time of its forward.
+        backward_seconds: Time of its backward, including that through the context's keys and values.
     """
 
     batch: int
@@ -37,10 +38,10 @@ class TokenSamples:
     """Slices measured on one kind of device.
 
     Attributes:
-        model: What was measured.
+        model: Name of the measured stage.
         device: Device kind.
-        num_layers: Layers of the measured stage.
-        token_bytes: Bytes of one token that a stage sends to the next.
+        num_layers: Number of layers of the measured stage.
+        token_bytes: Bytes that a stage sends to the next one per token.
         samples: The measured slices.
     """
 
@@ -56,20 +57,20 @@ class TokenSamples:
 
     @classmethod
     def load(cls, path: str | Path) -> "TokenSamples":
-        """The samples saved at ``path``."""
+        """Load the samples saved at ``path``."""
         return codec.load(cls, path)
 
 
 @dataclass(frozen=True, slots=True)
 class PassLatency:
-    """Seconds of one pass of a stage.
+    """Latency model of one pass (forward or backward) of a stage.
 
     Attributes:
-        lengths: Tokens of the slices without context, ascending.
+        lengths: Tokens of the measured slices without context, ascending.
         seconds: Their times.
-        context: What context adds: the coefficients of 1, *i*, *j* and *i j*.
+        context: Coefficients of 1, *i*, *j* and *i j* in the time added by context.
         residual: Largest relative error of the model over the measured slices with context.
-        mean_residual: The mean of these errors.
+        mean_residual: Mean of these errors.
     """
 
     lengths: tuple[int, ...]
@@ -81,18 +82,18 @@ class PassLatency:
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.seconds) or not self.lengths:
             raise ValueError(
-                f"{len(self.lengths)} lengths have {len(self.seconds)} times; as many are "
-                "needed, and one at least"
+                f"{len(self.lengths)} lengths have {len(self.seconds)} times; one time per length is needed, "
+                "and at least one length"
             )
         if min(self.lengths) < 1 or any(a >= b for a, b in pairwise(self.lengths)):
-            raise ValueError(f"lengths must be positive and ascend: {list(self.lengths)}")
+            raise ValueError(f"lengths must be positive and strictly ascending, got {list(self.lengths)}")
         if min(self.seconds) < 0:
-            raise ValueError(f"times must not be negative: {list(self.seconds)}")
+            raise ValueError(f"times must not be negative, got {list(self.seconds)}")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLatency:
-    """Both passes for one number of sequences at a time."""
+    """Latency models of forward and backward for one number of sequences at a time."""
 
     batch: int
     forward: PassLatency
@@ -104,10 +105,10 @@ class TokenLatency:
     """The latency model of one stage.
 
     Attributes:
-        model: What was measured.
+        model: Name of the measured stage.
         device: Device kind.
-        num_layers: Layers of the stage that it describes.
-        token_bytes: Bytes of one token that a stage sends to the next.
+        num_layers: Number of layers of the stage that it describes.
+        token_bytes: Bytes that a stage sends to the next one per token.
         batches: One entry for each measured number of sequences.
     """
 
@@ -118,18 +119,18 @@ class TokenLatency:
     batches: tuple[BatchLatency, ...]
 
     def of(self, batch: int) -> BatchLatency:
-        """The entry of ``batch`` sequences at a time.
+        """The latency model for ``batch`` sequences at a time.
 
         Raises:
-            ValueError: So many were not measured.
+            ValueError: This number of sequences was not measured.
         """
         for entry in self.batches:
             if entry.batch == batch:
                 return entry
         known = ", ".join(str(entry.batch) for entry in self.batches)
         raise ValueError(
-            f"the latency of {batch} sequences at a time is unknown, that of {known} is known; measure "
-            "it, too"
+            f"the latency of {batch} sequences at a time was not measured, only that of {known}; measure "
+            f"with {batch} among the batches, too"
         )
 
     def save(self, path: str | Path) -> None:
@@ -138,5 +139,5 @@ class TokenLatency:
 
     @classmethod
     def load(cls, path: str | Path) -> "TokenLatency":
-        """The latency model saved at ``path``."""
+        """Load the latency model saved at ``path``."""
         return codec.load(cls, path)

@@ -1,7 +1,7 @@
-"""TokenSlices: one sequence cut into contiguous slices, of which a pipeline works on several at a time.
+"""TokenSlices: a sequence cut into contiguous slices, several of which are in a pipeline at a time.
 
-The tokens of a causal model need no later ones: a stage can start on the next slice while the stage after it
-works on this one (TeraPipe, Li et al., ICML 2021).
+The tokens of a causal model do not depend on later ones: a stage can start on the next slice while the stage
+after it works on this one (TeraPipe, Li et al., ICML 2021).
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from osdp.layout import part_sizes
 
 @dataclass(frozen=True, slots=True)
 class TokenSlices:
-    """The slices of every sequence of a step.
+    """Token slices of every sequence of a step.
 
     Attributes:
         lengths: Tokens of each slice, in the order of the sequence.
 
     Raises:
-        ValueError: There is no slice, or one without tokens.
+        ValueError: There is no slice, or a slice has no tokens.
     """
 
     lengths: tuple[int, ...]
@@ -26,18 +26,19 @@ class TokenSlices:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(
-                f"a sequence cannot be cut into the slices {list(self.lengths)}: at least one slice is "
+                f"a sequence cannot be cut into slices of {list(self.lengths)} tokens: at least one slice is "
                 "needed, and each has at least one token"
             )
 
     @classmethod
     def uniform(cls, length: int, num_slices: int, multiple_of: int = 1) -> "TokenSlices":
-        """Slices as equal as can be, the longer ones first.
+        """Slices as equal as possible, the longer ones first.
 
         Args:
             length: Tokens of the sequence.
-            num_slices: How many slices.
-            multiple_of: All slices but the last are multiples of this; the last takes what does not divide.
+            num_slices: Number of slices.
+            multiple_of: All slices but the last are multiples of this number of tokens; the last slice takes
+                the remainder.
 
         Raises:
             ValueError: There are more slices than (multiples of) tokens, or none.
@@ -48,7 +49,7 @@ class TokenSlices:
         (16, 8, 6)
         """
         if multiple_of < 1:
-            raise ValueError(f"slices cannot be multiples of {multiple_of} tokens; 1 or more is possible")
+            raise ValueError(f"multiple_of must be at least 1 token, got {multiple_of}")
         steps = -(-length // multiple_of)
         if not 1 <= num_slices <= steps:
             of = f" of multiples of {multiple_of}" if multiple_of > 1 else ""
@@ -62,7 +63,7 @@ class TokenSlices:
 
     @property
     def num_slices(self) -> int:
-        """How many there are."""
+        """Number of slices."""
         return len(self.lengths)
 
     @property
@@ -72,7 +73,7 @@ class TokenSlices:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Where each slice begins and ends.
+        """Start and end of each slice.
 
         >>> TokenSlices((3, 2, 5)).bounds
         ((0, 3), (3, 5), (5, 10))
@@ -80,10 +81,10 @@ class TokenSlices:
         return tuple(pairwise(accumulate(self.lengths, initial=0)))
 
     def check(self, sequence_length: int) -> None:
-        """Refuse sequences of another length.
+        """Check that the slices add up to ``sequence_length`` tokens.
 
         Raises:
-            ValueError: The slices do not add up to ``sequence_length`` tokens.
+            ValueError: They do not.
         """
         if self.sequence_length != sequence_length:
             raise ValueError(

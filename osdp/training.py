@@ -1,8 +1,8 @@
-"""Training: what a step is made of besides the model, and what an optimizer keeps and needs.
+"""Training: optimizer, precision and batch of a training step, and the memory of optimizers.
 
-What a ``torch.optim`` class keeps and allocates is measured, not derived: :data:`OPTIMIZERS` is what
-``python -m benchmarks.optimizer_memory`` counted on torch 2.13 (live storages of CPU tensors and of DTensors,
-which agree), and the tests count it again on the torch that is installed.
+The memory that a ``torch.optim`` class keeps and allocates is measured, not derived: :data:`OPTIMIZERS` is
+what ``python -m benchmarks.optimizer_memory`` counted on torch 2.13 (live storages of CPU tensors and of
+DTensors, which agree), and the tests count it again on the installed torch.
 """
 
 import inspect
@@ -21,19 +21,19 @@ FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 #: Device kinds for which torch's default is the for-loop (``torch.utils._foreach_utils``).
 _FOR_LOOP_KINDS = ("cpu", "mps")
 
-#: Options that add one state tensor of the parameter's size, and those that add temporaries.
+#: Options that add one optimizer state of the parameter's size, and options that add temporaries.
 _STATE_OPTIONS = ("momentum", "amsgrad", "centered")
 _COPY_OPTIONS = ("nesterov", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """Most extra bytes alive at once during a step; a fused step needs none.
+    """Peak temporary memory of an optimizer step, in copies of parameters; a fused step needs none.
 
     Attributes:
-        for_loop: Moments of the for-loop, each ``(current, previous)``: copies alive of the tensor at hand
-            and of the one before it, whose temporaries Python drops only when it rebinds their names.
-        foreach: Copies alive of all tensors.
+        for_loop: Candidate peaks of the for-loop, each ``(current, previous)``: live copies of the current
+            tensor and of the one before it, whose temporaries Python frees only when it rebinds their names.
+        foreach: Live copies of all tensors.
     """
 
     for_loop: tuple[tuple[int, int], ...]
@@ -45,10 +45,10 @@ class OptimizerCost:
     """Memory of one ``torch.optim`` class.
 
     Attributes:
-        states: State tensors of a parameter's size, without options.
-        scalar_bytes: Bytes of 0-dim state tensors (``step`` and the like) per parameter tensor.
-        temporaries: Plain, and with each set of options that changes them.
-        options: Options it takes that change its memory.
+        states: Number of optimizer states of the parameter's size, without options.
+        scalar_bytes: Bytes of 0-dim optimizer states (``step`` and the like) per parameter tensor.
+        temporaries: Temporaries by set of options that change them; the empty set is without options.
+        options: Supported options that change its memory.
         fused: Whether its fused step accepts DTensor parameters.
     """
 
@@ -60,7 +60,7 @@ class OptimizerCost:
 
 
 def _variants(plain: Temporaries, **options: Temporaries) -> dict[frozenset[str], Temporaries]:
-    """Temporaries by set of options; ``a_and_b`` stands for both."""
+    """Temporaries by set of options; a keyword ``a_and_b`` is the set of both."""
     named = {frozenset(name.split("_and_")): value for name, value in options.items()}
     return {frozenset(): plain} | named
 
@@ -129,10 +129,10 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
     ),
 }
 
-#: Why the other ``torch.optim`` classes can neither be planned for nor step on sharded parameters.
+#: Reasons why the other ``torch.optim`` classes can neither be planned for nor step on sharded parameters.
 UNSUPPORTED = {
     "Adafactor": "its state depends on the shapes, and its step does not accept sharded DTensors",
-    "LBFGS": "it joins all gradients in one flat vector, which sharded ones of uneven shapes cannot be",
+    "LBFGS": "it concatenates all gradients to one flat vector, which unevenly sharded ones cannot be",
     "Muon": "it orthogonalises whole matrices, which no rank holds",
     "Rprop": "its step does not accept sharded DTensors",
     "SparseAdam": "it takes sparse gradients only, which cannot be reduced",
@@ -141,22 +141,22 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How the model is trained.
+    """Training setup: optimizer, precision and batch.
 
     Attributes:
         optimizer: Name of a ``torch.optim`` class.
         momentum: Whether SGD or RMSprop keeps momentum.
         nesterov: Whether SGD's momentum is Nesterov's.
-        amsgrad: Whether Adam or AdamW keeps a maximum.
+        amsgrad: Whether Adam or AdamW keeps the maximum of its second moments.
         centered: Whether RMSprop keeps the mean gradient.
         weight_decay: Whether a weight decay is added to the gradients, which copies them; a decoupled one
             (AdamW's) is not.
         foreach: As the optimizer's argument; ``None`` is torch's default for the device.
         fused: As the optimizer's argument; ``None`` is torch's default for the device.
-        param_dtype: Dtype parameters are gathered and computed in; ``None`` keeps their own.
-        reduce_dtype: Dtype gradients are reduced in; ``None`` is the dtype they are computed in.
+        param_dtype: Dtype in which parameters are gathered and used; ``None`` keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; ``None`` is the dtype they are computed in.
         local_batch: Samples per device and microbatch; ``None`` is the batch the model is described with.
-        microbatches: Microbatches whose gradients are accumulated before a step.
+        microbatches: Number of microbatches whose gradients are accumulated before an optimizer step.
     """
 
     optimizer: str = "AdamW"
@@ -208,15 +208,15 @@ class Training:
 
     @classmethod
     def from_optimizer(cls, optimizer: "Optimizer", **options: Any) -> "Training":
-        """What a live optimizer keeps and needs.
+        """Read the training setup from a live optimizer.
 
         Args:
             optimizer: An instance of a ``torch.optim`` class or of a subclass of one.
             **options: The other fields, such as ``local_batch``.
 
         Raises:
-            TypeError: It is no ``torch.optim`` optimizer.
-            ValueError: Its class or an option of it cannot be planned for.
+            TypeError: It is not a ``torch.optim`` optimizer.
+            ValueError: Its class or one of its options is not supported.
         """
         base = _torch_optim_class(optimizer)
         if base is None:
@@ -235,36 +235,36 @@ class Training:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any field does."""
+        """Hash of all fields."""
         return codec.fingerprint(self)
 
     @property
     def num_states(self) -> int:
-        """State tensors of a parameter's size that the optimizer keeps for each parameter."""
+        """Number of optimizer states of the parameter's size that are kept for each parameter."""
         extra = [name for name in _STATE_OPTIONS if getattr(self, name)]
         return OPTIMIZERS[self.optimizer].states + len(extra)
 
     @property
     def temporaries(self) -> Temporaries:
-        """What a step allocates, with these options."""
+        """Temporaries of an optimizer step with these options."""
         options = frozenset(name for name in _COPY_OPTIONS if getattr(self, name))
         return OPTIMIZERS[self.optimizer].temporaries[options]
 
     def state_bytes(self, local_param_bytes: int, num_tensors: int) -> int:
-        """Bytes of optimizer state on one rank.
+        """Bytes of optimizer states on one rank.
 
         Args:
-            local_param_bytes: Bytes of the rank's trainable parameters, as it stores them.
-            num_tensors: Trainable parameter tensors.
+            local_param_bytes: Bytes of the rank's trainable parameters, as it stores them (sharded).
+            num_tensors: Number of trainable parameter tensors.
         """
         return self.num_states * local_param_bytes + OPTIMIZERS[self.optimizer].scalar_bytes * num_tensors
 
     def step_temporary_bytes(self, local_bytes_per_tensor: Sequence[int], device_kind: str) -> int:
-        """Most bytes a step has alive above parameters, gradients and state.
+        """Peak temporary bytes of an optimizer step, in addition to parameters, gradients and states.
 
         Args:
             local_bytes_per_tensor: Bytes of each trainable parameter as the rank stores it, in the order
-                the optimizer has them.
+                of the optimizer's parameters.
             device_kind: As in :class:`osdp.device_info.DeviceInfo`.
         """
         implementation = self.implementation(device_kind)
@@ -272,6 +272,7 @@ class Training:
             return 0
         if implementation == FOREACH:
             return self.temporaries.foreach * sum(local_bytes_per_tensor)
+        # Temporaries of the previous tensor are still alive while those of the current one are made.
         return max(
             current * here + previous * before
             for before, here in zip([0, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False)
@@ -279,9 +280,9 @@ class Training:
         )
 
     def implementation(self, device_kind: str) -> str:
-        """Which implementation torch runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
+        """Optimizer implementation that torch runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
 
-        Without flags torch takes foreach on accelerators, DTensor parameters included, and the for-loop on
+        Without flags torch uses foreach on accelerators, DTensor parameters included, and the for-loop on
         CPU (``torch.optim.optimizer._default_to_fused_or_foreach``).
         """
         if self.fused:
@@ -292,36 +293,38 @@ class Training:
         return FOREACH if by_default else FOR_LOOP
 
     def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
-        """How a live optimizer keeps or needs more memory than this; empty if it does not.
+        """Reasons why a live optimizer needs more memory than planned; empty if it does not.
 
         Args:
             optimizer: The optimizer.
-            spare: Bytes that its temporaries may take beyond those of this training.
+            spare: Bytes by which its temporaries may exceed those of this training.
         """
         try:
             live = Training.from_optimizer(optimizer)
         except (TypeError, ValueError) as error:
             return [str(error)]
         differences = []
-        # What it keeps beside them for each tensor, such as a step count, is a few bytes.
+        # Its 0-dim states, such as a step count, take only a few bytes per tensor and are not compared.
         if live.num_states > self.num_states:
             differences.append(self._states_beside(live))
         by_device = _local_sizes(optimizer)
         accelerators = {kind: sizes for kind, sizes in by_device.items() if kind not in _FOR_LOOP_KINDS}
         if accelerators and len(by_device) > len(accelerators) and live.foreach is None and not live.fused:
-            # Beside parameters in host memory torch takes the for-loop for all, and those need no device's.
+            # With some parameters in host memory torch uses the for-loop for all of them; the temporaries of
+            # the parameters on the host take no device memory.
             live = replace(live, foreach=False)
         for kind, sizes in (accelerators or by_device).items():
             needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
             if needs > planned + spare:
                 differences.append(
                     f"a step of {live._described()} ({live.implementation(kind)}) needs {needs} bytes of "
-                    f"temporaries; the planned {self._described()} ({self.implementation(kind)}) {planned}"
+                    f"temporaries; the planned {self._described()} ({self.implementation(kind)}) needs "
+                    f"{planned}"
                 )
         return differences
 
     def surplus(self, optimizer: "Optimizer") -> str | None:
-        """That a live optimizer keeps less state than this, if it does."""
+        """A message if a live optimizer keeps fewer states than planned, else ``None``."""
         live = Training.from_optimizer(optimizer)
         return self._states_beside(live) if live.num_states < self.num_states else None
 
@@ -337,9 +340,9 @@ class Training:
 
 
 def unsupported_step(optimizer: "Optimizer") -> str | None:
-    """Why the optimizer cannot step on sharded parameters; ``None`` if nothing speaks against it.
+    """Reason why the optimizer cannot step on sharded parameters; ``None`` if none is known.
 
-    Of a class derived from one of torch's, which has a step of its own, nothing is known.
+    Nothing is known about subclasses of torch's optimizers that override ``step``.
     """
     base = _torch_optim_class(optimizer)
     if base is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
@@ -355,7 +358,7 @@ def unsupported_step(optimizer: "Optimizer") -> str | None:
 def _torch_optim_class(optimizer: "Optimizer") -> "type[Optimizer] | None":
     """The nearest ``torch.optim`` class among the optimizer's bases, found without importing torch."""
     for base in type(optimizer).__mro__:
-        # torch gives some of its classes the name of the package for a home, others that of their module.
+        # Some of torch's classes have torch.optim as their __module__, others a module inside it.
         if f"{base.__module__}.".startswith("torch.optim.") and base.__name__ != "Optimizer":
             return base
     return None

@@ -1,4 +1,4 @@
-"""Text for bytes, seconds and counts; the only place where a unit is written or read.
+"""Parsing and formatting of bytes and seconds with units; the only place where units are read or written.
 
 Inside the library bytes are ``int`` and seconds ``float``. ``GiB`` is ``2**30``, ``GB`` is ``10**9``.
 """
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Bytes meant by ``text``.
+    """Parse a size such as ``"8GiB"`` into bytes.
 
     Args:
         text: A count of bytes, or a number with one of the units B, KiB, MiB, GiB, TiB (powers of
@@ -31,7 +31,7 @@ def parse_bytes(text: str | int | float) -> int:
     (8589934592, 1500000, 512)
     """
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-        raise TypeError(f"a size is text such as '8GiB' or a number of bytes, not {type(text).__name__}")
+        raise TypeError(f"a size must be text such as '8GiB' or a number of bytes, not {type(text).__name__}")
     match = _NUMBER.fullmatch(str(text))
     unit = (match[2] or "B").lower() if match else ""
     if match is None or unit not in _SIZES:
@@ -42,7 +42,7 @@ def parse_bytes(text: str | int | float) -> int:
     except ArithmeticError as error:
         raise ValueError(f"cannot read the size {text!r}: its exponent is too large") from error
     if not exact < _LARGEST:
-        raise ValueError(f"a size is less than 2**63 bytes, got {text!r}")
+        raise ValueError(f"a size must be less than 2**63 bytes, got {text!r}")
     size = int(exact)
     if size <= 0:
         raise ValueError(f"a size must be positive, got {text!r}")
@@ -50,7 +50,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def format_bytes(size: int | float) -> str:
-    """``size`` bytes as text in the largest fitting binary unit.
+    """Format ``size`` bytes as text in the largest fitting binary unit.
 
     >>> format_bytes(1536), format_bytes(-3 * 2**30)
     ('1.50 KiB', '-3.00 GiB')
@@ -62,7 +62,7 @@ def format_bytes(size: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` as text.
+    """Format ``seconds`` as text, in s, ms or us.
 
     >>> format_seconds(0.01234), format_seconds(75.0), format_seconds(2e-6)
     ('12.3 ms', '75.0 s', '2.0 us')

@@ -200,7 +200,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--set", "causal=False"], "causal='False' is not of type bool"),
         (
             ["--set", "gated=true", "--out", "plan.json"],
-            "no class of transformers is built like gpt2: learnt positions=True where a llama",
+            "has the architecture of gpt2: learnt positions=True where a llama",
         ),
         (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
         (

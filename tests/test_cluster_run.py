@@ -170,5 +170,5 @@ def test_any_plan_is_loaded_by_plan(tmp_path: Path) -> None:
     alone.save(tmp_path / "alone.json")
     assert Plan.load(tmp_path / "stages.json") == stages
     assert Plan.load(tmp_path / "alone.json") == alone
-    with pytest.raises(ValueError, match=r"alone\.json has no stages of a pipeline; Plan\.load reads"):
+    with pytest.raises(ValueError, match=r"alone\.json has no pipeline stages; use Plan\.load"):
         PipelinePlan.load(tmp_path / "alone.json")

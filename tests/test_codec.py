@@ -215,7 +215,7 @@ def test_saved_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"version": 1, "optimizer": "AdamW"}')
-    with pytest.raises(ValueError, match=rf"format 1 is not the supported {PLAN_VERSION}; make it anew"):
+    with pytest.raises(ValueError, match=rf"format 1 is not the supported {PLAN_VERSION}; create it again"):
         Plan.load(path)
 
 

@@ -82,7 +82,9 @@ def test_a_model_is_built_from_its_numbers(name: str) -> None:
     ],
 )
 def test_numbers_that_no_class_has_are_refused(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=f"no class of transformers is built like gpt2: .*{complaint}"):
+    with pytest.raises(
+        ValueError, match=f"no supported class of transformers has the architecture of gpt2: .*{complaint}"
+    ):
         model_of_shape(replace(SHAPES["gpt2"], **changes))
 
 

@@ -63,9 +63,9 @@ def test_flow_of_a_model_with_a_loose_parameter_and_values_that_skip_blocks() ->
 def test_a_model_whose_own_code_needs_earlier_values_is_cut_elsewhere_or_refused() -> None:
     flow = trace_flow(UncutNet(), torch.zeros(2, WIDTH))
     assert flow.cuts == ()
-    with pytest.raises(ValueError, match="without being given it"):
+    with pytest.raises(ValueError, match="that is not among its arguments"):
         flow.check((0, 1, 3))
-    with pytest.raises(ValueError, match="cannot be cut: stages keep whole modules, of which it has 1"):
+    with pytest.raises(ValueError, match=r"cannot be cut: stages consist of whole .*, of which it has 1"):
         trace_flow(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.zeros(2, WIDTH))
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_cut_after_a_write_into_what_every_stage_makes() -> None:
     """A later stage computed with the zeros, since only its own sum was absent."""
     flow = trace_flow(Adding(), (torch.ones(3, 2),))
     assert flow.cuts == (1,)
-    with pytest.raises(ValueError, match="written into a tensor of its own"):
+    with pytest.raises(ValueError, match="written in place into one that each stage makes"):
         flow.check((0, 2, 4))
 
 

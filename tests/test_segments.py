@@ -288,7 +288,7 @@ def test_bad_input_gets_one_clear_error() -> None:
         profile_segments(model, sample, desc, repeats=0)
     with pytest.raises(ValueError, match="of another model: 18 parameters differ"):
         profile_segments(nn.Linear(8, 4), sample, desc, progress=False, device="cpu")
-    with pytest.raises(ValueError, match="'float31' is no dtype"):
+    with pytest.raises(ValueError, match="'float31' is not a dtype"):
         profile_segments(model, sample, desc, param_dtype="float31", progress=False, device="cpu")
 
 

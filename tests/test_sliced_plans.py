@@ -89,10 +89,10 @@ def test_every_rank_keeps_its_own_part_of_a_sliced_weight() -> None:
 
 
 def test_a_decision_says_what_is_cut() -> None:
-    with pytest.raises(ValueError, match="'a' is said to run in 4 slices of nothing"):
+    with pytest.raises(ValueError, match="'a' has slices=4 and sliced_by=''"):
         Decision("a", ("a",), (), 1, Mode.FULL_SHARD, slices=4)
     for mode, kept in ((Mode.FULL_SHARD, 5), (Mode.NO_SHARD, 1), (Mode.FULL_SHARD, -1)):
-        with pytest.raises(ValueError, match=f"in 4 slices, is said to keep {kept} of them gathered"):
+        with pytest.raises(ValueError, match=f"4 slices\\) has slices_kept={kept}: only"):
             Decision("a", ("a",), (), 1, mode, slices=4, sliced_by="output", slices_kept=kept)
 
 

@@ -152,7 +152,7 @@ def test_plain_modules() -> None:
 @pytest.mark.parametrize(
     ("inside", "reason"),
     [
-        (nn.Softmax(-1), "not what the whole module computes"),
+        (nn.Softmax(-1), "differs from the output of the whole module"),
         (nn.Unflatten(-1, (4, 3)), "nothing of"),
         (nn.LayerNorm(12), "nothing of"),
     ],
@@ -179,7 +179,7 @@ def test_a_plan_checks_its_sizes() -> None:
         TensorParallelPlan("Net", 1, ())
     with pytest.raises(ValueError, match="10 features in 1 blocks are not divisible by 4 ranks"):
         TensorParallelPlan("Net", 4, (ShardedModule("up", Style.COLUMN, 0, 10),))
-    with pytest.raises(ValueError, match="5 rows leave some of 4 ranks"):
+    with pytest.raises(ValueError, match="5 rows leave some of the 4 ranks"):
         TensorParallelPlan("Net", 4, (ShardedModule("embed", Style.VOCAB_EMBEDDING, 0, 5),))
 
 

@@ -86,10 +86,10 @@ def test_too_few_samples_are_refused_with_what_is_missing() -> None:
 def test_values_are_checked() -> None:
     with pytest.raises(ValueError, match="2 lengths have 1 times"):
         PassLatency((8, 16), (1.0,))
-    with pytest.raises(ValueError, match=r"ascend: \[16, 8\]"):
+    with pytest.raises(ValueError, match=r"ascending, got \[16, 8\]"):
         PassLatency((16, 8), (1.0, 2.0))
     with pytest.raises(ValueError, match="negative"):
         PassLatency((8,), (-1.0,))
     entry = BatchLatency(2, PassLatency((8,), (1.0,)), PassLatency((8,), (1.0,)))
-    with pytest.raises(ValueError, match="of 4 sequences at a time is unknown, that of 2 is known"):
+    with pytest.raises(ValueError, match="of 4 sequences at a time was not measured, only that of 2"):
         TokenLatency("gpt2", "cpu", 1, 64, (entry,)).of(4)

@@ -322,10 +322,10 @@ def test_slices_and_losses_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bert", r"its attention \(BertSelfAttention\) looks at later tokens too"),
-        ("vit", "looks at later tokens too"),
-        ("t5", "looks at later tokens too"),
-        ("plain", "has no cache as transformers' decoders have"),
+        ("bert", r"its attention \(BertSelfAttention\) attends to later tokens, too"),
+        ("vit", "attends to later tokens, too"),
+        ("t5", "attends to later tokens, too"),
+        ("plain", "has no cache like transformers' decoders"),
     ],
 )
 def test_models_whose_sequences_cannot_be_cut_are_refused_with_the_reason(name: str, reason: str) -> None:
@@ -354,5 +354,5 @@ def test_a_cache_that_training_would_drop_is_refused() -> None:
 def test_a_decoder_that_is_configured_to_look_at_later_tokens_is_refused() -> None:
     model: Any = decoder("llama")
     model.config.is_causal = False
-    with pytest.raises(ValueError, match=r"\(is_causal=False in its configuration\) looks at later tokens"):
+    with pytest.raises(ValueError, match=r"\(is_causal=False in its configuration\) attends to later tokens"):
         check_sliceable(model)

@@ -69,7 +69,7 @@ def test_places_fit_the_sequence() -> None:
 
 
 def test_stages_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="a stage of 4 layers of gpt2, which has 3"):
+    with pytest.raises(ValueError, match="a stage cannot have 4 layers of gpt2, which has 3"):
         decoder_stage("gpt2", SMALL["gpt2"], num_layers=4)
     with pytest.raises(ValueError, match="sequences of up to 1024 tokens, not 2048"):
         decoder_stage("gpt2", SMALL["gpt2"], length=2048)

@@ -46,7 +46,7 @@ def test_empty_slices_are_refused(lengths: tuple[int, ...]) -> None:
         (8, 9, 1, "8 tokens cannot be cut into 9 slices; 1 to 8"),
         (8, 0, 1, "1 to 8"),
         (30, 5, 8, "30 tokens cannot be cut into 5 slices of multiples of 8; 1 to 4"),
-        (8, 2, 0, "multiples of 0"),
+        (8, 2, 0, "at least 1 token, got 0"),
     ],
 )
 def test_more_slices_than_tokens_are_refused(

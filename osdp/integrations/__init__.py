@@ -1,1 +1,1 @@
-"""Thin bridges to other libraries."""
+"""Thin adapters to other libraries: transformers, fairscale, torch's auto-wrap policies."""

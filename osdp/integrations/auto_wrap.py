@@ -1,4 +1,4 @@
-"""Auto-wrap policies of torch and fairscale, read as the granularity of decisions: what they would wrap."""
+"""Auto-wrap policies of torch and fairscale: the modules they would wrap become units of decision."""
 
 import inspect
 from collections.abc import Callable
@@ -17,10 +17,10 @@ def policy_atoms(model: nn.Module, policy: Callable[..., Any]) -> tuple[str, ...
             ``torch.distributed.fsdp.wrap``.
 
     Returns:
-        Their names; the root is not among them.
+        Their FQNs, without the root's.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: ``policy`` is neither.
     """
     found: list[nn.Module] = []
     run = getattr(policy, "_run_policy", None)
@@ -29,12 +29,15 @@ def policy_atoms(model: nn.Module, policy: Callable[..., Any]) -> tuple[str, ...
     elif callable(policy):
         _collect(model, _asker(policy), found, is_root=True)
     else:
-        raise TypeError(f"an auto_wrap_policy is a callable or a torch policy, not {type(policy).__name__}")
+        raise TypeError(
+            f"an auto_wrap_policy must be a callable or a policy of torch.distributed.fsdp.wrap, not "
+            f"{type(policy).__name__}"
+        )
     chosen = {id(module) for module in found}
     return tuple(name for name, module in model.named_modules() if name and id(module) in chosen)
 
 
-#: Asks a policy about (module, whether to recurse, parameters not wrapped yet, whether it is the root).
+#: Calls a policy with (module, whether to recurse, number of parameters not wrapped yet, whether it is root).
 _Asker = Callable[[nn.Module, bool, int, bool], bool]
 
 
@@ -50,7 +53,7 @@ def _asker(policy: Callable[..., Any]) -> _Asker:
 
 
 def _collect(module: nn.Module, asks: _Asker, found: list[nn.Module], *, is_root: bool) -> int:
-    """Append what is wrapped at or below ``module``; the number of parameters in it."""
+    """Append the modules wrapped at or below ``module``; returns the number of parameters in them."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not asks(module, True, numel, is_root):
         return 0

@@ -1,4 +1,4 @@
-"""Decoder layers of transformers as one stage of a pipeline, to be measured slice by slice."""
+"""Pipeline stage of transformers' decoder layers, to be measured slice by slice."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,19 +18,19 @@ def decoder_stage(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> DecoderStage:
-    """The first layers of a causal language model and its last norm, with random weights, to be trained.
+    """Make a stage of the first layers of a causal language model and its final norm, with random weights.
 
     Args:
         name: As for :func:`osdp.integrations.huggingface.causal_lm`.
         overrides: Fields of its configuration.
-        num_layers: How many layers.
-        length: Tokens of the longest sequence that is wanted, if any.
-        device: Where it is made.
-        dtype: Of its parameters.
+        num_layers: Number of layers.
+        length: Tokens of the longest sequence to be measured, if known.
+        device: Device of the stage.
+        dtype: Dtype of its parameters.
 
     Raises:
-        ValueError: The model type or a field is unknown, the model has fewer layers, or shorter sequences, or
-            they cannot be cut.
+        ValueError: The model type or a field is unknown, the model has fewer layers or shorter sequences, or
+            its sequences cannot be cut into slices.
     """
     from transformers import AutoModel
 
@@ -40,19 +40,19 @@ def decoder_stage(
     config: Any = causal_lm(name, overrides).config
     if not 1 <= num_layers <= config.num_hidden_layers:
         raise ValueError(
-            f"a stage of {num_layers} layers of {name}, which has {config.num_hidden_layers}; 1 to "
+            f"a stage cannot have {num_layers} layers of {name}, which has {config.num_hidden_layers}; 1 to "
             f"{config.num_hidden_layers} are possible"
         )
     longest = getattr(config, "max_position_embeddings", None)
     if length is not None and longest is not None and length > longest:
         raise ValueError(
             f"{name} takes sequences of up to {longest} tokens, not {length}; override the field of its "
-            "configuration that says so (n_positions, max_position_embeddings)"
+            "configuration that limits it (n_positions, max_position_embeddings)"
         )
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
-    # No token is looked up: the embedding need not take its memory.
+    # Inputs are hidden states, so the embedding is never used: make it as small as possible.
     config.vocab_size = 1 + (config.pad_token_id or 0)
     with torch.device(device):
         module = AutoModel.from_config(config).to(dtype).train()

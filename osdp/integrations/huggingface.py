@@ -1,4 +1,4 @@
-"""Models of transformers: made from their configurations alone; their losses, also computed by the head."""
+"""Models of transformers, made from their configurations alone, and their losses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,15 +18,15 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
 
-#: Models whose logits are their head's outputs as they are; others scale or cap them.
+#: Model types whose logits are the unchanged outputs of their head; others scale or cap them.
 HEAD_LOSS_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 
 
 def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
-    """A language model with its parameters on the meta device.
+    """Make a language model with its parameters on the meta device.
 
-    An encoder-decoder if the configuration says so, a masked language model for encoders such as BERT, else a
-    causal one.
+    An encoder-decoder if the configuration specifies one, a masked language model for encoders such as BERT,
+    else a causal one.
 
     Args:
         name: One of :data:`GPT2_SIZES`, or a ``model_type`` of transformers such as ``"llama"``.
@@ -41,7 +41,7 @@ def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.
     config = _config(name, overrides)
     if config.is_encoder_decoder:
         if getattr(config, "decoder_start_token_id", None) is None:
-            # Files of released T5 models say that targets start with padding; the class has no default.
+            # Configurations of released T5 models start targets with padding; the class has no default.
             config.decoder_start_token_id = config.pad_token_id
         return _on_meta(AutoModelForSeq2SeqLM, config)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -50,7 +50,7 @@ def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.
 
 
 def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
-    """A causal language model; see :func:`language_model`."""
+    """Make a causal language model on the meta device; see :func:`language_model`."""
     return _causal(_config(name, overrides))
 
 
@@ -73,7 +73,7 @@ def _causal(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     model = _on_meta(AutoModelForCausalLM, config)
-    # Where transformers knows no loss for a class it uses this one, with a warning.
+    # transformers uses this loss anyway for classes without a known one, but with a warning.
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return model
 
@@ -85,7 +85,7 @@ def _on_meta(auto: Any, config: Any) -> nn.Module:
 
 
 def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
-    """A sample batch for :func:`language_model`: token ids and labels of shape ``(samples, length)``."""
+    """Make a sample batch for :func:`language_model`: token ids and labels of shape ``(samples, length)``."""
     tokens = torch.zeros(samples, length, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -93,18 +93,18 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 def causal_lm_loss(
     output: Any, labels: torch.Tensor, *, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of a causal language model as the sum over what counts, and the count.
+    """Cross-entropy of a causal language model, as the sum over counted labels and their number.
 
-    What ``model.train_step(inputs, labels, causal_lm_loss)`` wants, so that padding, ignored labels and
-    microbatches of unequal size weigh what they should.
+    Use it in ``model.train_step(inputs, labels, causal_lm_loss)``: padding, ignored labels and microbatches
+    of unequal size then have the right weight.
 
     Args:
-        output: What the model returned, or its logits, of shape ``(samples, length, vocabulary)``.
+        output: The model's output, or its logits of shape ``(samples, length, vocabulary)``.
         labels: Token ids of shape ``(samples, length)``; each position predicts the label of the next one.
         ignore_index: Label of positions that do not count.
 
     Returns:
-        The sum in nats, in float32 or what is wider, and the number of labels that count.
+        The sum in nats, in float32 or a wider dtype, and the number of labels that count.
 
     Raises:
         ValueError: The shapes of logits and labels differ.
@@ -121,7 +121,7 @@ def causal_lm_loss(
 def masked_lm_loss(
     output: Any, labels: torch.Tensor, *, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`causal_lm_loss` for models whose positions predict their own labels, such as BERT."""
+    """As :func:`causal_lm_loss`, for models whose positions predict their own labels, such as BERT."""
     return _sum_and_count(_logits(output, labels), labels, ignore_index)
 
 
@@ -145,16 +145,16 @@ def _sum_and_count(
 
 
 class HeadLossModel(nn.Module):
-    """A causal language model whose head computes its loss, so that its logits never exist.
+    """A causal language model whose head computes the loss, so that the full logits never exist.
 
-    It registers what the model does, under the same names; methods and fields are the model's own. Made by
-    :func:`with_head_loss`.
+    It registers the same parameters, buffers and modules as the model, under the same names; methods and
+    attributes are the model's own. Made by :func:`with_head_loss`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         share_registries(self, model)
-        # Not a submodule: its names would come a second time.
+        # Not registered as a submodule, which would list every parameter a second time.
         self.__dict__["model_with_logits"] = model
 
     def __getattr__(self, name: str) -> Any:
@@ -173,11 +173,11 @@ class HeadLossModel(nn.Module):
         num_items_in_batch: torch.Tensor | int | None = None,
         **inputs: Any,
     ) -> Any:
-        """The loss of ``labels``, which are shifted here, as a ``CausalLMOutput``."""
+        """Compute the loss of ``labels``, which are shifted here, as a ``CausalLMOutput``."""
         from transformers.modeling_outputs import CausalLMOutput
 
         if labels is None:
-            raise ValueError("labels are needed: a head with its loss computes no logits")
+            raise ValueError("labels are needed: a head that computes the loss returns no logits")
         head: LMHeadLoss = self.get_output_embeddings()
         states = self.base_model(input_ids=input_ids, **{**inputs, "return_dict": True}).last_hidden_state
         shifted = nn.functional.pad(labels, (0, 1), value=head.ignore_index)[..., 1:]
@@ -186,28 +186,28 @@ class HeadLossModel(nn.Module):
 
 
 def with_head_loss(model: nn.Module, *, num_slices: int = 8) -> HeadLossModel:
-    """A causal language model that computes its loss in slices of the vocabulary.
+    """Make a causal language model compute its loss in slices of the vocabulary.
 
-    Its head becomes an :class:`osdp.LMHeadLoss` under the same name; parameters, tied ones too, and the keys
-    of the state dict stay. It wants ``labels`` and returns a loss, but no logits.
+    Its head becomes an :class:`osdp.LMHeadLoss` under the same name; parameters, including tied ones, and the
+    keys of the state dict do not change. It needs ``labels`` and returns a loss, but no logits.
 
     Args:
         model: A model of transformers; its head is replaced in place. Wrap the result, not the model.
         num_slices: Number of slices.
 
     Raises:
-        ValueError: It is no language model of a kind in :data:`HEAD_LOSS_MODELS`, its head has a bias or
-            computes its loss already, or its vocabulary is smaller than ``num_slices``.
+        ValueError: It is not a causal language model of a type in :data:`HEAD_LOSS_MODELS`, its head has a
+            bias or computes the loss already, or its vocabulary is smaller than ``num_slices``.
     """
     kind = getattr(getattr(model, "config", None), "model_type", "")
     suits = kind in HEAD_LOSS_MODELS and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     head: Any = model.get_output_embeddings() if suits else None  # type: ignore[operator]
     if isinstance(model, HeadLossModel) or isinstance(head, LMHeadLoss):
-        raise ValueError("the head of this model computes its loss already")
+        raise ValueError("the head of this model computes the loss already; use the model as it is")
     if head is None:
         raise ValueError(
-            f"a {type(model).__name__} is not known to compute its logits by its head alone; language models "
-            f"of {', '.join(HEAD_LOSS_MODELS)} do. Call osdp.LMHeadLoss in a model of your own"
+            f"a {type(model).__name__} is not known to compute its logits by its head alone; causal language "
+            f"models of {', '.join(HEAD_LOSS_MODELS)} do. Use osdp.LMHeadLoss in a model of your own"
         )
     model.set_output_embeddings(LMHeadLoss(head, num_slices=num_slices))  # type: ignore[operator]
     return HeadLossModel(model)

@@ -1,4 +1,4 @@
-"""The model that a shape describes, from the class of transformers that is built like it."""
+"""Builds the model that a TransformerShape describes, from the transformers class with that architecture."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,12 @@ from osdp.transformer import TransformerShape
 
 _INSTEAD = "give a JSON file of its configuration, or a folder that osdp profile wrote, as --model"
 
-#: Parameters that a model may have beside those its shape counts: norms, types of tokens, heads of encoders.
+#: Relative difference allowed between the parameters of a model and those counted by its shape, which leaves
+#: out norms, token types and heads of encoders.
 _BESIDE = 0.03
 
 
-#: What a family takes of a shape, and what that may be.
+#: Properties of a shape that a model family fixes, with the allowed values.
 _BUILT: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"biases": (True,), "learnt positions": (True,), "kv_heads": (0,), "head_width": (0,)},
     "bert": {"biases": (True,), "learnt positions": (True,), "kv_heads": (0,), "head_width": (0,),
@@ -25,27 +26,27 @@ _BUILT: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def model_of_shape(shape: TransformerShape) -> nn.Module:
-    """A model of that shape with its parameters on the meta device, without dropout.
+    """Make a model of ``shape`` with its parameters on the meta device, without dropout.
 
     Raises:
-        ValueError: No class is built like that.
+        ValueError: No supported class has this architecture.
     """
     family = family_of(shape)
     model = language_model(family, _fields(family, shape))
     count = sum(parameter.numel() for parameter in model.parameters())
     if abs(count / shape.num_parameters - 1) > _BESIDE:
         raise ValueError(
-            f"a {family} of the numbers of {shape.name} has {count} parameters, the shape "
+            f"a {family} with the dimensions of {shape.name} has {count} parameters, but the shape has "
             f"{shape.num_parameters}; {_INSTEAD}"
         )
     return model
 
 
 def family_of(shape: TransformerShape) -> str:
-    """The ``model_type`` that is built like a shape: GPT-2, Llama, BERT or T5.
+    """The ``model_type`` with the architecture of ``shape``: GPT-2, Llama, BERT or T5.
 
     Raises:
-        ValueError: None is; says in what the nearest differs.
+        ValueError: None has it; the message names the differences to the most similar one.
     """
     family = "llama" if shape.gated else "gpt2"
     if shape.decoder_layers or not shape.causal:
@@ -64,13 +65,14 @@ def family_of(shape: TransformerShape) -> str:
     ]
     if faults:
         raise ValueError(
-            f"no class of transformers is built like {shape.name}: {', '.join(faults)}; {_INSTEAD}"
+            f"no supported class of transformers has the architecture of {shape.name}: {', '.join(faults)}; "
+            f"{_INSTEAD}"
         )
     return family
 
 
 def _fields(family: str, shape: TransformerShape) -> Mapping[str, Any]:
-    """The fields of its configuration."""
+    """Configuration fields of the family for ``shape``."""
     if family == "t5":
         return {
             "num_layers": shape.layers, "num_decoder_layers": shape.decoder_layers, "d_model": shape.hidden,

@@ -1,8 +1,9 @@
-"""The cache of transformers, slice by slice: each slice of a sequence has its own.
+"""SliceCache: a key-value cache of transformers for token slices; each slice of a sequence has its own.
 
-Layers are transformers' own, or fill one tensor for all slices (:mod:`osdp.integrations.stored_layer`). One
-is copied before it takes what a slice adds, so that recomputation finds what the slice found. Layers of other
-stages hold one channel of zeros, so that lengths, masks and positions come out as in the whole model.
+Its layers are transformers' own, or fill one tensor for all slices (:mod:`osdp.integrations.stored_layer`). A
+layer is copied before a slice appends to it, so that recomputation starts from the same cache as the first
+forward of the slice. Layers of other pipeline stages hold one channel of zeros, so that lengths, masks and
+positions are the same as in the whole model.
 """
 
 import copy
@@ -20,11 +21,11 @@ from osdp.runtime.prefix import Pair
 
 
 class SliceCache(DynamicCache):
-    """What the layers of one stage hold while one slice goes through them.
+    """Keys and values in the layers of one stage while one slice goes through them.
 
     Args:
-        layers: As earlier slices left them.
-        past: Those of them that belong to this stage, by index.
+        layers: The layers as earlier slices left them.
+        past: Keys and values of the layers that belong to this stage, by index.
     """
 
     def __init__(self, layers: Sequence[DynamicLayer], past: Mapping[int, Pair]) -> None:
@@ -36,10 +37,10 @@ class SliceCache(DynamicCache):
 
     @classmethod
     def of(cls, model: nn.Module) -> "Callable[..., SliceCache]":
-        """Makes caches for ``model``, as they are before the first slice of a sequence of so many tokens.
+        """Make a function that returns an empty cache of ``model`` for a sequence of ``length`` tokens.
 
         Raises:
-            ValueError: Its layers keep something else than keys and values.
+            ValueError: Layers of the model cache something other than keys and values.
         """
         layers = _layers(model)
 
@@ -47,12 +48,12 @@ class SliceCache(DynamicCache):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword inputs of the model."""
+        """Keyword arguments with which the model uses this cache."""
         return {"past_key_values": self, "use_cache": True}
 
     @property
     def held(self) -> dict[int, Pair]:
-        """What the next slice needs, by layer of this stage."""
+        """Keys and values that the next slice needs, by layer of this stage."""
         return {index: _pair(self._after[index]) for index in self.added}
 
     def followed(self, past: Mapping[int, Pair], length: int) -> "SliceCache":
@@ -71,30 +72,30 @@ class SliceCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """All keys and values that a layer attends to, those of this slice at the end."""
+        """Append keys and values of this slice; returns all that the layer attends to, this slice's last."""
         layer = copy.copy(self._before[layer_idx])
         if isinstance(key_states, FakeTensor):
-            # A module of another stage is asked for the shapes of what it returns.
+            # A module of another stage runs on fake tensors, only to determine the shapes of its outputs.
             if layer.is_initialized:
                 length = _pair(layer)[0].shape[-2]
                 layer.keys, layer.values = _empty(key_states, length), _empty(value_states, length)
             return layer.update(key_states, value_states)
         found = layer.update(key_states, value_states)
-        if layer_idx not in self.added:  # else it is computed again
+        if layer_idx not in self.added:  # else it is a recomputation, which must not change the cache
             self._after[layer_idx] = self.layers[layer_idx] = layer
             self.added[layer_idx] = (key_states, value_states)
         return found
 
 
 def empty_cache(config: Any, length: int) -> Any:
-    """A cache for a model of this configuration and a sequence of ``length`` tokens."""
+    """Make an empty cache for a model of this configuration and a sequence of ``length`` tokens."""
     cache: Any = DynamicCache(config=config)
     cache.layers = _stored(cache.layers, length)
     return cache
 
 
 def _stored(layers: Sequence[DynamicLayer], length: int) -> list[DynamicLayer]:
-    """New layers; those with a window stay transformers' own, which forget."""
+    """New layers; those with a sliding window stay transformers' own, which drop old tokens."""
     return [StoredLayer(length) if type(layer) is DynamicLayer else copy.copy(layer) for layer in layers]
 
 
@@ -115,21 +116,22 @@ def _layers(model: Any) -> list[DynamicLayer]:
             {type(layer).__name__ for layer in layers} - {type(layer).__name__ for layer in known}
         )
         raise ValueError(
-            f"{type(model).__name__} keeps more than keys and values from token to token "
-            f"({', '.join(strange) or 'no layer is known'}): its sequences cannot be cut into slices"
+            f"{type(model).__name__} caches more than keys and values from token to token "
+            f"({', '.join(strange) or 'no layer is known'}): its sequences cannot be cut into slices; plan "
+            "without token slices"
         )
     return [layer for layer in known if isinstance(layer, DynamicLayer)]
 
 
 def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
-    """Refuse models whose sequences cannot be cut into slices.
+    """Check that the sequences of a model can be cut into slices.
 
     Args:
         model: The model.
         trains: Whether slices are trained on; otherwise tokens are generated one by one.
 
     Raises:
-        ValueError: The model looks at later tokens, or has no cache of keys and values; says why.
+        ValueError: The model attends to later tokens, or has no key-value cache; the message says which.
     """
     config = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
@@ -138,17 +140,17 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         both_ways = ["is_causal=False in its configuration"]
     if both_ways:
         reason = (
-            f"its attention ({', '.join(both_ways)}) looks at later tokens too, so no slice can be computed "
-            "before the ones after it"
+            f"its attention ({', '.join(both_ways)}) attends to later tokens, too, so no slice can be "
+            "computed before the ones after it"
         )
     elif getattr(config, "is_encoder_decoder", False):
-        reason = "its decoder looks at all that its encoder made of the sequence"
+        reason = "its decoder attends to the encoder's output for the whole sequence"
     elif config is None or not {"past_key_values", "use_cache"} <= set(takes):
-        reason = "its forward takes no past_key_values, so it has no cache as transformers' decoders have"
+        reason = "its forward takes no past_key_values, so it has no cache like transformers' decoders"
     elif trains and drops_cache(model):
         reason = (
-            "its own checkpointing of activations drops the cache in training; turn that off and let the "
-            "plan recompute (OSDP(recompute=True))"
+            "its own activation checkpointing drops the cache in training; turn that off and let the plan "
+            "recompute (OSDP(recompute=True))"
         )
     else:
         return
@@ -158,7 +160,7 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
 
 
 def drops_cache(model: nn.Module) -> bool:
-    """Whether transformers' own checkpointing is on, which drops the cache while it trains."""
+    """Whether transformers' own activation checkpointing is on, which drops the cache in training."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 

@@ -1,7 +1,11 @@
-"""A layer of transformers' cache whose keys lie in one tensor, and whose values in another.
+"""Layer of transformers' cache that stores all keys of a sequence in one tensor, and all values in another.
 
-Transformers' own joins what it has with what comes to new tensors, all of which stay until the backward:
-those of *M* slices of a sequence hold *(M + 1) / 2* times its keys and values.
+Transformers' own layer concatenates old and new keys to new tensors, all of which stay alive until the
+backward: those of *M* slices of a sequence take *(M + 1) / 2* times the memory of its keys and values. Here
+every slice sees a prefix of the same storage::
+
+    storage   | slice 0 | slice 1 | slice 2 |  room  |
+    slice 1   |<-- past ->|<-own->|             a view; later slices are written behind it
 """
 
 from typing import Any
@@ -17,7 +21,7 @@ class StoredLayer(DynamicLayer):
     """A layer that a sequence fills slice by slice; copies of it fill the same tensors.
 
     Args:
-        capacity: Tokens of the sequence; more are copied to where there is room.
+        capacity: Tokens of the sequence; if there are more, the tensors are copied to larger ones.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -25,7 +29,7 @@ class StoredLayer(DynamicLayer):
         self._stores = (_Store(capacity), _Store(capacity))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """All keys and values so far, those of this slice at the end."""
+        """Append keys and values of this slice; returns all so far, this slice's last."""
         if isinstance(key_states, FakeTensor):
             found: Pair = super().update(key_states, value_states)
             return found
@@ -40,14 +44,14 @@ class StoredLayer(DynamicLayer):
 
 
 class _Store:
-    """The tensor of shape ``(samples, heads, capacity, channels)`` that is filled along its tokens."""
+    """A tensor of shape ``(samples, heads, capacity, channels)`` that is filled along its token dimension."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._whole: torch.Tensor | None = None
 
     def put(self, states: torch.Tensor, start: int) -> torch.Tensor:
-        """All states so far, after writing ``states`` from token ``start`` on."""
+        """Write ``states`` from token ``start`` on; returns all states so far."""
         stop = start + states.shape[-2]
         whole = self._whole
         if whole is None or whole.shape[-2] < stop:
@@ -56,7 +60,8 @@ class _Store:
             if whole is not None:
                 grown[..., :start, :] = whole[..., :start, :]
             whole = self._whole = grown
-        # An alias counts its own versions: what backwards have saved ends before and stays as it was.
+        # An alias has its own version counter, so autograd accepts the in-place write although earlier
+        # slices have saved views: these end before ``start``, so their contents do not change.
         alias = whole.data
         alias[..., start:stop, :] = states
         return alias[..., :stop, :]

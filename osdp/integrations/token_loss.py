@@ -1,4 +1,4 @@
-"""Losses of slices of a sequence: sums over positions, whose labels were shifted over the whole sequence."""
+"""Losses of token slices: sums over positions, with labels shifted before the sequence is cut."""
 
 from functools import partial
 from typing import Any
@@ -11,12 +11,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.runtime.losses import LossFn
 
-#: Positions that a loss is tried on together, and places in a sequence where that may be.
+#: Number of adjacent positions that a loss is tried on, and maximum number of places in a sequence to try.
 _TRIED, _PLACES = 4, 16
 
 
 def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
-    """For each position the label of the next one, for the last one ``ignore_index``.
+    """Shift labels: each position gets the label of the next one, the last one ``ignore_index``.
 
     Args:
         labels: Token ids of whole sequences, of shape ``(samples, length)``.
@@ -29,7 +29,10 @@ def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torc
 
 
 def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
-    """A loss that is a sum over positions, and what it wants: the given ones, or the same shifted before.
+    """A loss that is a sum over positions, and its targets.
+
+    :func:`causal_lm_loss` shifts labels itself: it is replaced by the equivalent loss on shifted labels.
+    Others are returned as they are.
 
     Raises:
         ValueError: There is no loss function.
@@ -40,28 +43,29 @@ def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
         return partial(masked_lm_loss, **options), next_token_labels(targets, **options)
     if loss_fn is None:
         raise ValueError(
-            "token slices need loss_fn=: the model's own loss shifts labels inside of each slice and takes "
+            "token slices need loss_fn=: the model's own loss shifts labels inside each slice and takes "
             "means; pass labels as targets, with osdp.integrations.huggingface.causal_lm_loss"
         )
     return loss_fn, targets
 
 
 def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> bool:
-    """Refuse a loss that is not, with its count, the sum of those of the parts of a sequence.
+    """Check that a loss and its count are sums over the positions of a sequence.
 
-    It is tried on random logits for a few positions, the same on all ranks.
+    The loss is tried on random logits for a few positions, the same on all ranks: its value for all of them
+    must be the sum of its values for the two halves.
 
     Args:
         loss_fn: The loss function.
-        targets: What it gets beside the output, of ``length`` positions along dim 1.
-        length: Positions of a sequence.
-        vocabulary: Channels of the logits.
+        targets: Its second argument, with ``length`` positions along dim 1.
+        length: Number of positions of a sequence.
+        vocabulary: Size of the last dimension of the logits.
 
     Returns:
-        Whether it is proven: where no position that was tried counts, nothing shows.
+        Whether the check was conclusive: it is not if none of the positions that were tried counts.
 
     Raises:
-        ValueError: It is not, or the targets have other shapes.
+        ValueError: The loss is not such a sum, or the targets have other shapes.
     """
     like = _like(targets, length)
     if length < 2:
@@ -79,6 +83,7 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         with torch.no_grad():
             return _sum_and_count(loss_fn(CausalLMOutputWithPast(logits=logits[:, start:stop]), *given))
 
+    # Several places, since the labels at one may all be ignored (padding): those show nothing.
     for begin in range(0, length - tried + 1, max(1, (length - tried) // _PLACES)):
         whole, halves = (
             values(begin, 0, tried),
@@ -87,10 +92,10 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         sums = [sum(column) for column in zip(*halves, strict=True)]
         if any(abs(a - b) > 1e-3 * max(1.0, abs(b)) for a, b in zip(sums, whole, strict=True)):
             raise ValueError(
-                f"the loss mixes positions: tried on random logits for {tried} of them, (sum, count) is "
-                f"({whole[0]:.6g}, {whole[1]:g}) at once and ({sums[0]:.6g}, {sums[1]:g}) in two "
+                f"the loss mixes positions: for random logits at {tried} of them, (sum, count) is "
+                f"({whole[0]:.6g}, {whole[1]:g}) for all at once and ({sums[0]:.6g}, {sums[1]:g}) for two "
                 "halves. Shift labels over the whole sequence first "
-                "(osdp.integrations.token_loss.next_token_labels) and let loss_fn take each position for "
+                "(osdp.integrations.token_loss.next_token_labels), and let loss_fn treat each position by "
                 "itself"
             )
         if whole[1]:
@@ -101,31 +106,31 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
 def _sum_and_count(loss: Any) -> tuple[float, float]:
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise ValueError(
-            "the loss of token slices must be a pair (sum, count), over which slices add up; this loss_fn "
-            f"returns {type(loss).__name__}, as a mean would be; for language models take "
+            "the loss of token slices must be a pair (sum, count), which can be added over slices; this "
+            f"loss_fn returns {type(loss).__name__}, like a mean; for language models use "
             "osdp.integrations.huggingface.causal_lm_loss"
         )
     return float(loss[0]), float(loss[1])
 
 
 def check_targets(targets: Any, length: int) -> None:
-    """Refuse targets of which nothing can be cut as sequences of ``length`` tokens are.
+    """Check that some of the targets can be cut like sequences of ``length`` tokens.
 
     Raises:
-        ValueError: None of their tensors is that long along dim 1.
+        ValueError: None of their tensors has ``length`` elements along dim 1.
     """
     _like(targets, length)
 
 
 def _like(targets: Any, length: int) -> torch.Tensor:
-    """A sample or two of what is cut, for their number and device."""
+    """One or two samples of a target that is cut, for their number and device."""
     tensors = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
     found = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] == length]
     if targets is None:
         return torch.empty(1)
     if not found:
         raise ValueError(
-            f"targets of shape (samples, {length}) are needed, cut as the sequences are; got "
+            f"targets of shape (samples, {length}) are needed, to be cut like the sequences; got "
             f"{[tuple(tensor.shape) for tensor in tensors]}"
         )
     return found[0][:2]

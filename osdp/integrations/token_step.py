@@ -1,4 +1,4 @@
-"""What ``train_step`` needs to cut the sequences of a model of transformers into slices."""
+"""Token slices of transformers' models: checks and arguments for ``train_step`` and ``generate``."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from osdp.token_slices import TokenSlices
 
 _REFUSED = {
     "labels": (
-        "the model would shift them inside of each slice; pass them as targets, with "
+        "the model would shift them inside each slice; pass them as targets, with "
         "osdp.integrations.huggingface.causal_lm_loss as loss_fn"
     ),
-    "past_key_values": "token slices bring their own",
+    "past_key_values": "token slices use a cache of their own",
 }
 
 
-#: Settings of a generation that are not supported, with the values that say nothing.
+#: Generation settings that are not supported, with the values that have no effect.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
@@ -39,11 +39,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class Slicer:
-    """Cuts the sequences of a model.
+    """Cuts the sequences of a model into token slices.
 
     Args:
-        model: A decoder of transformers, whole or the modules of some stages.
-        shared_by: Ranks that share each sequence, which must divide slices.
+        model: A decoder of transformers, whole or with only the modules of some stages.
+        shared_by: Number of ranks that share each sequence; it must divide the length of every slice.
     """
 
     def __init__(self, model: nn.Module, shared_by: int = 1) -> None:
@@ -58,23 +58,24 @@ class Slicer:
         return SliceCache.of(self._model)
 
     def named(self, inputs: Any) -> dict[str, Any]:
-        """Inputs by name, as a model of transformers calls them."""
+        """Inputs by the names of the model's forward arguments."""
         if isinstance(inputs, Mapping):
             return {str(name): value for name, value in inputs.items()}
         args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         return dict(zip(self._names, args, strict=False))
 
     def slicing(self, inputs: Mapping[str, Any], token_slices: int | TokenSlices | Sequence[int]) -> Slicing:
-        """The slices of a batch.
+        """Make the slices of a batch.
 
         Args:
-            inputs: By name.
-            token_slices: Their number, their lengths, or they themselves.
+            inputs: The inputs by name.
+            token_slices: Number of slices, their lengths, or TokenSlices.
 
         Raises:
-            ValueError: They do not add up to the sequences, or an input or the model cannot be cut.
+            ValueError: The lengths do not add up to those of the sequences, or an input or the model cannot
+                be cut.
         """
-        # Its modules may have been told to checkpoint since the last step.
+        # Activation checkpointing may have been turned on since the last step.
         if not self._sliceable or drops_cache(self._model):
             check_sliceable(self._model)
             self._sliceable = True
@@ -96,15 +97,15 @@ class Slicer:
         if uneven:
             raise ValueError(
                 f"slices of {uneven} tokens cannot be shared by {self._shared_by} tensor-parallel ranks; "
-                "with sequence_parallel all slices are multiples of them"
+                f"with sequence_parallel the length of every slice must be a multiple of {self._shared_by}"
             )
         return Slicing(slices, partial(self._empty, length))
 
     def loss(self, loss_fn: LossFn | None, targets: Any, length: int) -> tuple[LossFn, Any]:
-        """Loss function and targets of slices.
+        """Loss function and targets for slices.
 
         Raises:
-            ValueError: The loss is no sum over positions, or targets are not as long as sequences.
+            ValueError: The loss is not a sum over positions, or targets are not as long as the sequences.
         """
         found, wanted = by_position(loss_fn, targets)
         check_targets(wanted, length)
@@ -115,34 +116,34 @@ class Slicer:
         return found, wanted
 
     def request(self, prompt: torch.Tensor, num_tokens: int, mask: torch.Tensor | None) -> dict[str, Any]:
-        """What :meth:`osdp.runtime.steps.Steps.generate` wants.
+        """Keyword arguments for :meth:`osdp.runtime.steps.Steps.generate`.
 
         Raises:
-            ValueError: Padding comes last, no token is asked for, the model has too few positions, or its
-                ranks share sequences, or it has no cache.
+            ValueError: Padding is on the right, no token is requested, the model has too few positions or no
+                cache, or its ranks share sequences.
         """
         check_sliceable(self._model, trains=False)
         if not isinstance(prompt, torch.Tensor):
             raise TypeError(
                 f"a prompt is a tensor of tokens of shape (samples, length), got {type(prompt).__name__}; "
-                "its mask is passed as attention_mask="
+                "pass its mask as attention_mask="
             )
         if self._shared_by > 1:
             raise ValueError(
-                f"{self._shared_by} tensor-parallel ranks share sequences, and one token cannot be shared: "
+                f"{self._shared_by} tensor-parallel ranks share sequences, but one token cannot be shared: "
                 "to generate, plan without sequence_parallel"
             )
         if num_tokens < 1 or prompt.dim() != 2:
             raise ValueError(
-                f"a prompt of shape (samples, length) and at least one token more are needed, got "
+                f"a prompt of shape (samples, length) and at least one new token are needed, got "
                 f"{tuple(prompt.shape)} and max_new_tokens={num_tokens}"
             )
         most = getattr(self._model.config, "max_position_embeddings", None)
-        # The last token is not looked up any more.
+        # The last new token is never an input, so it needs no position.
         if most is not None and prompt.shape[1] + num_tokens - 1 > most:
             raise ValueError(
                 f"{prompt.shape[1]} tokens of the prompt and max_new_tokens={num_tokens} are more than the "
-                f"{most} positions of the model"
+                f"{most} positions of the model; shorten one of them"
             )
         if mask is not None and mask.shape != prompt.shape:
             raise ValueError(
@@ -151,8 +152,8 @@ class Slicer:
             )
         if mask is not None and bool((mask[:, -1] == 0).any()):
             raise ValueError(
-                "padding comes last in a prompt: pad on the left, so that the last position is what the next "
-                "token follows"
+                "a prompt ends with padding: pad on the left, so that new tokens follow the last token of "
+                "the prompt"
             )
         padded = mask is not None and bool((mask == 0).any())
         return {
@@ -166,18 +167,18 @@ class Slicer:
     def choice(
         self, ends: int | Sequence[int] | None, pad: int | None, sampling: Mapping[str, Any]
     ) -> Choice:
-        """How tokens are chosen; what is not given is as the model is configured.
+        """Settings by which tokens are chosen; defaults are the model's generation configuration.
 
         Raises:
             TypeError: A setting is unknown.
-            ValueError: The model is configured to generate in a way that is not done, or a setting is for
-                drawing tokens, and none are drawn.
+            ValueError: The model is configured to generate in an unsupported way, or a setting is for
+                sampling without ``do_sample=True``.
         """
         known = [field.name for field in fields(Choice) if field.name not in ("ends", "pad")]
         if unknown := sorted(set(sampling) - set(known)):
             raise TypeError(
-                f"generate() does not take {', '.join(unknown)}; it takes {', '.join(known)}. For all "
-                "else use transformers' own generate"
+                f"generate() does not take {', '.join(unknown)}; it takes {', '.join(known)}. For other "
+                "settings use transformers' own generate"
             )
         configured = getattr(self._model, "generation_config", self._model.config)
         strange = [
@@ -187,13 +188,13 @@ class Slicer:
         ]
         if strange:
             raise ValueError(
-                f"the model is configured to generate with {', '.join(strange)}, which is not done here: set "
-                "its generation_config to the defaults, or use transformers' own generate"
+                f"the model is configured to generate with {', '.join(strange)}, which is not supported "
+                "here: set its generation_config to the defaults, or use transformers' own generate"
             )
         if not sampling.get("do_sample") and sampling:
             ignored = ", ".join(sorted(set(sampling) - {"do_sample"}))
             if ignored:
-                raise ValueError(f"{ignored} is for drawing tokens: pass do_sample=True, too")
+                raise ValueError(f"{ignored} has an effect only when sampling: pass do_sample=True, too")
         if ends is None:
             ends = configured.eos_token_id
         found = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
@@ -208,7 +209,9 @@ def _length(inputs: Mapping[str, Any]) -> int:
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(inputs.get(name), torch.Tensor):
             return int(inputs[name].shape[1])
-    raise ValueError(f"token slices cut input_ids or inputs_embeds; there are {', '.join(inputs) or 'none'}")
+    raise ValueError(
+        f"token slices need input_ids or inputs_embeds among the inputs; got {', '.join(inputs) or 'none'}"
+    )
 
 
 def _check(inputs: Mapping[str, Any], length: int) -> None:
@@ -218,10 +221,11 @@ def _check(inputs: Mapping[str, Any], length: int) -> None:
     mask, positions = inputs.get(MASK), inputs.get("position_ids")
     if mask is not None and tuple(mask.shape[1:]) != (length,):
         raise ValueError(
-            f"token slices take an attention_mask of shape (samples, {length}), got {tuple(mask.shape)}"
+            f"token slices need an attention_mask of shape (samples, {length}), got {tuple(mask.shape)}"
         )
     if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(
-            "position_ids that do not rise by one mark several sequences packed into one, which slices with "
-            "a cache would mix: pass the sequences apart, or an attention_mask if it is padding"
+            "position_ids that do not increase by one mark several sequences packed into one, which token "
+            "slices with a cache would mix: pass the sequences separately, or an attention_mask if it is "
+            "padding"
         )

@@ -1,1 +1,1 @@
-"""Describe a model on fake tensors, and measure it segment by segment on a device."""
+"""Describes a model on fake tensors, and measures it segment by segment on a device."""

@@ -1,4 +1,4 @@
-"""A sample batch, however the user wrote it down."""
+"""SampleBatch: the arguments of one forward, from whatever form the user gives them in."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,15 +29,15 @@ class SampleBatch:
 
     @classmethod
     def of(cls, sample_inputs: Any) -> "SampleBatch":
-        """The batch that ``sample_inputs`` describes.
+        """Make a batch from ``sample_inputs``.
 
         Args:
             sample_inputs: A tensor, a tuple or list of positional arguments, or a mapping (a tokenizer's
                 output included) of keyword arguments.
 
         Raises:
-            TypeError: It is something else.
-            ValueError: There is no tensor in it.
+            TypeError: ``sample_inputs`` is of another type.
+            ValueError: It contains no tensor.
         """
         if isinstance(sample_inputs, SampleBatch):
             return sample_inputs
@@ -48,7 +48,7 @@ class SampleBatch:
         if isinstance(sample_inputs, Mapping):
             return cls((), {str(name): value for name, value in sample_inputs.items()})
         raise TypeError(
-            f"sample inputs are a tensor, a tuple (positional) or a mapping (keywords), "
+            f"sample inputs must be a tensor, a tuple (positional) or a mapping (keywords), "
             f"not {type(sample_inputs).__name__}"
         )
 
@@ -58,15 +58,15 @@ class SampleBatch:
 
         Args:
             model_desc: The description.
-            local_batch: Samples; by default as traced.
+            local_batch: Number of samples; by default as traced.
 
         Raises:
-            ValueError: The traced batch held more than plain tensors.
+            ValueError: The traced batch contained more than plain tensors.
         """
         if not model_desc.sample_names:
             raise ValueError(
-                f"the batch {model_desc.name} was described with is nested: pass the sample batch itself, so "
-                "that the model can be run"
+                f"the batch that {model_desc.name} was described with is nested and cannot be recreated from "
+                "the description: pass the sample batch itself"
             )
         zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in model_desc.sample]
         pairs = list(zip(model_desc.sample_names, zeros, strict=True))
@@ -77,10 +77,10 @@ class SampleBatch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The keyword of each tensor, empty for a positional one; nothing if there is more than tensors."""
+        """The keyword of each tensor, empty for a positional one; an empty tuple if not all are tensors."""
         values = [*self.args, *self.kwargs.values()]
         if not all(isinstance(value, torch.Tensor) for value in values):
-            return ()
+            return ()  # nested containers or other objects cannot be recreated from shapes
         return (*("" for _ in self.args), *self.kwargs)
 
     @property
@@ -95,7 +95,7 @@ class SampleBatch:
 
     @property
     def local_batch(self) -> int:
-        """Samples: the size of dim 0 of the first tensor that has one."""
+        """Number of samples: the size of dim 0 of the first tensor that has one."""
         return next((int(tensor.shape[0]) for tensor in self.tensors if tensor.dim()), 1)
 
     def map(self, function: Callable[[torch.Tensor], Any]) -> "SampleBatch":
@@ -103,15 +103,15 @@ class SampleBatch:
         return SampleBatch(map_tensors(function, self.args), map_tensors(function, dict(self.kwargs)))
 
     def resized(self, local_batch: int) -> "SampleBatch":
-        """The batch with ``local_batch`` samples, repeating its own in order.
+        """The batch with ``local_batch`` samples: its own, repeated in order or cut.
 
-        Tensors whose dim 0 is not the batch are left as they are.
+        Tensors whose dim 0 is not the batch are not changed.
 
         Raises:
             ValueError: ``local_batch`` is not positive.
         """
         if local_batch < 1:
-            raise ValueError(f"a batch has at least 1 sample, got {local_batch}")
+            raise ValueError(f"a batch needs at least 1 sample, got {local_batch}")
         samples = self.local_batch
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class SampleBatch:
     def to(self, device: torch.device | str, float_dtype: torch.dtype | None = None) -> "SampleBatch":
         """The batch on ``device``, floating-point tensors cast to ``float_dtype``.
 
-        A tensor on ``meta`` has no values: it becomes zeros.
+        Tensors on ``meta``, which have no values, become zeros.
         """
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,5 +136,5 @@ class SampleBatch:
         return self.map(move)
 
     def run(self, model: nn.Module) -> Any:
-        """``model``'s outputs on this batch."""
+        """Run ``model`` on this batch; returns its outputs."""
         return model(*self.args, **self.kwargs)

@@ -2,10 +2,10 @@
 
 Siblings of one class are repeats if they
 
-- sit in a list (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) and have children of their own;
-  unless they are the stages of a ConvNet: all different, with repeats inside, and the only list of their
+- are elements of a list (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) and have children of their
+  own; unless they are the stages of a ConvNet: all different, with repeats inside, and the only list of their
   class, in which case the repeats inside count instead; or
-- run the same kernels on the same shapes, and either sit in a list or have children without repeats.
+- run the same kernels on the same shapes, and either are elements of a list or have children without repeats.
 
 Plain layers of different shapes in an ``nn.Sequential`` are no repeats.
 """
@@ -26,10 +26,10 @@ class _Group:
     Attributes:
         paths: Their FQNs.
         kind: Their class.
-        in_list: Whether they sit in a list.
-        have_children: Whether any has children.
-        nested: Whether any contains repeats.
-        alike: Those that run the same operations as another.
+        in_list: Whether they are elements of a list.
+        have_children: Whether any of them has children.
+        nested: Whether any of them contains repeats.
+        alike: Those that run the same operations as another one.
     """
 
     paths: tuple[str, ...]
@@ -41,11 +41,11 @@ class _Group:
 
 
 def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
-    """The outermost repeated module that each module lies in.
+    """The outermost repeated module that contains each module.
 
     Args:
         model: The model.
-        digests: For each module whose forward ran, text that is equal for equal sequences of operations.
+        digests: For each module whose forward ran, a string that is equal for equal sequences of operations.
 
     Returns:
         FQN of the block, by FQN of the block itself and of every module in it.
@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lists_by_class(model: nn.Module) -> Counter[type[nn.Module]]:
-    """In how many lists modules of each class sit."""
+    """Number of lists that contain modules of each class."""
     count: Counter[type[nn.Module]] = Counter()
     for module in model.modules():
         if isinstance(module, _LISTS):
@@ -102,6 +102,7 @@ def _alike(paths: list[str], digests: Mapping[str, str]) -> frozenset[str]:
 def _repeats(group: _Group, lists: Mapping[type[nn.Module], int]) -> frozenset[str]:
     if not group.in_list:
         return group.alike if group.have_children and not group.nested else frozenset()
+    # The stages of a ConvNet: all different, with the real repeats inside.
     are_stages = group.nested and not group.alike and lists[group.kind] < 2
     if group.have_children and len(group.paths) > 1 and not are_stages:
         return frozenset(group.paths)

@@ -1,8 +1,8 @@
-"""A profile without a device: the roofline of each segment's work as traced.
+"""Estimated profile without a device: the roofline model of each segment's traced work.
 
-A pass takes the longer of computing and moving its bytes (Williams, Waterman and Patterson, Communications of
-the ACM 52(4), 2009), and never less than launching a kernel. Memory is taken as traced on fake tensors, in
-the traced dtype: where a narrower ``param_dtype`` is asked for it is an upper bound.
+A pass takes the longer of computing its FLOPs and moving its bytes (Williams, Waterman and Patterson,
+Communications of the ACM 52(4), 2009), plus the launch of a kernel. Memory is as traced on fake tensors, in
+the traced dtype: with a narrower ``param_dtype`` it is an upper bound.
 """
 
 import math
@@ -16,32 +16,32 @@ from osdp.training import FOR_LOOP, FUSED, Training
 #: core of an AMD EPYC with torch 2.13 in 2026-11 (``python -m timeit`` measures it again).
 LAUNCH_SECONDS = 1e-5
 
-#: The same on DTensors, as optimizer steps do: a for-loop step of AdamW took 172 us a tensor, a foreach step
-#: 22 and a fused one 14, there and then (:func:`osdp.profiler.optimizer.profile_optimizer`).
+#: The same on DTensors, as in optimizer steps: a for-loop step of AdamW took 172 us a tensor, a foreach step
+#: 22 and a fused one 14, on the same machine and date (:func:`osdp.profiler.optimizer.profile_optimizer`).
 DTENSOR_LAUNCH_SECONDS = 2e-5
 
 #: A step of AdamW written as separate kernels: decay, lerp, mul, addcmul, sqrt, div, add, addcdiv.
 _STEP_KERNELS = 8
 
-#: Those kernels read and write 20 tensors where a fused one touches 7: parameter and both states twice, the
-#: gradient once.
+#: These kernels read and write 20 tensors; a fused one touches 7: parameter and both optimizer states twice,
+#: the gradient once.
 _UNFUSED_TRAFFIC = 20 / 7
 
 
 def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training | None = None) -> Profile:
-    """What the segments of a model would take on a device that is not there.
+    """Estimate the profile of a model on a device that is not at hand.
 
     Args:
         model_desc: The traced model.
-        device_info: Must have ``flops`` and ``memory_bandwidth``: what kernels reach, not what a data sheet
-            promises, or the times will be too short by as much.
+        device_info: Must have ``flops`` and ``memory_bandwidth``: the values that kernels reach, not the peak
+            of a data sheet, with which the times would be too short by the same factor.
         training: Local batch and optimizer; by default the traced batch and AdamW.
 
     Returns:
         A profile with ``measured=False``.
 
     Raises:
-        ValueError: ``device_info`` lacks a speed, or the model takes no other batch than the traced one.
+        ValueError: ``device_info`` lacks a speed, or the model accepts only the traced batch size.
     """
     missing = [name for name in ("flops", "memory_bandwidth") if getattr(device_info, name) <= 0]
     if missing:
@@ -54,7 +54,7 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
     batch = training.local_batch or model_desc.local_batch
     if batch != model_desc.local_batch and not model_desc.batch_is_free:
         raise ValueError(
-            f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not {batch}; "
+            f"{model_desc.name} accepts only the traced batch of {model_desc.local_batch}, not {batch}; "
             f"trace it again with a sample batch of {batch}"
         )
     narrowing = _narrowing(model_desc, training)
@@ -80,9 +80,9 @@ def _host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerPro
 
 
 def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -> OptimizerProfile:
-    """An optimizer step on a device of ``kind`` that memory bandwidth and launches limit."""
+    """Estimate the optimizer step on a device of ``kind``, bound by memory bandwidth and kernel launches."""
     implementation = training.implementation(kind)
-    # Parameter and states are read and written, the gradient is read.
+    # Parameter and optimizer states are read and written, the gradient is only read.
     traffic = 2 * (1 + training.num_states) + 1
     unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
     kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
@@ -115,12 +115,12 @@ def _pass(work: Work, device_info: DeviceInfo, batch: int, narrowing: float) -> 
 
 
 def _whole(nbytes: float) -> int:
-    """``nbytes`` as bytes, rounded up: predicted memory may not be too small."""
+    """``nbytes`` rounded up to whole bytes: predicted memory must not be too small."""
     return math.ceil(nbytes)
 
 
 def _narrowing(model_desc: ModelDesc, training: Training) -> float:
-    """Part of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
+    """Fraction of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
     own = max((DTYPE_BYTES[p.dtype] for op in model_desc.operators for p in op.parameters), default=0)
     if training.param_dtype is None or own == 0:
         return 1.0

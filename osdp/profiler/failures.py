@@ -1,4 +1,4 @@
-"""Why a model's forward did not run on fake tensors, said in terms of the user's own code."""
+"""Error messages for models whose forward fails on fake tensors, in terms of the user's own code."""
 
 import traceback
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from torch._subclasses.fake_tensor import (
 from osdp.model_desc import TensorSpec
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-#: What torch says, as a plain RuntimeError, where values are read behind its back: by NumPy and by C++.
+#: Messages of torch's plain RuntimeErrors where values are read outside its dispatcher: by NumPy and by C++.
 _READS_DATA = (".numpy() is not supported", "its data is not allocated", "data pointer")
-#: Whose code is not the user's. That of other libraries, a model's, is.
+#: Folders whose code is not the user's; code of other libraries, such as a model's, counts as the user's.
 _NOT_THE_USERS = (Path(torch.__path__[0]), Path(__file__).parents[1])
 
 
 def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueError:
-    """What to raise where a forward raised ``error``; it names the line of the user's code.
+    """The error to raise after a forward raised ``error``; it names the line of the user's code.
 
     Args:
-        error: What the forward raised on fake tensors.
-        sample: The tensors it was given.
+        error: The exception that the forward raised on fake tensors.
+        sample: The tensors of the sample batch.
     """
     place = _place(error)
     if isinstance(error, UnsupportedOperatorException):
@@ -33,9 +33,10 @@ def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueErro
     what = str(error).partition("\n")[0]
     if isinstance(error, _DATA_DEPENDENT) or any(words in what for words in _READS_DATA):
         return ValueError(
-            f"the model's forward depends on values of tensors{place} ({what}), and a description is made "
-            "without values; compute it without .item(), .numpy(), boolean indexing and branches on tensors "
-            "(torch.where, a mask, a fixed number of rows), or before the forward and pass it in"
+            f"the model's forward depends on values of tensors{place} ({what}), but models are described on "
+            "fake tensors, which have no values; avoid .item(), .numpy(), boolean indexing and branches on "
+            "tensors (use torch.where, a mask, a fixed number of rows), or compute it before the forward and "
+            "pass it in"
         )
     shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in sample)
     return ValueError(
@@ -44,7 +45,7 @@ def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueErro
 
 
 def _place(error: Exception) -> str:
-    """Where the innermost line of the user's code was: ``" at file:line, in function"``, or nothing."""
+    """Position of the innermost line of the user's code: ``" at file:line, in function"``, or nothing."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if not any(path.is_relative_to(root) for root in _NOT_THE_USERS):

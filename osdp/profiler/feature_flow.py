@@ -1,9 +1,10 @@
-"""Which linear module reads what which other one computed: the feature spaces of a model.
+"""Feature flow: the feature spaces of a model, between which its linear modules lead.
 
-One forward on fake tensors. Each tensor carries the names of the linear modules and embeddings whose outputs
-it was computed from without passing through another one, and those of other parameters, after an ``@``. What
-one module reads together is one *space*: the residual stream, the queries, keys and values of an attention,
-the inside of an MLP. So linear modules are edges between spaces.
+One forward is run on fake tensors. Each tensor carries as labels the names of the linear modules and
+embeddings from whose outputs it was computed without passing through another one, and those of other
+parameters, prefixed with ``@``. Outputs that one module reads together belong to one *space*: the residual
+stream, the queries, keys and values of an attention, the inner features of an MLP. So linear modules are
+edges between spaces.
 """
 
 import copy
@@ -24,7 +25,7 @@ from osdp.profiler.single_draws import SingleDraws
 from osdp.profiler.skeleton import on_fake_cpu, skeleton
 from osdp.profiler.tensors import map_leaves, storage_key, tensors_in
 
-#: Returns "linear", "conv1d" or "embedding" for a module that computes just that, else ``None``.
+#: Returns "linear", "conv1d" or "embedding" for a module that computes exactly that, else ``None``.
 KindOf = Callable[[nn.Module], str | None]
 
 Labels = frozenset[str]
@@ -39,7 +40,7 @@ class Call:
     Attributes:
         args: Positional arguments; tensors are fake, other objects as they were before the forward.
         kwargs: Keyword arguments.
-        output: What it returned.
+        output: Its output.
         end: Number of operations that had run when it returned.
         computed: For each tensor among the arguments, whether it was computed from parameters.
     """
@@ -53,16 +54,16 @@ class Call:
 
 @dataclass
 class FeatureFlow:
-    """What one forward showed.
+    """Labels and calls recorded in one forward.
 
     Attributes:
         kinds: Kind of each linear module and embedding that ran, by FQN, in the order of the first call.
-        read: The labels of what each of them read.
-        returned: The labels of what the model returned.
-        heads: For a module whose output is first viewed as heads: their number.
+        read: Labels of the inputs of each of them.
+        returned: Labels of the model's outputs.
+        heads: Number of heads, for each module whose output is first viewed as heads.
         borrowed: Parameters of other modules that anything but their own module's forward used.
         calls: First calls of modules that have children.
-        last_use: Number of the operation that last read a tensor, by storage.
+        last_use: Index of the operation that last read a tensor, by storage.
         batch_readers: Modules that read an integer tensor of the batch itself.
         tensors: The fake tensors that modules were called with or returned, by id.
     """
@@ -78,24 +79,25 @@ class FeatureFlow:
     tensors: dict[int, Any] = field(default_factory=dict)
 
     def is_used_after(self, tensor: torch.Tensor, call: Call) -> bool:
-        """Whether ``tensor``, returned by ``call``, was read by anything later."""
+        """Whether anything read ``tensor``, an output of ``call``, after the call."""
         return self.last_use.get(storage_key(tensor), -1) > call.end
 
     @staticmethod
     def parameters_in(labels: Labels) -> Labels:
-        """Those labels that are parameters."""
+        """The labels that are names of parameters."""
         return frozenset(label for label in labels if label.startswith("@"))
 
     def readers_of(self, label: str) -> set[str]:
-        """The linear modules that read something with ``label``; the empty name if it is returned."""
+        """The linear modules that read a tensor with ``label``; the empty name if the model returns one."""
         found = {name for name, labels in self.read.items() if label in labels}
         return found | ({""} if label in self.returned else set())
 
     def spaces(self) -> dict[str, str]:
-        """The space each module's output is in, and ``>name`` for the space that module ``name`` reads.
+        """The space of each module's output, by name, and the space that each module reads, by ``>name``.
 
-        What is returned counts as read by ``>``.
+        The model's outputs count as read by ``>``. A space is named by one of its members.
         """
+        # Union-find: a module that reads several outputs joins them to one space.
         parent: dict[str, str] = {}
 
         def find(item: str) -> str:
@@ -112,7 +114,7 @@ class FeatureFlow:
 
 
 def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> FeatureFlow:
-    """Run ``model`` once on fake tensors, without weights; it is neither run nor changed itself.
+    """Trace the feature flow of ``model`` on fake tensors, without weights; the model itself is not run.
 
     Raises:
         ValueError: The model rejects the batch, or its forward depends on values of tensors.
@@ -133,13 +135,13 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
 
 
 class _Watcher(TorchDispatchMode):
-    """Follows labels through every operation; inside linear modules it looks away."""
+    """Propagates labels through every operation; operations inside linear modules are ignored."""
 
     def __init__(self, twin: nn.Module, batch: SampleBatch, kind_of: KindOf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = FeatureFlow()
         self._labels: dict[int, Labels] = {}
-        self._alive = self.flow.tensors  # while they live, nothing else gets their ids
+        self._alive = self.flow.tensors  # kept alive, so that no other object gets their ids
         self._parameters: dict[int, str] = {}
         self._running: list[str] = []
         self._inside = 0
@@ -205,7 +207,7 @@ class _Watcher(TorchDispatchMode):
                 self.flow.borrowed.add(name)
 
     def _note_heads(self, before: torch.Tensor, after: torch.Tensor, labels: Labels) -> None:
-        """Book the heads if the last dimension of one module's output became (heads, features)."""
+        """Record the heads if the last dimension of one module's output was viewed as (heads, features)."""
         if len(labels) != 1 or before.dim() < 2 or after.dim() < 3:
             return
         heads, features = after.shape[-2:]
@@ -240,13 +242,13 @@ class _Watcher(TorchDispatchMode):
             self._alive.update((id(tensor), tensor) for tensor in tensors_in(output))
 
     def _snapshot(self, arguments: Any) -> Any:
-        """The arguments with objects, such as caches, as they are now; tensors are not copied."""
+        """The arguments with copies of objects, such as caches, as they are now; tensors are not copied."""
         self._alive.update((id(tensor), tensor) for tensor in tensors_in(arguments))
         return map_leaves(lambda leaf: copy_object(leaf, self._alive), arguments)
 
 
 def copy_object(leaf: Any, tensors: dict[int, Any]) -> Any:
-    """A copy of ``leaf`` that shares those ``tensors``, by id; constants and tensors are themselves."""
+    """A deep copy of ``leaf`` that shares ``tensors`` (by id); constants and tensors are returned as is."""
     if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype)):
         return leaf
     memo: Any = ChainMap({}, tensors)

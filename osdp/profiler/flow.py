@@ -1,4 +1,4 @@
-"""From a module to its Flow: which values go from which step of a forward to which, on fake tensors."""
+"""Traces the dataflow between the modules of a model on fake tensors: from a module to its Flow."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from osdp.profiler.tensors import dtype_name, storage_key, tensors_in
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-#: Operations that read nothing of a tensor but its shape and dtype.
+#: Operations that read only the shape and dtype of a tensor: their result does not depend on its values.
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in ("new_empty", "new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like",
@@ -32,7 +32,7 @@ _FACTORIES = frozenset(
 def movable_modules(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the modules that a stage keeps or removes as a whole: those with parameters, in order.
 
-    They are the elements of the outermost lists, and what lies beside those lists.
+    They are the elements of the outermost lists, and the modules next to those lists.
     """
     found: list[str] = []
     _collect(model, "", found)
@@ -53,24 +53,27 @@ def _has_list(module: nn.Module) -> bool:
 
 
 def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
-    """The flow of one forward of ``model``, which is neither run nor changed.
+    """Trace the flow of one forward of ``model``; the model itself is neither run nor changed.
 
     Args:
         model: An unmodified module on any device, ``meta`` included.
         sample_inputs: A batch, as for :func:`osdp.profiler.trace.describe`.
 
     Raises:
-        ValueError: The model has nothing to cut, or its forward depends on values of tensors.
+        ValueError: The model has fewer than two modules to cut between, or its forward depends on values of
+            tensors.
     """
     batch = SampleBatch.of(sample_inputs)
     modules = movable_modules(model)
     if len(modules) < 2:
         raise ValueError(
-            f"{type(model).__name__} cannot be cut: stages keep whole modules, of which it has {len(modules)}"
+            f"{type(model).__name__} cannot be cut: stages consist of whole modules with parameters, of "
+            f"which it has {len(modules)}; at least 2 are needed"
         )
     with SingleDraws(largest=True), FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         one = _run(twin, batch, modules)
+        # A second run at twice the batch shows how sizes depend on it; a model that rejects it has one size.
         try:
             two = _run(twin, batch.resized(2 * batch.local_batch), modules)
         except ValueError:
@@ -86,6 +89,7 @@ def _with_batch(one: Value, two: Value, local_batch: int) -> Value:
 
 
 def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
+    """The line through ``one`` at ``local_batch`` and ``two`` at twice that, both recorded as constants."""
     rise = two.constant - one.constant
     return Affine(one.constant - rise, rise / local_batch)
 
@@ -106,7 +110,9 @@ def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Flow:
         with torch.no_grad(), recorder:
             fake.run(twin)
     except Exception as error:
-        raise ValueError(f"the model cannot be followed: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"the model's dataflow cannot be traced on fake tensors: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -132,7 +138,7 @@ def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
 
 
 class _FlowRecorder(TorchDispatchMode):
-    """Follows what steps make, and what is made of that, from operation to operation and to later steps."""
+    """Follows the tensors that steps compute, and those computed from them, through all operations."""
 
     def __init__(self, parameters: Mapping[int, _Parameter], given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,16 +146,16 @@ class _FlowRecorder(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._steps: list[Step] = []
         self._inside = False
-        #: The value that each tensor is, by id; the tensors are kept so that no id comes twice.
+        #: Index of the value that each tensor is, by id; the tensors are kept alive so that no id is reused.
         self._numbers: dict[int, int] = {}
         self._values: list[Value] = []
         self._kept: list[torch.Tensor] = []
         self._bars: dict[tuple[int, int], Bar] = {}
-        #: Steps after which what is computed was written into a tensor that every stage makes for itself.
+        #: Steps after which a computed value was written into a tensor that every stage makes for itself.
         self._written: list[int] = []
         self._loose: dict[tuple[str, int], None] = {}
         self._first_use: dict[str, int] = {}
-        #: Bytes by memory: what the model was given, and what stages make again.
+        #: Storages of the model's inputs; bytes, by storage, of tensors that every stage makes for itself.
         self._given = {storage_key(tensor) for tensor in given}
         self._remade: dict[int, int] = {}
 
@@ -165,7 +171,7 @@ class _FlowRecorder(TorchDispatchMode):
         self._note_remade(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if self._calls[name]:
             first = next(i for i, step in enumerate(self._steps) if step.module == name)
-            self._bar(first, index, f"{name!r} is called again and must be in one stage")
+            self._bar(first, index, f"{name!r} is called several times, and all calls must be in one stage")
         self._steps.append(Step(name, self._calls[name], tuple(arrivals)))
         self._calls[name] += 1
         self._inside = True
@@ -185,7 +191,7 @@ class _FlowRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and note what its results are made of."""
+        """Run ``func`` and record whether its results are values."""
         output = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return output
@@ -204,13 +210,18 @@ class _FlowRecorder(TorchDispatchMode):
         return output
 
     def _note_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record in-place writes of a value into a tensor that is none."""
         for argument, tensor in zip(func._schema.arguments, args, strict=False):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes and id(tensor) not in self._numbers:
                 self._written.append(len(self._steps) - 1)
 
     def _use(self, tensor: torch.Tensor) -> bool | None:
-        """Note that ``tensor`` is read; whether parameters went in, ``None`` if no step made it."""
+        """Record that ``tensor`` is read.
+
+        Returns:
+            Whether it depends on parameters; ``None`` if it is no value.
+        """
         here = len(self._steps) - 1
         parameter = self._parameters.get(id(tensor))
         if parameter is not None:
@@ -223,7 +234,7 @@ class _FlowRecorder(TorchDispatchMode):
         arrived = self._inside and any(arrival.value == number for arrival in self._steps[-1].arrivals)
         if made < here and not arrived:
             user = self._steps[here].module if self._inside else "the code around the modules"
-            self._bar(made, here, f"{user} uses what is computed before without being given it")
+            self._bar(made, here, f"{user} uses a tensor computed earlier that is not among its arguments")
         return self._values[number].differentiable
 
     def _use_parameter(self, parameter: _Parameter, here: int) -> None:
@@ -249,10 +260,12 @@ class _FlowRecorder(TorchDispatchMode):
         self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, learned))
 
     def flow(self, modules: Sequence[str]) -> Flow:
-        """What was seen, with the values that arrive somewhere."""
+        """The recorded flow, with only those values that are arguments of some step."""
         for step in self._written:
             self._bar(
-                step, len(self._steps) - 1, "what is computed before is written into a tensor of its own"
+                step,
+                len(self._steps) - 1,
+                "a tensor computed earlier is written in place into one that each stage makes for itself",
             )
         used = sorted({arrival.value for step in self._steps for arrival in step.arrivals})
         number = {value: index for index, value in enumerate(used)}

@@ -1,9 +1,11 @@
 """Activation bytes of the segments of a whole model, from runs of a reduced one.
 
 In the reduced model some tensors live longer or shorter than in the whole one: what a block leaves behind (a
-key-value cache, an input that only the next block saves) is missing where the block is a stub. How much that
-is, fake tensors tell: the whole and the reduced model are both run on them, and the difference of the two is
-added to what was measured.
+key-value cache, an input that only the next block saves) is missing where the block is a stub. To correct
+that, the whole and the reduced model are both run on fake tensors, and their difference is added to the
+measurement::
+
+    whole on the device  =  reduced on the device (measured)  +  whole on fakes  -  reduced on fakes
 """
 
 from collections import defaultdict
@@ -25,10 +27,10 @@ Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the segments that ran, by index in the description.
+    """Activation bytes of the segments that ran, by index in the description.
 
     Attributes:
-        usage: Live and peak bytes of each pass; the stretch of a moment is a segment here.
+        usage: Live and peak bytes of each pass; the ``stretch`` of a moment is the index of a segment here.
         saved: Bytes newly saved for backward.
     """
 
@@ -37,12 +39,12 @@ class Footprint:
 
 
 def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device) -> Footprint:
-    """The footprint of the whole model, measured on ``device``.
+    """Measure the footprint of the whole model on ``device``.
 
     Args:
         reduced: The reduced model on ``device``.
         build: Builds the reduced model again, on another device and with other blocks left out.
-        device: Where ``reduced`` is.
+        device: The device of ``reduced``.
     """
     measured = _usage(reduced, _workspace(reduced, device))
     with FakeTensors():
@@ -86,9 +88,9 @@ def _saved(reduced: ReducedModel) -> dict[int, int]:
 
 
 def _booked_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
-    """Run once with every storage booked; the segment of each stretch comes along."""
+    """Run once and record every storage; returns the recorder and the segment of each stretch."""
     reduced.drop_gradients()
-    # What is random (dropout, dropped layers) has to be the same in every run.
+    # Random decisions (dropout, dropped layers) have to be the same in every run that is compared.
     torch.manual_seed(0)
     parameters = dict(reduced.model.named_parameters())
     recorder = Recorder(parameters, [*reduced.model.buffers(), *reduced.batch.tensors], workspace)

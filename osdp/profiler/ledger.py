@@ -1,9 +1,14 @@
-"""The timeline of live tensor bytes of one run, on fake or real tensors.
+"""Timeline of the live activation bytes of one run, on fake or real tensors.
 
-Every storage that an operation returns is booked when it appears and when it is freed, under the pass and
+Every storage that an operation returns is recorded when it appears and when it is freed, under the pass and
 stretch that runs at that moment. Parameters, buffers, the batch and gradients of parameters are left out.
-Memory that a kernel takes and gives back inside one operation is not seen here; where the allocator can tell
-(CUDA), it is booked as workspace.
+Memory that a kernel allocates and frees inside one operation is not visible here; where the allocator reports
+it (CUDA), it is recorded as workspace.
+
+One event is (moment, storage number, change in bytes); the running sum of the changes is the timeline::
+
+    events   +a   +b   -a   +c   -c   -b
+    live      a  a+b    b  b+c    b    0     peak of the stretch: max(a+b, b+c) above its start
 """
 
 import weakref
@@ -17,7 +22,7 @@ from osdp.profiler.tensors import storage_key
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a step something happens: the pass and the stretch."""
+    """A position in a step: the pass and the stretch."""
 
     backward: bool
     stretch: int
@@ -25,20 +30,20 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Activation bytes of one pass of a stretch: net change, and most above its start."""
+    """Activation bytes of one pass of a stretch: net change, and peak relative to its start."""
 
     live_bytes: int
     peak_bytes: int
 
 
 class Ledger:
-    """Books storages as they come and go."""
+    """Records the allocation and release of storages."""
 
     def __init__(self, resident: Iterable[torch.Tensor]) -> None:
-        """Start with nothing booked.
+        """Start with an empty timeline.
 
         Args:
-            resident: Tensors that are no activations: parameters, buffers, the batch.
+            resident: Tensors that are not activations: parameters, buffers, the batch.
         """
         self.now = Moment(False, 0)
         self._resident = {storage_key(tensor) for tensor in resident}
@@ -49,7 +54,7 @@ class Ledger:
         self._count = 0
 
     def book(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Book the storages of ``tensors`` that are new."""
+        """Record the storages of ``tensors`` that are new."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -57,33 +62,33 @@ class Ledger:
                 self._add(key, storage)
 
     def book_workspace(self, nbytes: int) -> None:
-        """Book memory that was taken and given back inside the last operation."""
+        """Record memory that was allocated and freed inside the last operation."""
         self._events += [(self.now, -1, nbytes), (self.now, -1, -nbytes)]
 
     def book_gradient(self, tensor: torch.Tensor) -> None:
-        """Leave the storage of ``tensor`` out, from its beginning: it is a gradient of a parameter."""
+        """Exclude the storage of ``tensor`` from its allocation on: it is a parameter's gradient."""
         number = self.number(tensor)
         if number is not None:
             self._gradients.add(number)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """The number its memory is booked under; ``None`` for what is no activation."""
+        """Number of the storage of ``tensor`` in the timeline; ``None`` if it is no activation."""
         return self._numbers.get(storage_key(tensor))
 
     def book_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Leave the gradients of ``parameters`` out, once backward is over."""
+        """Exclude the gradients of ``parameters``; to be called after backward."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self.book_gradient(parameter.grad)
 
     def usage(self, place: Sequence[int]) -> dict[Moment, Usage]:
-        """Bytes by pass and place.
+        """Live and peak bytes by pass and place (segment).
 
         Args:
-            place: For each stretch the place it belongs to; the stretches of one follow each other.
+            place: The place of each stretch; the stretches of one place are consecutive.
 
         Returns:
-            The usage of each place; the stretch of its moments is a place.
+            The usage of each place; the ``stretch`` of its moments is a place.
         """
         running = 0
         result: dict[Moment, Usage] = {}
@@ -106,7 +111,7 @@ class Ledger:
 
         def freed(_: object) -> None:
             self._events.append((self.now, number, -nbytes))
-            # The address may belong to another storage from now on.
+            # Another storage may get the same address from now on.
             del self._numbers[key], self._watch[key]
 
         self._watch[key] = weakref.ref(storage, freed)

@@ -1,7 +1,8 @@
-"""Does a sharded module compute what the whole one does? All ranks of it, in one process.
+"""Numerical check of a tensor-parallel module against the whole one: all ranks in one process.
 
-Each rank is a copy of the module with slices of the weights, and runs in a thread of its own; the threads
-meet wherever ranks would sum. Weights and inputs are random, in float64, so that agreement is no accident.
+Each rank is a copy of the module with shards of the weights, and runs in a thread of its own; the threads
+meet wherever ranks would communicate. Weights and inputs are random, in float64, so that agreement is no
+accident.
 """
 
 import copy
@@ -20,20 +21,20 @@ from osdp.comm.parts import part_of
 from osdp.profiler.feature_flow import Call, FeatureFlow, copy_object
 from osdp.profiler.tensors import map_leaves, tensors_in
 
-#: Norm-relative difference up to which outputs agree; some models compute attention in float32 anyway.
+#: Norm-relative difference up to which outputs agree; some models compute attention in float32 even here.
 TOLERANCE = 1e-5
-#: Seconds until ranks that do not meet are given up.
+#: Seconds after which ranks stop waiting for each other.
 _PATIENCE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """How a module is sharded.
+    """Sharding of a linear module.
 
     Attributes:
         dim: Dimension of its weight that is sharded.
-        blocks: Number of blocks, each of which is sharded by itself.
-        closes: Whether its inputs are sharded and its outputs must be summed; otherwise its bias is sharded.
+        blocks: Number of blocks of that dimension, each of which is sharded by itself.
+        closes: Whether it is a row module, whose outputs are summed; the bias of a column module is sharded.
     """
 
     dim: int
@@ -42,13 +43,13 @@ class Slice:
 
 
 class Whole:
-    """A module with random weights, the inputs it gets and what it returns for them.
+    """The unsharded reference: a module with random weights, random inputs and its outputs for them.
 
     Args:
-        module: The module; it stays as it is.
+        module: The module; it is not changed.
         name: Its FQN.
-        call: How it was called on fake tensors.
-        flow: Tells which of its outputs matter.
+        call: Its call on fake tensors.
+        flow: The feature flow, from which follows which of its outputs are read later.
     """
 
     def __init__(self, module: nn.Module, name: str, call: Call, flow: FeatureFlow) -> None:
@@ -68,7 +69,7 @@ class Whole:
         return tensors_in(module(*args, **kwargs))
 
     def agrees(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether ``outputs`` are the whole module's, but for those that nobody reads."""
+        """Whether ``outputs`` equal the whole module's, except for outputs that nothing reads."""
         if len(outputs) != len(self._matters) or not any(self._matters):
             return False
         return all(
@@ -78,7 +79,7 @@ class Whole:
         )
 
     def _find_arguments(self, call: Call) -> Any:
-        """Random inputs; integers are 0 or 1, or only 0 where the module knows no more."""
+        """Random inputs; integers are 0 or 1, or only 0 where the module cannot index with 1."""
         for largest in (1, 0):
             generator = torch.Generator().manual_seed(1)
             fill = partial(_filled_argument, generator=generator, largest=largest)
@@ -93,14 +94,14 @@ class Whole:
 
 @dataclass
 class Sharded:
-    """All ranks of a sharded module.
+    """All ranks of a tensor-parallel module.
 
     Args:
-        whole: The whole module.
-        slices: How the modules inside it are sharded, by FQN.
+        whole: The unsharded reference.
+        slices: Sharding of the modules inside it, by FQN.
         degree: Number of ranks.
-        gathers: For modules that gather parts of the sequence, by FQN, the places of these among the leaves
-            of the arguments; none where the sequence is whole.
+        gathers: For modules that gather parts of the sequence, by FQN, the indices of these tensors among the
+            leaves of the arguments; empty without sequence parallelism.
     """
 
     whole: Whole
@@ -115,10 +116,10 @@ class Sharded:
         self._ranks = [self._copy(rank) for rank in range(self.degree)]
 
     def fault(self, divided: Sequence[tuple[str, str]]) -> str | None:
-        """Why the sharded module is not the whole one; ``None`` if it is.
+        """Reason why the sharded module differs from the whole one; ``None`` if they agree.
 
         Args:
-            divided: FQN of a module and name of an integer attribute that each rank sees divided.
+            divided: FQN of a module and name of an integer attribute, for each that is divided on every rank.
         """
         before = [self._divide(rank, divided) for rank in self._ranks]
         self._meeting.reset()
@@ -130,11 +131,12 @@ class Sharded:
                 restore()
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
+            # A rank that fails breaks the barrier for the others: report the failure itself.
             cause = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
             return f"{type(cause).__name__}: {cause}"
         if all(self.whole.agrees(result) for result in results if isinstance(result, list)):
             return None
-        return "the sum over the ranks is not what the whole module computes"
+        return "the sum over the ranks differs from the output of the whole module"
 
     def _run(self, module: nn.Module) -> list[torch.Tensor] | Exception:
         try:
@@ -144,6 +146,7 @@ class Sharded:
             return error
 
     def _divide(self, rank: nn.Module, divided: Sequence[tuple[str, str]]) -> list[Callable[[], None]]:
+        """Divide the attributes of one rank by the degree; returns functions that restore them."""
         restores: list[Callable[[], None]] = []
         for fqn, name in divided:
             module = rank.get_submodule(_relative(fqn, self.whole.name))
@@ -153,6 +156,8 @@ class Sharded:
         return restores
 
     def _copy(self, rank: int) -> nn.Module:
+        """The module as rank ``rank`` has it: shards of the weights, and hooks where ranks communicate."""
+        # Parameters and buffers are shared with the reference; only sharded ones are replaced below.
         memo: dict[int, Any] = {id(p): p for p in self.whole.module.parameters()}
         memo |= {id(b): b for b in self.whole.module.buffers()}
         local = copy.deepcopy(self.whole.module, memo)
@@ -169,6 +174,9 @@ class Sharded:
             local.register_forward_pre_hook(partial(self._cut, rank), with_kwargs=True)
             local.register_forward_hook(partial(self._join, rank))
         return local
+
+    # Sequence parallelism: the block's input is cut (_cut), regions gather (_gather) and reduce-scatter
+    # (_close), the block's output is gathered (_join), all along the second-to-last dimension.
 
     def _own(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(self.degree, -2)[rank]
@@ -210,7 +218,7 @@ class Sharded:
 
 
 class _Meeting:
-    """Where threads show each other tensors."""
+    """Barrier at which the threads of all ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self._parts: list[torch.Tensor | None] = [None] * size
@@ -223,10 +231,11 @@ class _Meeting:
         self._barrier.abort()
 
     def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks."""
+        """All-gather: the tensors of all ranks."""
         self._parts[rank] = tensor
         self._barrier.wait(_PATIENCE)
         found = [part for part in self._parts if part is not None]
+        # No rank may overwrite its part for the next exchange before all have read this one.
         self._barrier.wait(_PATIENCE)
         return found
 
@@ -251,7 +260,7 @@ def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn
 
 
 def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The values of a buffer, or some if it has none."""
+    """The values of a buffer; random ones, or ones for integers, if it is on ``meta``."""
     if tensor.is_meta:
         values = torch.ones(tensor.shape, dtype=tensor.dtype)
         return values.normal_(generator=generator) if tensor.is_floating_point() else values

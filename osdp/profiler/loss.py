@@ -1,4 +1,4 @@
-"""The scalar a training step differentiates, from whatever a model returns."""
+"""Scalar loss of a training step, from whatever a model returns."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ LossFn = Callable[[Any], Any]
 
 
 def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
-    """The loss of one batch.
+    """Compute the loss of one batch.
 
     Args:
-        outputs: What the model returned.
+        outputs: The outputs of the model.
         loss_fn: Returns a scalar, or a pair (sum, count) whose quotient is the loss. Without it the loss is
             ``outputs.loss`` or ``outputs["loss"]``, else the sum of all elements of the floating-point
-            tensors in the first element of the outputs, which costs next to nothing.
+            tensors in the first element of the outputs, whose cost is negligible.
 
     Raises:
         ValueError: There is no scalar to differentiate.
@@ -36,10 +36,10 @@ def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
 
 
 class NotedLoss:
-    """:func:`scalar_loss` of one ``loss_fn``, which notes what it was made of.
+    """:func:`scalar_loss` with a fixed ``loss_fn``, which records whether it had to stand in for a loss.
 
     Attributes:
-        is_stand_in: Whether the last outputs had no loss, and were more than one number to sum.
+        is_stand_in: Whether the last outputs had no loss and more than one element, whose sum was taken.
     """
 
     def __init__(self, loss_fn: LossFn | None) -> None:
@@ -47,7 +47,7 @@ class NotedLoss:
         self.is_stand_in = False
 
     def __call__(self, outputs: Any) -> torch.Tensor:
-        """The loss of one batch."""
+        """Compute the loss of one batch."""
         lacks_loss = self._loss_fn is None and _own_loss(outputs) is None
         self.is_stand_in = lacks_loss and sum(tensor.numel() for tensor in _floats_in_first(outputs)) > 1
         return scalar_loss(outputs, self._loss_fn)
@@ -64,7 +64,8 @@ def _sum_of_first(outputs: Any) -> torch.Tensor:
     floats = _floats_in_first(outputs)
     if not floats:
         raise ValueError(
-            "the model returns no floating-point tensor first; pass loss_fn=, a function of the outputs"
+            "the first output of the model holds no floating-point tensor; pass loss_fn=, a function of the "
+            "outputs"
         )
     total = floats[0].sum()
     for tensor in floats[1:]:

@@ -1,4 +1,4 @@
-"""What one device can hold and do: memory limit, arithmetic and memory speed, each measured in a blink."""
+"""Memory, FLOP/s, memory bandwidth and host link of one device, each measured in under a second."""
 
 import time
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from osdp.device_info import HostLink
 from osdp.profiler.probe import synchronize
 
 _MEMINFO = Path("/proc/meminfo")
-#: Bytes of the tensors copied to measure memory speed: larger than caches.
+#: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
 _COPY_BYTES = 2**26
-#: Long enough for the scheduler to share cores out evenly.
+#: Long enough for the scheduler to share the cores evenly among ranks.
 _SHARING_SECONDS = 0.3
 _MATMUL_SIDE = {"cpu": 768}
 _MATMUL_SIDE_ACCELERATOR = 4096
 
 
 def device_kind(device: torch.device) -> str:
-    """Name under which profiles of ``device`` are kept: ``"cpu"`` or the accelerator's own name."""
+    """Name under which profiles of ``device`` are saved: ``"cpu"`` or the accelerator's own name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
 
 
 def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
-    """Bytes a process may take on ``device``.
+    """Bytes that a process may use on ``device``.
 
-    An accelerator's whole memory; on CPU what the machine has free, divided among its ranks.
+    An accelerator's total memory; on CPU the machine's available memory, divided among its ranks.
 
     Raises:
-        ValueError: It cannot be told on this system.
+        ValueError: It cannot be determined on this system.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -41,18 +41,20 @@ def available_memory(device: torch.device, devices_per_node: int, meminfo: Path 
         for line in meminfo.read_text(encoding="utf8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 // devices_per_node
-    raise ValueError(f"the memory of a {device.type} device cannot be told here; give memory_limit='8GiB'")
+    raise ValueError(
+        f"the memory of a {device.type} device cannot be determined here; give memory_limit='8GiB' or so"
+    )
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations per second of a matrix product."""
+    """Measure the FLOP/s of a matrix product."""
     side = _MATMUL_SIDE.get(device.type, _MATMUL_SIDE_ACCELERATOR)
     a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device)
 
 
 def measure_copy(device: torch.device) -> float:
-    """Bytes per second of a copy inside the device; it reads and writes each of them once."""
+    """Measure the bytes per second of a copy inside the device, which reads and writes each byte once."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
@@ -61,9 +63,9 @@ def measure_copy(device: torch.device) -> float:
 def measure_host_link(
     device: torch.device, devices_per_node: int, group: dist.ProcessGroup | None = None
 ) -> HostLink | None:
-    """The way to host memory, measured by all ranks of ``group`` at once; all get the worst rank's numbers.
+    """Measure the link to host memory on all ranks of ``group`` at once; all get the worst rank's values.
 
-    ``None`` where devices are CPUs, or if the host does not say how much memory it has.
+    ``None`` if devices are CPUs, or if the host's memory is unknown (no ``/proc/meminfo``).
     """
     if device.type == "cpu" or not _MEMINFO.exists():
         return None
@@ -76,7 +78,7 @@ def measure_host_link(
             _COPY_BYTES / _seconds(lambda: here.copy_(there, non_blocking=True), device),
             _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), device),
             available_memory(torch.device("cpu"), devices_per_node),
-            2 * measure_copy(torch.device("cpu")),
+            2 * measure_copy(torch.device("cpu")),  # a copy reads and writes each byte
         ],
         dtype=torch.float64,
         device=device,
@@ -88,9 +90,9 @@ def measure_host_link(
 
 
 def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
-    """How many ranks of ``group`` compute on one core while all compute; all get the same answer.
+    """Measure the number of ranks of ``group`` that share a core while all compute; equal on all ranks.
 
-    One where the devices are no CPUs, and where ranks compute with several threads.
+    1 if the devices are not CPUs, or if ranks compute with several threads.
     """
     share = 1.0
     if device.type == "cpu" and torch.get_num_threads() == 1:

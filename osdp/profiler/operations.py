@@ -1,4 +1,4 @@
-"""What one dispatched operation is and costs: a token that names it, its FLOPs, the bytes it moves."""
+"""Operation: a dispatched operation with its FLOPs, the bytes it moves and a token that identifies it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from osdp.comm.fake_tensors import grouped_product_flops, is_grouped_product
 from osdp.profiler.tensors import flatten, storage_key, tensors_in
 
-#: The registry of formulas lacks the CPU's kernels; their operands are those of the CUDA ones.
+#: torch's registry of FLOP formulas lacks the CPU kernels; their operands are those of the CUDA kernels.
 _ATTENTION_NAMES = [
     f"_scaled_dot_product_{kernel}"
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -27,8 +27,8 @@ class Operation:
         func: The operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        output: What it returned.
-        leaves: All arguments, flat.
+        output: Its output.
+        leaves: All arguments, flattened.
         inputs: The tensors among them.
         outputs: The tensors in its output.
     """
@@ -50,10 +50,10 @@ class Operation:
 
     @property
     def token(self) -> str:
-        """Text that is equal for operations that run the same kernel on the same shapes.
+        """String that is equal for operations that run the same kernel on the same shapes.
 
-        Of floating-point arguments only whether they are zero counts: a dropout or drop-path rate that
-        differs from layer to layer does not make another kernel.
+        Of floating-point arguments only whether they are zero is part of it: a dropout or drop-path rate that
+        differs from layer to layer does not make a different kernel.
         """
         return f"{self.func}({','.join(_leaf_token(leaf) for leaf in self.leaves)})"
 
@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of all operands and results; a view moves nothing."""
+        """Bytes of all operands and results; 0 for views."""
         known = {storage_key(tensor) for tensor in self.inputs}
         if not self.func._schema.is_mutable and all(storage_key(tensor) in known for tensor in self.outputs):
             return 0
@@ -80,9 +80,9 @@ class Operation:
 
 
 def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
-    """Shapes of (batch, heads, ...); keys and values of grouped queries as if each query had its own.
+    """Shapes (batch, heads, ...), with the keys and values of grouped queries expanded to all heads.
 
-    So they are computed; torch's formulas know of groups from 2.12 on.
+    That is how they are computed; torch's formulas support groups only from 2.12 on.
     """
     heads = max(tensor.shape[1] for tensor in tensors)
     return [torch.Size((t.shape[0], heads, *t.shape[2:])) for t in tensors]

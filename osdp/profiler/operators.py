@@ -1,7 +1,7 @@
-"""Groups a model's parameters into operators, from where one forward used them.
+"""Groups a model's parameters into operators, by the modules that used them in one forward.
 
-A parameter belongs to the deepest module that was in its forward when the parameter was used and that
-contains it: that module's own hooks can bring it in time. Modules that share a parameter are one operator.
+A parameter belongs to the deepest module that contains it and whose forward was running when the parameter
+was used: that module's own hooks can gather it in time. Modules that share a parameter are one operator.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ from osdp.profiler.tensors import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One segment: the modules in their forward, outermost first, and the parameters it touches."""
+    """Parameters used by one segment, and the modules whose forward was running, outermost first."""
 
     stack: tuple[str, ...]
     parameters: tuple[str, ...]
 
 
 class _Groups:
-    """Modules that were joined, by union-find; a group is named after the first of them."""
+    """Union-find over modules; the root of a group is the first of its modules."""
 
     def __init__(self) -> None:
         self.order: dict[str, int] = {}
@@ -71,23 +71,25 @@ def find_operators(
     blocks: Mapping[str, str],
     atoms: Sequence[str] = (),
 ) -> tuple[Operator, ...]:
-    """The operators of a trace, in order of first use; those that were not reached come last.
+    """Find the operators of a trace, in order of first use; operators that were not used come last.
 
     Args:
         parameters: All parameters.
-        uses: The segments, in order.
-        blocks: The block of each module that lies in one.
-        atoms: Modules each of which is to be one operator.
+        uses: The parameters used by each segment, in order.
+        blocks: The block of each module that is inside one.
+        atoms: Modules each of which is to be exactly one operator.
 
     Raises:
-        ValueError: An atom did not run.
+        ValueError: The forward of an atom did not run.
     """
+    # 1. The module that owns each parameter, and the modules that share an operator.
     ran = {frame for use in uses for frame in use.stack}
     missing = [atom for atom in atoms if atom not in ran]
     if missing:
         raise ValueError(f"atoms must be modules whose forward runs; these do not: {', '.join(missing)}")
     groups, owners = _owners(parameters, uses, frozenset(atoms))
     _join_into_ancestors(groups, {*blocks.values(), *atoms})
+    # 2. The parameters of each group; those that no segment used are operators by their parent module.
     by_group: dict[str, list[Parameter]] = {}
     unreached: dict[str, list[Parameter]] = {}
     for parameter in parameters:
@@ -96,6 +98,7 @@ def find_operators(
             unreached.setdefault(_parent(parameter.name), []).append(parameter)
         else:
             by_group.setdefault(groups.find(owner), []).append(parameter)
+    # 3. The operators, in order of first use.
     executed = [_operator(groups.members(root), held, uses, blocks) for root, held in by_group.items()]
     executed.sort(key=lambda operator: (operator.first, operator.last, groups.order[operator.modules[0]]))
     return (
@@ -119,7 +122,7 @@ def _owners(
             groups.add(owner)
             groups.join(owners.setdefault(name, owner), owner)
     for parameter in parameters:
-        # What a module that does run holds but leaves unused comes and goes with the rest of it.
+        # An unused parameter of a module that did run is gathered and resharded with the used ones.
         holders = [_parent(name) for name in names[parameter.name]]
         holders += [atom for atom in atoms for name in names[parameter.name] if _contains(atom, name)]
         holder = next((holder for holder in holders if holder in groups.order), None)
@@ -131,12 +134,12 @@ def _owners(
 def _owner(names: Iterable[str], stack: Sequence[str], atoms: frozenset[str]) -> str:
     holders = [frame for frame in stack if any(_contains(frame, name) for name in names)]
     chosen = [frame for frame in holders if frame in atoms]
-    # The loss may use parameters while no module runs: those are the root's.
+    # The loss may use parameters while no module's forward runs: these belong to the root.
     return (chosen or holders or [""])[-1]
 
 
 def _join_into_ancestors(groups: _Groups, separate: set[str]) -> None:
-    """Join each module into its outermost ancestor that owns parameters, but for those with blocks."""
+    """Join each module into its outermost ancestor that owns parameters, except ancestors of blocks."""
     containers = {ancestor for module in separate for ancestor in _ancestors(module)}
     for module in groups.order:
         for ancestor in _ancestors(module):
@@ -167,7 +170,7 @@ def _first_call(module: str, uses: Sequence[Use]) -> int:
 
 
 def _with_spanning(operators: Sequence[Operator], uses: Sequence[Use]) -> list[Operator]:
-    """Mark those in whose span a segment uses parameters of another."""
+    """Mark the operators within whose span a segment uses parameters of another operator."""
     held = {parameter.name: op.name for op in operators for parameter in op.parameters}
     users = [{held[name] for name in use.parameters} for use in uses]
     return [

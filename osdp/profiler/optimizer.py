@@ -1,4 +1,4 @@
-"""Time of an optimizer step, measured on parameters of the kind the runtime makes."""
+"""Time of an optimizer step, measured on the kinds of parameters that the runtime makes."""
 
 import time
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from osdp.profile import OptimizerProfile
 from osdp.profiler.probe import synchronize
 from osdp.training import OPTIMIZERS, Training
 
-#: Tensors and elements of each: many small ones show what a tensor costs, a few large ones what a byte does.
-#: The large ones, with gradients and states, are several times larger than caches.
+#: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
+#: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
 _SMALL = (48, 64)
 _LARGE = (4, 2**21)
 
@@ -32,26 +32,26 @@ def profile_optimizer(
 ) -> OptimizerProfile:
     """Measure ``torch.optim`` steps with the class and the flags of ``training``.
 
-    Needs no communication: a mesh of a ``fake`` group or of one rank does. Without a mesh DTensors are taken
-    to cost what plain tensors cost.
+    It does not communicate: a mesh of a ``fake`` group or of one rank is sufficient. Without a mesh DTensors
+    are assumed to cost as much as plain tensors.
 
     Args:
-        training: Says which optimizer.
-        device: Where the parameters are.
-        mesh: Where DTensors are sharded over, as the runtime does it.
-        dtype: Of the parameters.
-        seconds: About how long to measure.
+        training: The optimizer and its flags.
+        device: Device of the parameters.
+        mesh: Mesh over which DTensors are sharded, as in the runtime.
+        dtype: Dtype of the parameters.
+        seconds: Approximate duration of the measurement.
     """
     where = torch.device(device)
 
     def each(sizes: tuple[int, int], on: DeviceMesh | None) -> float:
-        """Seconds for one of ``sizes[0]`` parameters of ``sizes[1]`` elements."""
+        """Seconds per parameter in a step of ``sizes[0]`` parameters of ``sizes[1]`` elements."""
         return _step_seconds(training, _parameters(sizes, where, on, dtype), seconds / 3) / sizes[0]
 
     nbytes_large, nbytes_small = _LARGE[1] * dtype.itemsize, _SMALL[1] * dtype.itemsize
     large, small = each(_LARGE, mesh), each(_SMALL, mesh)
     plain = small if mesh is None else each(_SMALL, None)
-    # tensor + small bytes * byte = T_small and tensor + large bytes * byte = T_large.
+    # Solve per_tensor + nbytes_small * per_byte = small and per_tensor + nbytes_large * per_byte = large.
     per_byte = max(0.0, (large - small) / (nbytes_large - nbytes_small))
     per_tensor, per_dtensor = (max(0.0, t - nbytes_small * per_byte) for t in (plain, small))
     return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte)
@@ -60,7 +60,7 @@ def profile_optimizer(
 def make_optimizer(
     training: Training, parameters: Sequence[nn.Parameter], lr: float = 1e-3
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``training`` describes, with torch's defaults where it says nothing."""
+    """Make the optimizer that ``training`` describes, with torch's defaults for everything else."""
     arguments: dict[str, Any] = {
         name: value for name, value in _VALUES.items() if getattr(training, name) is True
     }
@@ -84,7 +84,7 @@ def _parameters(
         else:
             placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
             sharded = DTensor.from_local(local.to(mesh.device_type), mesh, placements, run_check=False)
-            # Offloaded parameters are on the host while their mesh is of accelerators.
+            # Offloaded parameters are in host memory although their mesh consists of accelerators.
             parameter = nn.Parameter(sharded.to(device))
         parameter.grad = torch.ones_like(parameter)
         parameters.append(parameter)
@@ -92,11 +92,11 @@ def _parameters(
 
 
 def _step_seconds(training: Training, parameters: list[nn.Parameter], seconds: float) -> float:
-    """Median time of a step, over ``seconds`` but at least three and at most fifty steps."""
+    """Median seconds of a step; measures for about ``seconds``, with at least 3 and at most 50 steps."""
     optimizer = make_optimizer(training, parameters)
     device = parameters[0].device
     samples: list[float] = []
-    # RAdam changes its formula after the fifth step.
+    # Warm up; RAdam changes its formula after the fifth step.
     for _ in range(6 if training.optimizer == "RAdam" else 2):
         optimizer.step()
     deadline = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""How much of an asynchronous all-reduce backward-like compute hides, measured and not assumed."""
+"""Measured overlap: the fraction of an asynchronous all-reduce that backward-like compute hides."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from osdp.profiler.probe import synchronize
 
-#: Side of the square matrices multiplied: small enough to stop compute close to any moment.
+#: Side of the square matrices multiplied: small enough for compute of any duration.
 _SIDE = 256
 
 
 def hidden_part(compute: float, communication: float, together: float) -> float:
-    """Part of ``communication`` seconds that ran beside ``compute`` seconds when both took ``together``.
+    """Fraction of ``communication`` seconds hidden behind ``compute`` seconds if both took ``together``.
 
     >>> hidden_part(2.0, 1.0, 2.0), hidden_part(2.0, 1.0, 3.0), hidden_part(2.0, 1.0, 2.5)
     (1.0, 0.0, 0.5)
@@ -27,17 +27,17 @@ def hidden_part(compute: float, communication: float, together: float) -> float:
 def measure_overlap(
     group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
 ) -> float:
-    """Part of an asynchronous all-reduce that compute hides, from 0 to 1.
+    """Measure the fraction of an asynchronous all-reduce that compute hides, from 0 to 1.
 
     Times an all-reduce alone, matrix products of about twice its time alone, and both together: the
-    all-reduce started first and waited for last, as gradient hooks do. Every rank of ``group`` must call it;
-    the answer is the same on all of them.
+    all-reduce is started first and waited for last, as gradient hooks do. Every rank of ``group`` must call
+    this; the result is the same on all of them.
 
     Args:
-        group: Whose ranks reduce.
-        device: Where.
+        group: The ranks that reduce.
+        device: Device of the tensors.
         nbytes: Bytes reduced.
-        repeats: Samples, of which the median counts.
+        repeats: Number of samples, whose median is the result.
     """
     bucket = torch.zeros(nbytes // 4, device=device)
 
@@ -53,11 +53,14 @@ def measure_overlap(
 def measure_mixed_overlap(
     group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
 ) -> float:
-    """As :func:`measure_overlap`, beside collectives of sharded units that hold up compute.
+    """As :func:`measure_overlap`, with concurrent collectives of sharded units, which block compute.
 
-    They take their share of the link while the all-reduce is under way, so less of it is left for compute to
-    hide. An all-reduce is started, then an all-gather, compute and a reduce-scatter follow, as in backward;
-    compute takes as long as the all-reduce.
+    These use their share of the link while the all-reduce is under way, so compute hides less of it. An
+    all-reduce is started, then an all-gather, compute and a reduce-scatter follow, as in backward; compute
+    takes as long as the all-reduce::
+
+        link      |--------- all-reduce ---------|
+        backward  | all-gather | compute | reduce-scatter |
     """
     bucket = torch.zeros(nbytes // 4, device=device)
     size = dist.get_world_size(group)
@@ -89,7 +92,7 @@ def _wait(work: dist.Work | None) -> None:
 def _compute_lasting(
     times: int, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], None]:
-    """Matrix products that take about ``times`` as long as ``communicate``; they stop close to any moment."""
+    """A function that computes matrix products for about ``times`` the duration of ``communicate``."""
     a = torch.rand(_SIDE, _SIDE, device=device)
     out = torch.empty_like(a)
 
@@ -111,7 +114,7 @@ def _hidden(
     device: torch.device,
     repeats: int,
 ) -> float:
-    """Median over rounds of what was hidden: a round's three times share the machine's mood."""
+    """Median hidden fraction over rounds; the times of a round are measured under similar conditions."""
     rounds = _rounds((compute, communicate, both), group, device, repeats)
     return median(hidden_part(*times) for times in rounds)
 
@@ -119,11 +122,11 @@ def _hidden(
 def _rounds(
     runs: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, repeats: int
 ) -> list[list[float]]:
-    """Times of all ``runs``, in turn, on the slowest rank; one list a round."""
+    """Seconds of all ``runs``, in turn, on the slowest rank: one list per round."""
     for run in runs:
         run()
     samples = [[_once(run, group, device) for run in runs] for _ in range(repeats)]
-    slowest = torch.tensor(samples, device=device)
+    slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
     dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
     found: list[list[float]] = slowest.tolist()
     return found

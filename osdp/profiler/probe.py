@@ -1,11 +1,11 @@
-"""A toy model that makes FSDP2 do everything it does to a unit, and little else.
+"""Probe: a toy model that measures the time FSDP2 takes to unshard, reshard and reduce a unit.
 
-What a collective costs a step is not what the collective alone takes: FSDP2 allocates the gathered
-parameters, copies the shard in and the parameters out, views them, runs hooks. Timing ``fully_shard`` itself
-on such a model measures all of that, through torch's public interface, on any backend.
+A collective costs a step more than the collective alone takes: FSDP2 allocates the gathered parameters,
+copies the shard in and the parameters out, views them and runs hooks. Timing ``fully_shard`` itself on such a
+model measures all of that, through torch's public interface, on any backend.
 
-On CPU the units also sweep through memory, timed on each rank and subtracted: compute leaves hooks and
-copies with cold caches, and with warm ones they look cheaper than they are in a real step.
+On CPU the units also sweep through memory, timed on each rank and subtracted: real compute leaves cold caches
+to hooks and copies, which would look cheaper with warm ones than they are in a real step.
 """
 
 import time
@@ -23,16 +23,16 @@ from osdp.comm.collectives import set_route
 from osdp.comm.groups import Grid
 from osdp.plan import Route
 
-#: Units timed together, so that the clock and the root's hooks weigh little.
+#: Number of units timed together, so that the clock and the root's hooks weigh little.
 _UNITS = 4
 
-#: Elements a unit sweeps through in each pass: several times what a core's own caches hold, a few
-#: milliseconds.
+#: Elements that a unit sweeps through in each pass: several times the size of a core's own caches; takes a
+#: few milliseconds.
 _SWEPT = 2**21
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all it was given; CPU always has."""
+    """Wait until ``device`` has finished its work; on CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -42,12 +42,12 @@ class UnitTimes:
     """Seconds of one unit in one step.
 
     Attributes:
-        unshard: The whole all-gather, mean of the one in its forward and the one in its backward, which finds
-            another state of caches and allocator.
-        hooks: Its forward when it is unsharded already.
-        reduce: Its backward when it is unsharded already, without the hooks and without computing gradients:
-            the whole reduce-scatter.
-        all_reduce: One all-reduce of as many bytes.
+        unshard: The all-gather with all its overhead: the mean of the one in forward and the one in backward,
+            where caches and allocator are in another state.
+        hooks: Its forward if it is unsharded already.
+        reduce: The reduce-scatter with all its overhead: its backward if it is unsharded already, without the
+            hooks and without computing gradients.
+        all_reduce: One all-reduce of the same number of bytes.
     """
 
     unshard: float
@@ -58,7 +58,7 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Seconds of all units: forward, forward again while they are unsharded, backward."""
+    """Seconds of all units: forward, a second forward while they are unsharded, backward."""
 
     forward: float
     again: float
@@ -66,21 +66,21 @@ class _Pass:
 
 
 class _ComputeClock:
-    """Time spent on compute and on making gradients, which is the model's and not the communication's."""
+    """Time spent on compute and on making gradients, which is not part of the communication."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[Any, Any]] = []
-        # Where collectives run beside compute there is nothing to subtract: it would be hidden.
+        # On accelerators collectives overlap with compute, so its time could not be subtracted: no sweep.
         self._swept = torch.ones(_SWEPT) if device.type == "cpu" else None
 
     def sweep(self) -> None:
-        """Evict from the caches what a unit's compute would evict."""
+        """Evict the caches, as a unit's compute would."""
         if self._swept is not None:
             self._swept.mul_(1.0)
 
     def mark(self) -> Any:
-        """A point in time: an event in the stream, or the clock where there are no streams."""
+        """Mark the current point in time: an event in the stream, or the clock on CPU."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -100,7 +100,7 @@ class _ComputeClock:
 
 
 class _Compute(torch.autograd.Function):
-    """Hands its first input through; its backward writes a fresh gradient for each parameter."""
+    """Returns a copy of its first input; its backward makes a new gradient for each parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: _ComputeClock, *parameters: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Unit(nn.Module):
         self._clock = clock
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` itself."""
+        """Returns a copy of ``x``."""
         result = _Compute.apply(x, self._clock, *self.tensors)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, result)
 
@@ -143,7 +143,7 @@ class Probe:
     """Units of one size, sharded over one group.
 
     Attributes:
-        nbytes: Whole parameter bytes of a unit.
+        nbytes: Bytes of a unit's unsharded parameters.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class Probe:
         resharded = self._pass(reshard=True)
         dist.barrier(self._group)
         all_reduce = self._timed(self._all_reduce)
+        # Forward: with the gather, less without it. Backward: after resharding, less without.
         gathers = (resharded.forward - kept.again, resharded.backward - kept.backward)
         return UnitTimes(
             unshard=max(sum(gathers) / 2, 0.0) / _UNITS,
@@ -181,7 +182,7 @@ class Probe:
         )
 
     def _pass(self, *, reshard: bool) -> _Pass:
-        """A step of all units that are, or are not, resharded after forward."""
+        """Time a step of all units with or without resharding after forward."""
         cast(FSDPModule, self._model).set_reshard_after_forward(reshard)
         outputs: list[torch.Tensor] = []
         dist.barrier(self._group)

@@ -1,4 +1,4 @@
-"""Records one fake run: what every stretch computes, moves, saves and keeps alive, and what it touches."""
+"""Recorder of one run: FLOPs, moved, saved and live bytes of every stretch, and the parameters it uses."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from osdp.profiler.workspace import NoWorkspace, Workspace
 
 @dataclass(slots=True)
 class Tally:
-    """What one pass of a stretch has done so far.
+    """Running totals of one pass of a stretch.
 
     Attributes:
         operations: Number of operations.
         flops: Floating-point operations.
         moved_bytes: Bytes of operands and results.
         saved_bytes: Bytes it newly saved for backward.
-        parameters: Names of the parameters it touched, in order.
+        parameters: Names of the parameters it used, in order.
         digest: Hash of its operations.
     """
 
@@ -39,7 +39,7 @@ class Tally:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, other: "Tally") -> None:
-        """Count what ``other`` has done as well."""
+        """Add the totals of ``other``."""
         self.operations += other.operations
         self.flops += other.flops
         self.moved_bytes += other.moved_bytes
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of a run and books it under the stretch that runs."""
+    """Dispatch mode that records every operation of a run under the current stretch."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         Args:
             parameters: The model's parameters by name; tied ones once.
             resident: Buffers and the batch.
-            workspace: Measures what operations need inside; nothing by default.
+            workspace: Measures the memory that operations need temporarily; not measured by default.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace or NoWorkspace()
@@ -96,16 +96,16 @@ class Recorder(TorchDispatchMode):
         self.ledger.now = Moment(True, index)
 
     def saving(self) -> AbstractContextManager[None]:
-        """A context in which tensors saved for backward are counted."""
+        """Context manager in which the bytes of tensors saved for backward are counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._save, _unsave)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and book it."""
+        """Run ``func`` and record it."""
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # Fake tensors ask for their device this way: no operation of the model's.
+            # Fake tensors query their device this way: not an operation of the model.
             return func(*args, **kwargs)
         output, workspace = self._workspace.run(lambda: func(*args, **kwargs))
         operation = Operation.of(func, args, kwargs, output)
@@ -126,8 +126,9 @@ class Recorder(TorchDispatchMode):
                 tally.parameters[name] = None
 
     def _contribute(self, parameter: int, index: int, gradients: Any, _: Any) -> None:
-        # The first part of a gradient with several becomes the gradient: autograd adds the others to it.
-        # Fake tensors are added out of place, so there it would pass for an activation.
+        # Of a gradient with several contributions the first one becomes the gradient, and autograd adds the
+        # others to it in place. Fake tensors are added out of place, where the first would look like an
+        # activation.
         if parameter not in self._contributed and gradients[index] is not None:
             self._contributed.add(parameter)
             self.ledger.book_gradient(gradients[index])

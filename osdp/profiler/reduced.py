@@ -1,4 +1,4 @@
-"""The reduced model: a copy that runs on a device with only those blocks that are needed to measure."""
+"""Reduced model: a copy that runs on a device with only those blocks that are needed for measuring."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,22 +19,22 @@ from osdp.profiler.stubs import install_stubs
 from osdp.profiler.tensors import map_tensors
 from osdp.profiler.walker import Key, Observer, Stretch, walk
 
-#: Segment of what runs in a stub.
+#: Segment index of stretches that run in a stub.
 NOWHERE = -1
 
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """A model that runs with some of its blocks only.
+    """A model that runs with only some of its blocks; the others are stubs.
 
     Attributes:
         model: The copy, on the device.
         batch: The batch, on the device.
-        loss_fn: As for the description.
+        loss_fn: The loss function, as for the description.
         repeats: The blocks that are stubs.
         places: Index of each segment in the description, by module, call and part.
-        largest_draws: Whether single random numbers are large, for all layers to run; ``None`` if the model
-            draws none.
+        largest_draws: Whether single random numbers must be large for all layers to run, rather than small;
+            ``None`` if the model draws none.
     """
 
     model: nn.Module
@@ -45,12 +45,12 @@ class ReducedModel:
     largest_draws: bool | None = None
 
     def loss(self) -> torch.Tensor:
-        """One plain forward."""
+        """Run one plain forward; returns the loss."""
         with self._draws():
             return scalar_loss(self.batch.run(self.model), self.loss_fn)
 
     def walk(self, observer: Observer) -> list[Stretch]:
-        """One forward and backward under ``observer``."""
+        """Run one forward and backward under ``observer``; returns the stretches."""
         inside = {repeat.block: repeat.inside for repeat in self.repeats}
         with self._draws():
             return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
@@ -63,9 +63,9 @@ class ReducedModel:
         self.model.zero_grad(set_to_none=True)
 
     def segments(self, stretches: Sequence[Stretch]) -> list[int]:
-        """The segment each stretch belongs to, :data:`NOWHERE` in stubs.
+        """Index of the segment that each stretch belongs to, :data:`NOWHERE` in stubs.
 
-        Stretches that the description does not know, since nothing ran in them, belong to the one before.
+        Stretches that are not in the description, since nothing ran in them, belong to the segment before.
         """
         stubs = {repeat.block for repeat in self.repeats}
         found, place = [], 0
@@ -84,11 +84,12 @@ def reduced_model(
     param_dtype: torch.dtype | None,
     repeats: tuple[Repeat, ...],
 ) -> ReducedModel:
-    """A copy of ``model`` on ``device``, but for the blocks that are ``repeats``.
+    """Make a copy of ``model`` on ``device``, in which the blocks of ``repeats`` are stubs.
 
     Raises:
         ValueError: ``model_desc`` describes another model.
     """
+    # 1. The description must be of this model.
     described = {(p.name, p.shape) for op in model_desc.operators for p in op.parameters}
     present = {(p.name, p.shape) for p in find_parameters(model)}
     if described != present:
@@ -97,6 +98,7 @@ def reduced_model(
             f"the description is of another model: {len(names)} parameters differ, the first is "
             f"{names[0]!r}; describe this model first"
         )
+    # 2. Weights are made only for the blocks that run: the whole model may not fit on the device.
     twin = skeleton(model, on_meta)
     left_out = tuple(repeat.block for repeat in repeats)
     _materialise(twin, left_out, device, param_dtype)
@@ -105,7 +107,7 @@ def reduced_model(
     places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
     handles = install_stubs(twin, repeats)
-    # One forward shows the stubs what to return, and whether the model drops layers at random.
+    # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
     draws = _draws_of_all(reduced, model_desc)
     for handle in handles:
         handle.remove()
@@ -113,10 +115,10 @@ def reduced_model(
 
 
 def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
-    """Run ``reduced`` forward; the ``largest_draws`` with which everything in the description runs.
+    """Run ``reduced`` forward; returns the ``largest_draws`` with which all described modules run.
 
     Raises:
-        ValueError: There is none.
+        ValueError: Neither runs all of them.
     """
     stubs = tuple(f"{repeat.block}." for repeat in reduced.repeats)
     wanted = {s.module for s in model_desc.segments if not f"{s.module}.".startswith(stubs)}
@@ -136,15 +138,15 @@ def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
         if wanted <= ran:
             return largest
     raise ValueError(
-        f"the model ran without modules of its description ({sorted(wanted - ran)[0]!r}, ...), because of "
-        "random numbers that it draws; profile it with model.eval(), or with the layers' drop rate at 0"
+        f"the model did not run all modules of its description ({sorted(wanted - ran)[0]!r}, ...), because "
+        "of random numbers that it draws; profile it with model.eval(), or with a layer drop rate of 0"
     )
 
 
 def _materialise(
     twin: nn.Module, left_out: Sequence[str], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Random weights and the real buffers on ``device``, but for the modules ``left_out``."""
+    """Give ``twin`` random weights and the real buffers on ``device``, except in the modules ``left_out``."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in twin.named_modules(remove_duplicate=False):
         if any(name == block or name.startswith(f"{block}.") for block in left_out):
@@ -160,7 +162,7 @@ def _materialise(
 def _random(
     key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """Finite weights that keep activations in range: norms scale by one, biases add nothing."""
+    """Finite weights that keep activations in range: norm weights are one, biases zero."""
     chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
     if parameter.dim() > 1:
@@ -173,7 +175,7 @@ def _random(
 def _cast_block_inputs(
     twin: nn.Module, model_desc: ModelDesc, left_out: Sequence[str], dtype: torch.dtype
 ) -> None:
-    """Cast what enters a block, as FSDP2 does where it wraps one."""
+    """Cast the inputs of each block to ``dtype``, as FSDP2's mixed precision does for wrapped blocks."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

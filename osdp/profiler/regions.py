@@ -1,8 +1,9 @@
-"""Regions: linear modules that are sharded together, and the proof that they may be.
+"""Regions: linear modules that are sharded together, and the numerical check that they can be.
 
-A region is run on all ranks at once (:mod:`osdp.profiler.lockstep`) and compared with the whole, with as few
-integer attributes divided as make it right. What that comparison cannot see are gradients: a parameter that
-reaches the region's end without passing through a column module has a part of its gradient on each rank.
+A region is run on all ranks at once (:mod:`osdp.profiler.lockstep`) and compared with the whole module, with
+the smallest set of integer attributes whose division makes the two agree. That comparison does not see
+gradients: of a parameter that reaches the row modules without passing through a column module, each rank
+computes only a part of the gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from osdp.profiler.feature_flow import FeatureFlow
 from osdp.profiler.lockstep import Sharded, Slice, Whole
 from osdp.profiler.tensors import tensor_spec, tensors_in
 
-#: As many attributes are divided together at most.
+#: Maximum number of attributes (of one class and name) that are divided together.
 _MOST_DIVIDED = 4
 #: Dimension of the weight that holds the output features.
 _OUT_DIM = {"linear": 0, "conv1d": 1, "embedding": 1}
@@ -26,10 +27,10 @@ _OUT_DIM = {"linear": 0, "conv1d": 1, "embedding": 1}
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Spaces that are to be sharded together.
+    """Linear modules around feature spaces that are to be sharded together.
 
     Attributes:
-        columns: Modules that lead into them, in trace order.
+        columns: Modules that lead into the spaces, in trace order.
         rows: Modules that lead out of them.
     """
 
@@ -38,18 +39,19 @@ class Region:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All its modules."""
+        """All its modules, the column modules first."""
         return (*self.columns, *self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """How a region is sharded.
+    """A sharding of a region that was checked numerically.
 
     Attributes:
-        blocks: Number of blocks of each column module.
-        divided: Module and name of each attribute to divide.
-        summed: Modules that work on each head alike.
+        blocks: Number of blocks of each column module's output features.
+        divided: (module, attribute name) of each integer attribute to divide, relative to the region's home.
+        summed: Modules with whole parameters whose gradients are summed, such as a norm of each head,
+            relative to the region's home.
     """
 
     blocks: Mapping[str, int]
@@ -58,7 +60,7 @@ class Solution:
 
 
 def joint(regions: Sequence[Region]) -> Region:
-    """One region of several."""
+    """The union of several regions."""
     return Region(
         tuple(name for region in regions for name in region.columns),
         tuple(name for region in regions for name in region.rows),
@@ -67,12 +69,12 @@ def joint(regions: Sequence[Region]) -> Region:
 
 @dataclass
 class Solver:
-    """Finds out how regions of a model are sharded.
+    """Finds a correct sharding of regions of a model.
 
     Attributes:
         model: The model.
-        flow: What its forward showed.
-        degree: Number of ranks.
+        flow: Its feature flow.
+        degree: Number of tensor-parallel ranks.
     """
 
     model: nn.Module
@@ -81,7 +83,7 @@ class Solver:
     _solved: dict[Any, Solution | str] = field(default_factory=dict)
 
     def solve(self, region: Region) -> Solution | str:
-        """Blocks and attributes with which ``region`` is right; else why it is not.
+        """A correct sharding of ``region``; the reason if there is none.
 
         Raises:
             ValueError: The degree does not divide a number of heads.
@@ -90,8 +92,8 @@ class Solver:
             heads = self.flow.heads.get(name, 0)
             if heads % self.degree:
                 raise ValueError(
-                    f"{name} has {heads} heads, which {self.degree} tensor-parallel ranks do not divide; "
-                    f"use a degree that divides {heads}"
+                    f"{name} has {heads} heads, which {self.degree} tensor-parallel ranks cannot share "
+                    f"evenly; use a degree that divides {heads}"
                 )
         key = self._kind(region)
         if key not in self._solved:
@@ -99,12 +101,15 @@ class Solver:
         return self._solved[key]
 
     def _prove(self, region: Region) -> Solution | str:
+        # 1. Gradients, which the numerical comparison does not see.
         foreign = self._foreign_parameters(region)
         for parameter in foreign:
             if not self._can_be_summed(parameter, region):
                 return (
-                    f"parameter {parameter} is used with its features or heads, and is not sharded with them"
+                    f"parameter {parameter} is used with its features or heads, but cannot be sharded with "
+                    "them"
                 )
+        # 2. Block counts and divided attributes, the fewest first, until all ranks agree with the whole.
         home = self.home(region)
         whole = Whole(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
         fault = ""
@@ -119,10 +124,12 @@ class Solver:
                 if found is None:
                     holders = dict.fromkeys(relative(p.rpartition(".")[0], home) for p in foreign)
                     return Solution(blocks, divided, tuple(holders))
+                # The fault without divided attributes says most: with them, anything may go wrong.
                 fault = found if not divided else fault
         return fault
 
     def _indivisible(self, region: Region, blocks: Mapping[str, int]) -> int | None:
+        """A number of features that the blocks and ranks do not divide; ``None`` if there is none."""
         sizes = [(self.out_size(name), blocks[name]) for name in region.columns]
         sizes += [(self.in_size(name), 1) for name in region.rows]
         return next((size for size, count in sizes if size % (count * self.degree)), None)
@@ -132,7 +139,11 @@ class Solver:
         return slices | {name: Slice(1 - self.out_dim(name), closes=True) for name in region.rows}
 
     def _block_choices(self, region: Region) -> Iterator[dict[str, int]]:
-        """One block each; then as many as a row module's inputs fit into a column module's outputs."""
+        """Candidate block counts of the column modules.
+
+        First one block each; then, for fused matrices such as query, key and value in one, the number of
+        times that the input features of a row module fit into their output features.
+        """
         yield dict.fromkeys(region.columns, 1)
         width = self.in_size(region.rows[0])
         fused = {
@@ -147,7 +158,11 @@ class Solver:
             }
 
     def _divisions(self, region: Region, home: str) -> Iterator[tuple[tuple[str, str], ...]]:
-        """Sets of attributes, the smallest first; those of one class and name go together."""
+        """Candidate sets of integer attributes to divide, smallest first.
+
+        Attributes with the same class and name are divided together; they must have the same value, which the
+        degree divides.
+        """
         groups: dict[tuple[type, str], dict[str, int]] = {}
         for fqn in self._holders(region, home):
             module = self.model.get_submodule(fqn)
@@ -164,7 +179,7 @@ class Solver:
                 yield tuple(item for group in chosen for item in group)
 
     def _holders(self, region: Region, home: str) -> list[str]:
-        """The modules from ``home`` down to those of ``region``, without these themselves."""
+        """The modules from ``home`` down to the modules of ``region``, the latter excluded."""
         found: dict[str, None] = {}
         for name in region.modules:
             parts = name.split(".")
@@ -175,12 +190,15 @@ class Solver:
         return list(found)
 
     def _foreign_parameters(self, region: Region) -> list[str]:
-        """Parameters of other modules that reach the row modules without passing through a column module."""
+        """Parameters outside linear modules that reach a row module without passing a column module."""
         labels = {label for name in region.rows for label in self.flow.read[name]}
         return sorted(label[1:] for label in self.flow.parameters_in(frozenset(labels)))
 
     def _can_be_summed(self, parameter: str, region: Region) -> bool:
-        """Whether it is used by its own module alone, inside the region alone, as a norm of each head is."""
+        """Whether the gradient of ``parameter`` is the sum over the ranks.
+
+        It is if only its own leaf module uses it, and only inside the region, like a norm of each head.
+        """
         holder = parameter.rpartition(".")[0]
         return (
             is_inside(holder, self.home(region))
@@ -190,18 +208,18 @@ class Solver:
         )
 
     def home(self, region: Region) -> str:
-        """The innermost module whose forward ran and that holds all of ``region``."""
+        """The innermost module whose forward ran and that contains all modules of ``region``."""
         around = [fqn for fqn in self.flow.calls if all(is_inside(name, fqn) for name in region.modules)]
         return max(around, key=len)
 
     def _kind(self, region: Region) -> Any:
-        """Equal for regions that have the same solution."""
+        """Key that is equal for regions with the same solution."""
         call = self.flow.calls[self.home(region)]
         specs = tuple(tensor_spec(tensor) for tensor in tensors_in((call.args, call.kwargs)))
         return self.shape(region), specs
 
     def shape(self, region: Region) -> Any:
-        """Equal for regions of the same modules in modules of the same class."""
+        """Key that is equal for regions of the same modules inside modules of the same class."""
         home = self.home(region)
         shapes = tuple((relative(name, home), tuple(self.weight(name).shape)) for name in region.modules)
         return type(self.model.get_submodule(home)), shapes, len(region.columns)
@@ -226,10 +244,10 @@ class Solver:
 
 
 def relative(fqn: str, ancestor: str) -> str:
-    """``fqn`` as seen from ``ancestor``, which it lies in."""
+    """``fqn`` relative to ``ancestor``, which contains it."""
     return fqn[len(ancestor) :].removeprefix(".")
 
 
 def join(ancestor: str, inside: str) -> str:
-    """The FQN of ``inside``, as seen from ``ancestor``."""
+    """The FQN of ``inside``, which is relative to ``ancestor``."""
     return f"{ancestor}.{inside}".strip(".")

@@ -1,4 +1,4 @@
-"""Which blocks of a trace have to run for real, so that every distinct segment does."""
+"""Repeated blocks of a trace that need not run for every distinct segment to be measured."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from osdp.model_desc import ModelDesc
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A block that need not run, since its segments are all among those that do.
+    """A block that need not run, since segments with the same signatures run elsewhere.
 
     Attributes:
         block: Its FQN.
-        exemplar: FQN of the last block like it, before it, that does run.
-        inside: How often its forward calls which module.
+        exemplar: FQN of the last similar block before it that does run.
+        inside: Number of calls of each module in its forward.
     """
 
     block: str
@@ -23,10 +23,10 @@ class Repeat:
 
 
 def find_repeats(model_desc: ModelDesc) -> tuple[Repeat, ...]:
-    """The blocks that can be left out of a run, in trace order.
+    """Find the blocks that can be left out of a run, in trace order.
 
-    A block runs for real if one of its segments has a signature that nothing before it, and nothing outside
-    of blocks, has.
+    A block has to run if one of its segments has a signature that no segment before it, and none outside
+    blocks, has.
     """
     spans = _spans(model_desc)
     inside = {index for start, stop in spans.values() for index in range(start, stop)}
@@ -47,14 +47,14 @@ def find_repeats(model_desc: ModelDesc) -> tuple[Repeat, ...]:
 
 
 def _spans(model_desc: ModelDesc) -> dict[str, tuple[int, int]]:
-    """First segment, and the one after the last, of each block that runs once and in one piece."""
+    """Segment range (start, stop) of each block that runs once and without interruption."""
     blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
     spans = {}
     for block in blocks:
         own = [i for i, s in enumerate(model_desc.segments) if _within(s.module, block)]
         start, stop = own[0], own[-1] + 1
         between = {s.module for s in model_desc.segments[start:stop]}
-        # A module around the block that runs in between has left the block and called it again.
+        # If a module around the block runs in between, the block was left and called again.
         if not any(_within(block, module) and module != block for module in between):
             spans[block] = (start, stop)
     return dict(sorted(spans.items(), key=lambda item: item[1]))

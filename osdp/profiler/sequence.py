@@ -1,13 +1,14 @@
-"""Where ranks that compute a layer together can share the sequence, too: derived from a trace, proven.
+"""Derivation of sequence parallelism from a trace, checked numerically on a random sequence.
 
-Between its regions a block works on each position by itself, if it does so at all: then each rank can do it
-for a part of the sequence. The sequence is the last dimension but one of what a block is given first and
-hands on first. A region begins at the innermost module that holds all its column modules, or at each of these
-if that is the block itself, and gathers there what was computed and is as large as what the block was given.
-All ranks of a block are then run at once on parts of a random sequence, and compared with the whole.
+If a block works on each position by itself between its regions, each rank can compute that part for its
+part of the sequence. The sequence is the second-to-last dimension of the first tensor that a block is given
+and of the first that it returns. A region begins at the innermost module that contains all its column
+modules, or at each of these if that is the block itself; there the tensors are gathered that were computed
+and have the shape of the block's input. All ranks of a block are then run at once on parts of a random
+sequence, and compared with the whole.
 
-Gradients need no proof: each exchange has its adjoint in backward, so what differs between ranks are
-gradients of parameters that all of them hold whole, and their sum is the gradient.
+Gradients need no such check: each collective has its adjoint in backward, so only the gradients of parameters
+that every rank holds whole differ between ranks, and their sum is the gradient.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,15 +28,15 @@ from osdp.tensor_plan import SequenceGather, SequenceParallel, ShardedModule, St
 
 
 def share_sequence(model: nn.Module, flow: FeatureFlow, plan: TensorParallelPlan) -> SequenceParallel:
-    """Where the ranks of ``plan`` can share the sequence.
+    """Derive the sequence parallelism of ``model`` between the regions of ``plan``.
 
     Args:
         model: The model.
-        flow: What its forward showed.
-        plan: How its layers are sharded.
+        flow: Its feature flow.
+        plan: Its tensor-parallel plan.
 
     Raises:
-        ValueError: Nowhere; says why.
+        ValueError: The model does not allow it; the message gives the reasons.
     """
     search = _Search(model, flow, plan)
     reasons: dict[str, None] = {}
@@ -45,12 +46,14 @@ def share_sequence(model: nn.Module, flow: FeatureFlow, plan: TensorParallelPlan
             reasons[fault] = None
     if reasons or not search.runs:
         why = "; ".join(reasons) or "it has no list of blocks with sharded regions"
-        raise ValueError(f"sequence_parallel is not for {type(model).__name__}: {why}; leave it out")
+        raise ValueError(
+            f"sequence_parallel is not possible for {type(model).__name__}: {why}; plan without it"
+        )
     return SequenceParallel(tuple(search.runs), tuple(search.gathers), tuple(search.summed))
 
 
 def _runs(model: nn.Module, plan: TensorParallelPlan) -> list[tuple[str, ...]]:
-    """The elements of each outermost list that has sharded regions."""
+    """The blocks of each outermost ``nn.ModuleList`` that contains sharded regions."""
     runs: list[tuple[str, ...]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(
@@ -65,7 +68,7 @@ def _runs(model: nn.Module, plan: TensorParallelPlan) -> list[tuple[str, ...]]:
 
 @dataclass
 class _Search:
-    """What is found so far."""
+    """State of the derivation: the runs, gathers and summed modules found so far."""
 
     model: nn.Module
     flow: FeatureFlow
@@ -76,13 +79,13 @@ class _Search:
     _proven: dict[Any, str | None] = field(default_factory=dict)
 
     def fault(self, run: tuple[str, ...]) -> str | None:
-        """Why the blocks of ``run`` cannot share the sequence; if they can, that is noted."""
+        """Add ``run`` to the result; returns the reason if its blocks cannot use sequence parallelism."""
         missing = [block for block in run if block not in self.flow.calls]
         if missing:
-            return f"{missing[0]} does not run"
+            return f"the forward of {missing[0]} does not run"
         for one, other in pairwise(run):
             if _first(self.flow.calls[one].output) is not _first(_arguments(self.flow.calls[other])):
-                return f"{other} is not given what {one} returns"
+                return f"the input of {other} is not the output of {one}"
         found = [self._block(block) for block in run]
         for block in found:
             if isinstance(block, str):
@@ -94,26 +97,31 @@ class _Search:
         return None
 
     def _block(self, block: str) -> tuple[list[SequenceGather], list[str]] | str:
+        """The gathers and summed modules of ``block``; the reason if there are none."""
         call = self.flow.calls[block]
+        # 1. The hidden states must be a tensor (..., sequence, features) that the ranks divide evenly.
         hidden = _first(_arguments(call))
         if hidden is None or hidden.dim() < 3 or not hidden.is_floating_point():
-            return f"{block} is given no sequence first"
+            return f"the first input of {block} is no floating-point tensor (batch, sequence, features)"
         if hidden.shape[-2] % self.plan.degree:
             return (
                 f"a sequence of {hidden.shape[-2]} cannot be shared evenly by {self.plan.degree} "
                 "tensor-parallel ranks"
             )
         if any(call.computed[1:]):
-            return f"{block} is given more than one tensor that was computed from parameters"
+            return f"{block} has more than one input that was computed from parameters"
+        # 2. Regions must not reach beyond the block.
         entries = [entry for entry in self.plan.modules if is_inside(entry.module, block)]
         regions = {entry.region for entry in entries}
         beyond = [e.module for e in self.plan.modules if e.region in regions and e not in entries]
         if beyond:
             return f"a region of {block} reaches to {beyond[0]}"
+        # 3. Where regions gather, and whose gradients are summed.
         gathers = list(self._gathers(block, entries, hidden))
         summed = self._summed(block, entries)
         if isinstance(summed, str):
             return summed
+        # 4. The numerical check, once for all blocks that are alike.
         key = self._kind(block, entries, gathers)
         if key not in self._proven:
             self._proven[key] = self._prove(block, entries, gathers)
@@ -123,7 +131,7 @@ class _Search:
     def _gathers(
         self, block: str, entries: list[ShardedModule], hidden: torch.Tensor
     ) -> Iterator[SequenceGather]:
-        """Where each region begins, and what of its arguments it gathers."""
+        """The module at which each region begins, and those of its arguments that are gathered."""
         columns: dict[str, list[str]] = {}
         for entry in entries:
             if entry.style is Style.COLUMN and self.flow.kinds[entry.module] != "embedding":
@@ -138,7 +146,7 @@ class _Search:
                 yield SequenceGather(around, _places(self.flow.calls[around], hidden))
 
     def _summed(self, block: str, entries: list[ShardedModule]) -> list[str] | str:
-        """Modules of ``block`` with whole parameters, or why gradients cannot be summed."""
+        """Modules of ``block`` with whole parameters; the reason if their gradients cannot be summed."""
         found = []
         sharded = {entry.module for entry in entries}
         for name, module in self.model.get_submodule(block).named_modules(prefix=block):
@@ -147,7 +155,7 @@ class _Search:
                 continue
             borrowed = [key for key in own if f"{name}.{key}" in self.flow.borrowed]
             if borrowed or any(True for _ in module.children()):
-                return f"parameter {name}.{(borrowed or own)[0]} is used outside a module of its own"
+                return f"parameter {name}.{(borrowed or own)[0]} is not used by one leaf module alone"
             found.append(name)
         return found
 
@@ -162,7 +170,7 @@ class _Search:
         return ranks.fault(divided)
 
     def _kind(self, block: str, entries: list[ShardedModule], gathers: list[SequenceGather]) -> Any:
-        """Equal for blocks that have the same proof."""
+        """Key that is equal for blocks for which the numerical check gives the same result."""
         call = self.flow.calls[block]
         inside = tuple((e.module[len(block) :], e.dim, e.size, e.blocks, e.style) for e in entries)
         places = tuple((gather.module[len(block) :], gather.leaves) for gather in gathers)
@@ -179,7 +187,7 @@ def _first(tree: Any) -> torch.Tensor | None:
 
 
 def _innermost(names: list[str]) -> str:
-    """The innermost module that is or holds all of ``names``."""
+    """The innermost module that is, or contains, all of ``names``."""
     found = names[0]
     while not all(is_inside(name, found) for name in names):
         found = found.rpartition(".")[0]
@@ -187,7 +195,7 @@ def _innermost(names: list[str]) -> str:
 
 
 def _places(call: Call, hidden: torch.Tensor) -> tuple[int, ...]:
-    """Places of tensors as large as ``hidden`` that were computed, among the leaves of a call's arguments."""
+    """Leaf indices, in a call's arguments, of the computed tensors with the shape of ``hidden``."""
     computed = iter(call.computed)
     return tuple(
         at

@@ -1,9 +1,9 @@
-"""Random numbers by which a model decides what to run: layers that are dropped at random, for instance.
+"""Fixed random numbers for models that decide at random what to run, such as those that drop layers.
 
 Such a model (LayerDrop, stochastic depth) draws one number for each layer and compares it with a probability.
-A plan has to hold for the step in which all layers run, and descriptions and profiles have to be of the same
-step. So while they run the model, numbers drawn one at a time are as large as possible, which keeps layers
-that are dropped by ``draw < drop_probability``; where that drops layers instead, by
+A plan has to hold for the step in which all layers run, and descriptions and profiles have to be of that same
+step. So while the model is described or profiled, numbers drawn one at a time are as large as possible, which
+keeps layers that are dropped by ``draw < drop_probability``; where large numbers drop layers instead, by
 ``draw > survival_probability``, they are as small as possible.
 """
 
@@ -18,24 +18,24 @@ from torch.overrides import TorchFunctionMode
 
 from osdp.comm.random_states import python_sources
 
-#: The word of a Mersenne twister's state that comes out as 2**32 - 1, and the one that comes out as 2**5, the
-#: smallest that differs from 0 as ``random.random()`` uses it: some algorithms never end on zeros.
+#: The state word of a Mersenne twister that is output as 2**32 - 1, and the one that is output as 2**5, the
+#: smallest that ``random.random()`` does not turn into 0: some algorithms never end on zeros.
 _LARGEST, _SMALLEST = 0x12DD9BB3, 0x4089132
 _WORDS = 624
 
 
 class SingleDraws(TorchFunctionMode):
-    """While entered, numbers that are drawn one at a time are as large, or as small, as they can be.
+    """Context in which random numbers drawn one at a time are as large, or as small, as possible.
 
-    Those are ``torch.rand`` of one element, and the next 312 of Python's ``random.random`` and of NumPy's
-    global generator, which are left as they were found.
+    These are ``torch.rand`` of one element, and the next 312 numbers of Python's ``random.random`` and of
+    NumPy's global generator, whose states are restored at the end.
 
     Args:
-        largest: Whether they are large.
+        largest: Whether the numbers are as large as possible, rather than as small.
 
     Attributes:
         largest: The argument.
-        happened: Whether any was drawn.
+        happened: Whether any such number was drawn.
     """
 
     def __init__(self, *, largest: bool) -> None:
@@ -67,11 +67,11 @@ class SingleDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, unless it draws one number."""
+        """Run ``func``; the result of drawing a single number is replaced by the fixed one."""
         drawn = func(*args, **(kwargs or {}))
         if func is not torch.rand or drawn.numel() != 1:
             return drawn
         self.happened = True
-        # Made from a number, so that its value is known among fake tensors, too.
+        # Made from a Python number, so that the value is known on fake tensors, too.
         value = torch.tensor(1 - 2**-24 if self.largest else 2**-24, dtype=drawn.dtype, device=drawn.device)
         return value.reshape(drawn.shape)

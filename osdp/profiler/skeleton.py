@@ -10,10 +10,10 @@ MakeParameter = Callable[[nn.Parameter], torch.Tensor]
 
 
 def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
-    """A copy of ``model`` whose parameters are what ``make`` returns for them; ``model`` stays as it is.
+    """Copy ``model`` with its parameters replaced by what ``make`` returns; ``model`` is not changed.
 
-    Ties stay ties. Buffers and other tensors are copied to the CPU, or become zeros if they are on ``meta``.
-    A root in evaluation mode is put in training mode, since it is a training step that is looked at;
+    Tied parameters stay tied. Buffers and other tensors are copied to the CPU, or become zeros if they are on
+    ``meta``. A root in evaluation mode is put in training mode, since the copy is for a training step;
     otherwise every submodule keeps its mode.
 
     Args:
@@ -32,11 +32,11 @@ def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
         memo[id(buffer)] = _host_copy(buffer)
     for module in model.modules():
         for value in _held(module):
-            # Among fake tensors neither can be copied by itself, nor a tensor that is no leaf anywhere.
+            # deepcopy fails for both under fake tensors, and for non-leaf tensors everywhere: copy them here.
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _host_copy(value)
             elif isinstance(value, torch.Generator):
-                # What it draws counts for nothing there, but it must draw on their device.
+                # On fake tensors the numbers it draws do not matter, but its device must be theirs.
                 memo[id(value)] = torch.Generator() if make is on_fake_cpu else value.clone_state()
     twin = copy.deepcopy(model, memo)
     return twin if twin.training else twin.train()
@@ -53,7 +53,7 @@ def on_fake_cpu(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    """The attributes of ``module``, and what those that are containers hold."""
+    """The attributes of ``module``, and the elements of those that are containers."""
     for value in vars(module).values():
         yield value
         if isinstance(value, (list, tuple, set)):

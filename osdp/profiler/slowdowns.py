@@ -1,4 +1,4 @@
-"""How unequal the devices of a pipeline are: the same products on all ranks at once, on the wall clock."""
+"""Relative speed of a pipeline's devices: the same matrix products on all ranks at once, in wall time."""
 
 import time
 
@@ -8,26 +8,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.profiler.probe import synchronize
 
-#: Long enough to see what a host takes away now and then.
+#: Long enough to include the CPU time that a host takes away now and then.
 _SECONDS = 0.3
 _SIDE = {"cpu": 384}
 _SIDE_ACCELERATOR = 4096
-#: Differences below this are those of equal devices from one moment to the next.
+#: Relative differences below this occur between equal devices from one moment to the next.
 _ALIKE = 0.1
 
 
 def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ...]:
-    """How many times as long each rank of a pipeline computes as a profile of the first rank says.
+    """Slowdown of each rank of a pipeline relative to the compute times in a profile of the first rank.
 
-    Profiles of CPUs count the seconds of a thread, so a host that lets its threads run half of the time only
-    makes them twice as long. Of the data- and tensor-parallel ranks of a stage the slowest counts.
+    Profiles of CPUs count a thread's CPU time, so a host that lets its threads run only half of the time
+    doubles them. Of the data- and tensor-parallel ranks of a stage the slowest one counts.
 
     Args:
         mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; all of its ranks call it.
         device: This rank's device.
 
     Returns:
-        One number for each rank of a pipeline; empty if all are within 10 % of one.
+        One factor for each rank of a pipeline; empty if all are within 10 % of 1.
     """
     per_second, share = _speed(mesh, device)
     mine = torch.tensor([per_second, share], dtype=torch.float64, device=device)
@@ -45,7 +45,7 @@ def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ..
 
 
 def _speed(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]:
-    """Products in a second of this thread, and seconds on the wall for one of them."""
+    """Matrix products per second of this thread's time, and wall-clock seconds per second of that time."""
     side = _SIDE.get(device.type, _SIDE_ACCELERATOR)
     a = torch.rand(side, side, device=device)
     torch.mm(a, a)

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of messages from rank to rank of a pipeline, while all pipelines send."""
+"""Latency and bandwidth of messages between pipeline ranks, measured in all pipelines at once."""
 
 import time
 from statistics import median
@@ -11,14 +11,15 @@ from osdp.profiler.probe import synchronize
 
 _SIZES = (2**12, 2**18, 2**21)
 _REPEATS = 11
-#: Seconds that a size may take before larger ones are left out.
+#: Seconds; if a size takes longer, larger ones are not measured.
 _LONG = 0.2
 
 
 def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> StageLink:
-    """Measure messages between neighbours of ``group``, the ranks of one pipeline; all of its ranks call it.
+    """Measure messages between neighbours in ``group``, one pipeline; all of its ranks must call this.
 
-    Every rank sends to the next one and receives from the one before, as stages do; the slowest pair counts.
+    Every rank sends to the next one and receives from the previous one, as stages do; the slowest pair
+    counts.
     """
     rank, size = group.rank(), group.size()
     times: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""Times every stretch of a run, on the CPU's or the CUDA device's clock."""
+"""Stopwatch that times every stretch of a run, by the clock of the CPU or the CUDA device."""
 
 import time
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from osdp.profiler.walker import Stretch
 
 
 class Clock:
-    """Marks moments on one device; the time between them is known once it is idle.
+    """Marks points in time on one device; the time between two of them is available once it is idle.
 
-    A CPU that computes with one thread is timed by that thread's own clock, which stands still while other
-    processes have the core; with several threads by the wall clock.
+    A CPU that computes with one thread is timed by that thread's CPU time, which stands still while other
+    processes have the core; with several threads by wall-clock time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """A clock of ``device``."""
+        """Make a clock for ``device``."""
         self._is_cuda = device.type == "cuda"
         self._device = device
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def mark(self) -> Any:
-        """Now, in the order of the device's work."""
+        """Mark the current point in time, in the order of the device's work."""
         if not self._is_cuda:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Stopwatch:
-    """Observes one run; see :class:`osdp.profiler.walker.Observer`."""
+    """Observer that times one run; see :class:`osdp.profiler.walker.Observer`."""
 
     def __init__(self, clock: Clock, between_passes: Callable[[], object] = lambda: None) -> None:
         """Start with nothing timed; ``between_passes`` is called after forward, untimed."""
@@ -57,12 +57,12 @@ class Stopwatch:
         self._marks.append((Moment(False, index), self._clock.mark()))
 
     def leave_forward(self, loss: torch.Tensor) -> None:
-        """Forward is over; preparing the marks of backward is nobody's time."""
+        """Forward is over; the time until backward starts belongs to no stretch."""
         self._marks.append((None, self._clock.mark()))
         self._between_passes()
 
     def start_backward(self) -> None:
-        """The call of backward."""
+        """Backward is about to be called."""
         self._marks.append((Moment(True, self._last), self._clock.mark()))
 
     def enter_backward(self, index: int) -> None:
@@ -70,7 +70,7 @@ class Stopwatch:
         self._marks.append((Moment(True, index), self._clock.mark()))
 
     def stop(self) -> dict[Moment, tuple[float, int]]:
-        """Seconds of each pass of each stretch, and in how many pieces they were timed."""
+        """Stop; returns the seconds of each pass of each stretch, and the number of pieces timed for it."""
         self._marks.append((None, self._clock.mark()))
         self._clock.wait()
         found: dict[Moment, tuple[float, int]] = {}
@@ -82,7 +82,7 @@ class Stopwatch:
 
 
 def timed(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that ``work`` takes, and what it returns."""
+    """Run ``work``; returns its seconds and its result."""
     clock.wait()
     start = clock.mark()
     result = work()

@@ -1,8 +1,8 @@
-"""Stands in for the repeats of a block, so that a model runs with a few of its blocks only.
+"""Stubs that replace the repeats of a block, so that a model runs with only a few of its blocks.
 
-A stub returns what its exemplar returned: the same structure, fresh tensors of the same shapes, joined to
-autograd. A result that looks like an input is a copy of it and passes its gradient on, as a residual
-connection does, so values stay in range; other results and gradients are zeros.
+A stub returns what its exemplar returned: the same structure, new tensors of the same shapes, connected to
+the autograd graph. A result with the shape and dtype of an input is a copy of it and passes its gradient on,
+like a residual connection, so values stay in range; other results and gradients are zeros.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class _Result:
         dtype: Its dtype.
         device: Its device.
         differentiable: Whether a gradient flows into it.
-        source: Where among the inputs a tensor like it is, if anywhere.
+        source: Path of a similar tensor among the inputs; ``None`` if there is none.
         is_source: Whether it is that very tensor.
     """
 
@@ -41,11 +41,11 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What an exemplar returned.
+    """Structure of the output of an exemplar.
 
     Attributes:
-        leaves: Its leaves; tensors as :class:`_Result`.
-        build: Puts leaves back into its structure.
+        leaves: Its pytree leaves; tensors as :class:`_Result`.
+        build: Builds the same structure from other leaves.
     """
 
     leaves: tuple[Any, ...]
@@ -53,15 +53,16 @@ class Template:
 
     @classmethod
     def of(cls, inputs: Any, output: Any) -> "Template":
-        """The template of one call."""
+        """Make the template of one call."""
         paths = tensors_by_path(inputs)
         leaves, build = flatten(output)
         return cls(tuple(_result(leaf, paths) for leaf in leaves), build)
 
     def fill(self, inputs: Any) -> Any:
-        """The same results for other ``inputs``."""
+        """Make the same results for other ``inputs``."""
         paths = tensors_by_path(inputs)
         sources = list(paths)
+        # One autograd function makes all new results of the call, so that gradients reach all its inputs.
         fresh = [leaf for leaf in self.leaves if isinstance(leaf, _Result) and not leaf.is_source]
         links = [sources.index(leaf.source) if leaf.source in paths else None for leaf in fresh]
         made: Iterator[torch.Tensor] = iter(())
@@ -77,7 +78,7 @@ class Template:
 
 
 class _Passage(torch.autograd.Function):
-    """Fresh results, each linked to an input or to none."""
+    """New results, each of which is linked to one input or to none."""
 
     @staticmethod
     def forward(
@@ -109,11 +110,11 @@ class _Passage(torch.autograd.Function):
 
 
 def install_stubs(model: nn.Module, repeats: Sequence[Repeat]) -> list[RemovableHandle]:
-    """Replace the forward of every repeat in ``model``, a copy that is ours, by a stub.
+    """Replace the forward of every repeat in ``model``, a copy that may be changed, by a stub.
 
     Returns:
-        Handles of the hooks that watch the exemplars: a stub returns what its exemplar returned last while
-        they were there, so they can be removed after one run.
+        Handles of the hooks that record the outputs of the exemplars: a stub returns what its exemplar
+        returned last while its hook was installed, so the hooks can be removed after one run.
     """
     templates: dict[str, Template] = {}
 

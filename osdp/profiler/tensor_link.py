@@ -1,4 +1,4 @@
-"""Latency and bandwidth of what ranks that compute one layer together exchange, while all such groups do."""
+"""Latency and bandwidth of tensor-parallel collectives, measured in all tensor-parallel groups at once."""
 
 import time
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from osdp.device_info import COLLECTIVES, Link
 from osdp.profiler.collectives import fit
 from osdp.profiler.probe import synchronize
 
-#: Bytes of the whole tensors, which sizes of groups divide.
+#: Bytes of the whole tensors; powers of two, which usual group sizes divide.
 _SIZES = (2**12, 2**16, 2**19, 2**22)
 _REPEATS = 5
-#: Seconds that a size may take before larger ones are left out.
+#: Seconds; if a size takes longer, larger ones are not measured.
 _LONG = 0.2
 
 
 def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tuple[Link, ...]:
-    """Measure the collectives of ``group``, whose ranks compute one layer together; all of them call it."""
+    """Measure the collectives of a tensor-parallel ``group``; every rank of it must call this."""
     return tuple(_measured(collective, group, device) for collective in COLLECTIVES)
 
 

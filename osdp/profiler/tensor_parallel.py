@@ -1,10 +1,14 @@
-"""From a module to its TensorParallelPlan: derived from a trace, proven on random numbers.
+"""Derivation of a module's TensorParallelPlan from a trace, checked numerically on random inputs.
 
 Linear modules are edges between feature spaces (:mod:`osdp.profiler.feature_flow`). A space can be sharded if
-it is left by linear modules only: those that lead into it become column modules, those that lead out of it
-row modules. Neighbouring spaces are not sharded both, so small spaces, which are attentions and MLPs, come
-before the residual stream around them. Each choice is then run on all ranks at once and compared with the
-whole module, with as few integer attributes divided as make it right.
+only linear modules lead out of it: the modules that lead into it become column modules, those that lead out
+of it row modules::
+
+    residual stream --[column]--> heads or inner features --[row]--> residual stream
+
+Two neighbouring spaces are never both sharded, so small spaces (attentions and MLPs) are tried before the
+residual stream around them. Each candidate is then run on all ranks at once and compared with the whole
+module; the smallest set of integer attributes whose division makes the two agree is part of the plan.
 """
 
 from collections.abc import Iterator
@@ -28,18 +32,18 @@ def derive(
     kind_of: KindOf,
     sequence_parallel: bool = False,
 ) -> TensorParallelPlan:
-    """A plan that shards ``model`` over ``degree`` ranks; the model is neither run nor changed.
+    """Derive a tensor-parallel plan of ``model`` over ``degree`` ranks; the model is neither run nor changed.
 
     Args:
         model: An unmodified module, on any device.
         sample_inputs: One batch, as for :func:`osdp.profiler.trace.describe`; only its shapes are read.
-        degree: Number of ranks that compute one layer together.
-        kind_of: Tells which modules are linear, and of which kind.
-        sequence_parallel: Whether the ranks share the sequence between regions, too.
+        degree: Number of tensor-parallel ranks.
+        kind_of: Returns the kind of a linear module or embedding, ``None`` for others.
+        sequence_parallel: Whether to use sequence parallelism between the regions, too.
 
     Raises:
-        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can
-            be sharded or shared; says why.
+        ValueError: The degree does not divide a number of heads or the sequence, or nothing can be sharded;
+            the message gives the reason.
     """
     flow = trace_features(model, SampleBatch.of(sample_inputs), kind_of)
     search = _Search(model, flow, Solver(model, flow, degree))
@@ -57,7 +61,7 @@ def derive(
 
 @dataclass
 class _Search:
-    """What is decided so far."""
+    """State of the derivation: the modules decided so far, and why others stay whole."""
 
     model: nn.Module
     flow: FeatureFlow
@@ -90,9 +94,11 @@ class _Search:
     # Vocabularies
 
     def shard_vocabulary(self) -> None:
-        """Heads that end in the output, and embeddings of as many rows, more than columns.
+        """Shard language-model heads and the embeddings with the same vocabulary size.
 
-        Without a head: such embeddings that are read with integers of the batch.
+        A head is a linear module whose output is part of the model's output. Embeddings need at least as many
+        rows as columns. Without any head, the embeddings that are indexed by integers of the batch are
+        sharded.
         """
         solver, kinds = self.solver, self.flow.kinds
         ends = self.flow.returned.difference(*self.flow.read.values())
@@ -118,7 +124,7 @@ class _Search:
     # Regions
 
     def shard_regions(self) -> None:
-        """Every space that can be sharded, smallest first; what fails alone is tried with its like."""
+        """Shard every space that can be, smallest first; similar regions that fail are tried jointly."""
         failed: dict[Any, list[Region]] = {}
         for region in self._regions():
             if any(name in self.entries for name in region.modules):
@@ -127,7 +133,8 @@ class _Search:
             if fault is not None:
                 failed.setdefault(self.solver.shape(region), []).append(region)
                 self.reasons.update(dict.fromkeys(region.modules, fault))
-        # Layers hand tensors with a value for each head on to their like, such as a position bias.
+        # Some layers pass per-head tensors on to similar layers, such as a position bias (T5): a region is
+        # then right only if the others are sharded with it.
         for alike in failed.values():
             free = [r for r in alike if not any(name in self.entries for name in r.modules)]
             if len(free) > 1:
@@ -158,7 +165,7 @@ class _Search:
         )
 
     def _try(self, region: Region) -> str | None:
-        """Shard ``region``; why it cannot be, or ``None``."""
+        """Shard ``region``; returns the reason if that is not possible, else ``None``."""
         solution = self.solver.solve(region)
         if isinstance(solution, str):
             return solution

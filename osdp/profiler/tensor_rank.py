@@ -1,4 +1,4 @@
-"""What one of the ranks that compute a layer together computes: a part of the model, described like one."""
+"""Description of the part of a model on one tensor-parallel rank, and of its collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,17 +29,18 @@ def describe_rank(
     atoms: Sequence[str] = (),
     cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> RankDesc:
-    """Describe what the first rank computes and exchanges.
+    """Describe the part of a model on the first tensor-parallel rank, and its collectives.
 
     Args:
-        part: Its part of the model, where other ranks are imagined; on any device, ``meta`` included.
-        log: The list to which forwards of ``part`` and of its copies append what would be exchanged.
+        part: The rank's part of the model, with collectives that only pretend that there are other ranks; on
+            any device, ``meta`` included.
+        log: The list to which forwards of ``part`` and of its copies append the collectives they would run.
         sample_inputs: The batch that the whole model was described with.
         whole: The description of the whole model.
-        plan: How the ranks share it.
-        loss_fn: As for :func:`osdp.profiler.trace.describe`, as all that follow.
+        plan: Sharding of the model over the tensor-parallel ranks.
+        loss_fn: As for :func:`osdp.profiler.trace.describe`, like the arguments below.
         atoms: FQNs of modules each of which is to be exactly one operator.
-        cut_of: How a module can run in slices.
+        cut_of: The dimension along which a module can run in slices.
     """
     batch = SampleBatch.of(sample_inputs)
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
@@ -54,7 +55,7 @@ def describe_rank(
 
 
 class _Watcher:
-    """Divides a log among the stretches in which its entries were made."""
+    """Assigns the entries of a log of collectives to the stretches in which they were appended."""
 
     def __init__(self, log: list[Exchange]) -> None:
         self._log = log
@@ -67,16 +68,17 @@ class _Watcher:
 
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over."""
+        # Forwards log the collectives of their backward, too: later entries are not needed.
         self._all = list(self._log)
 
     def start_backward(self) -> None:
-        """Backward notes nothing."""
+        """Nothing is recorded in backward."""
 
     def enter_backward(self, index: int) -> None:
-        """Backward notes nothing."""
+        """Nothing is recorded in backward."""
 
     def by_segment(self, stretches: Sequence[Stretch], segments: set[Key]) -> dict[Key, tuple[Exchange, ...]]:
-        """What each segment exchanges; stretches in which nothing ran belong to the segment before."""
+        """Collectives of each segment; stretches that are no segment belong to the segment before them."""
         found: dict[Key, tuple[Exchange, ...]] = {}
         now = next(stretch.key for stretch in stretches if stretch.key in segments)
         for index, stretch in enumerate(stretches):

@@ -1,6 +1,6 @@
-"""Tensors inside nested containers, and what identifies their memory.
+"""Tensors inside nested containers, and the identity of their storages.
 
-The only place that uses torch's pytree and storage handles, which are not public everywhere.
+The main user of torch's pytree and storage handles, which are not entirely public.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_by_path(tree: Any) -> dict[str, torch.Tensor]:
-    """The tensors in ``tree`` by where in it they are."""
+    """The tensors in ``tree``, by their path in it."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of ``tree``, and a function that builds the same structure of other leaves."""
+    """The leaves of ``tree``, and a function that builds the same structure from other leaves."""
     leaves, spec = pytree.tree_flatten(tree)
     return leaves, lambda others: pytree.tree_unflatten(others, spec)
 
@@ -52,11 +52,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype called ``name``.
 
     Raises:
-        ValueError: There is none.
+        ValueError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch; an example is 'bfloat16'")
+        raise ValueError(f"{name!r} is not a dtype of torch; an example is 'bfloat16'")
     return dtype
 
 
@@ -66,5 +66,5 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while they live."""
+    """Key that is equal for tensors that share a storage, while they are alive."""
     return int(tensor.untyped_storage()._cdata)

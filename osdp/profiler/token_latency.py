@@ -1,8 +1,8 @@
-"""Seconds of slices of a sequence on one stage, forward and backward, through cached keys and values.
+"""Measured time of token slices on one pipeline stage, forward and backward, through cached keys and values.
 
-Keys and values of earlier slices are leaves: a slice's backward starts at its output and at all the keys and
-values that it hands on, and ends at its input and at those that it got. So every slice has a small graph of
-its own, and the gradients are those of the whole sequence.
+Keys and values of earlier slices are autograd leaves: a slice's backward starts at its output and at all the
+keys and values that it passes on, and ends at its input and at the keys and values that it was given. So
+every slice has a small graph of its own, and the gradients are those of the whole sequence.
 """
 
 import copy
@@ -21,23 +21,23 @@ from osdp.profiler.stopwatch import Clock, timed
 from osdp.token_latency import SliceSample, TokenSamples
 from osdp.token_slices import TokenSlices
 
-#: Parts of the sequence that are measured without context; and those after some, which are as short as slices
-#: of a pipeline are, with the contexts'.
+#: Fractions of the sequence length: of slices measured without context; of slices measured after a context,
+#: which are as short as those of a pipeline, and of these contexts.
 _ALONE = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 _AFTER, _CONTEXTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4), (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 
 
 @dataclass(frozen=True)
 class DecoderStage:
-    """Layers of a causal model that one rank computes.
+    """Layers of a causal model that form one pipeline stage.
 
     Attributes:
-        name: What is measured.
+        name: Description of what is measured.
         module: Called with ``inputs_embeds=`` of shape ``(batch, length, hidden_size)``, ``past_key_values=``
-            and ``use_cache=True``; the first of what it returns has that shape, too. On its device.
-        new_cache: An empty cache; its ``layers`` have ``keys`` and ``values``, once there are some.
-        num_layers: Layers of it.
-        hidden_size: Channels.
+            and ``use_cache=True``; its first output has that shape, too. It is on its device already.
+        new_cache: Makes an empty cache; its ``layers`` have ``keys`` and ``values`` once there are any.
+        num_layers: Number of its layers.
+        hidden_size: Number of features of its hidden states.
     """
 
     name: str
@@ -48,7 +48,7 @@ class DecoderStage:
 
     @property
     def like(self) -> torch.Tensor:
-        """A parameter: its dtype and device are those of the stage."""
+        """A parameter of the stage, for its dtype and device."""
         return next(self.module.parameters())
 
 
@@ -61,14 +61,14 @@ def measure_token_latency(
     repeats: int = 5,
     progress: bool = True,
 ) -> TokenSamples:
-    """Measure slices of some lengths after some contexts; medians of ``repeats``.
+    """Measure slices of several lengths after several contexts; medians of ``repeats`` runs.
 
     Args:
-        stage: What is measured.
+        stage: The stage to measure.
         length: Tokens of the longest sequence.
-        batches: Sequences at a time.
-        granularity: Lengths are multiples of it, and it is the shortest.
-        repeats: How often each slice is run, after once without a clock.
+        batches: Numbers of sequences at a time.
+        granularity: The shortest length in tokens; all lengths are multiples of it.
+        repeats: Number of timed runs of each slice, after one warm-up run.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -83,8 +83,9 @@ def measure_token_latency(
     contexts = {(batch, context): _context(stage, batch, context) for batch, _, context in places}
     seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {place: [] for place in places}
     bar = progress_bar(len(places) * (repeats + 1), "slices", shown=progress)
-    # In rounds over all slices: what disturbs the machine for a while disturbs no slice more than others.
-    # Several forwards before their backwards: what was just used is at hand sooner than it is in a pipeline.
+    # In rounds over all slices, so that a temporary disturbance of the machine affects all slices alike.
+    # Several forwards run before their backwards, as in a pipeline: a backward right after its forward would
+    # find warmer caches than it does there.
     for _ in range(repeats + 1):
         for together in in_flight(places, length):
             started = [_started(stage, batch, size, contexts[batch, at]) for batch, size, at in together]
@@ -102,7 +103,7 @@ def measure_token_latency(
 
 
 def sample_places(length: int, granularity: int) -> tuple[tuple[int, int], ...]:
-    """The (length, context) of the slices to measure, in the order in which that is done.
+    """The (length, context) of the slices to measure, in tokens, in the order of measurement.
 
     >>> sample_places(16, 8)
     ((8, 0), (16, 0), (8, 8))
@@ -117,7 +118,7 @@ def sample_places(length: int, granularity: int) -> tuple[tuple[int, int], ...]:
 
 
 def in_flight(places: Sequence[tuple[int, int, int]], tokens: int) -> list[list[tuple[int, int, int]]]:
-    """Groups of slices with about so many tokens: as many as wait for their backward in a pipeline.
+    """Group slices into groups of at most ``tokens`` tokens, like those in flight in a pipeline.
 
     >>> in_flight([(1, 8, 0), (1, 8, 8), (1, 8, 16), (1, 16, 0)], 16)
     [[(1, 8, 0), (1, 8, 8)], [(1, 8, 16)], [(1, 16, 0)]]
@@ -133,7 +134,7 @@ def in_flight(places: Sequence[tuple[int, int, int]], tokens: int) -> list[list[
 def measure_slices(
     stage: DecoderStage, slices: TokenSlices, *, batch: int = 1, repeats: int = 3
 ) -> tuple[SliceSample, ...]:
-    """Run whole sequences slice by slice, forward and then backward; the median seconds of each slice."""
+    """Run whole sequences slice by slice, forward and then backward; returns each slice's median seconds."""
     clock = Clock(stage.like.device)
     runs = [_sequence(stage, slices, batch, clock) for _ in range(repeats + 1)][1:]
     return tuple(
@@ -145,7 +146,7 @@ def measure_slices(
 
 
 def _context(stage: DecoderStage, batch: int, length: int) -> Any:
-    """A cache with so many tokens."""
+    """A cache filled with ``length`` tokens."""
     cache = stage.new_cache()
     if length:
         with torch.no_grad():
@@ -154,7 +155,11 @@ def _context(stage: DecoderStage, batch: int, length: int) -> Any:
 
 
 def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple[float, Callable[[], float]]:
-    """Seconds of the forward of one slice after what a cache holds; and its backward, which tells its own."""
+    """Run the forward of one slice after a cached context.
+
+    Returns:
+        Its seconds, and a function that runs the backward and returns that one's seconds.
+    """
     clock = Clock(stage.like.device)
     cache = copy.deepcopy(context)
     _detached(cache)
@@ -168,7 +173,7 @@ def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tupl
 def _sequence(
     stage: DecoderStage, slices: TokenSlices, batch: int, clock: Clock
 ) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of each slice of one sequence."""
+    """Run one sequence slice by slice; returns the (forward, backward) seconds of each slice."""
     cache = stage.new_cache()
     done = []
     for length in slices.lengths:
@@ -195,7 +200,7 @@ def _forward(stage: DecoderStage, x: torch.Tensor, cache: Any) -> tuple[torch.Te
 
 
 def _detached(cache: Any) -> list[torch.Tensor]:
-    """Makes leaves of all keys and values of a cache."""
+    """Replace all keys and values of a cache by autograd leaves, and return these."""
     leaves = []
     for layer in cache.layers:
         if layer.keys is not None and layer.keys.numel():

@@ -1,7 +1,7 @@
-"""From a module to its ModelDesc: two runs on fake tensors, no weights, no device.
+"""Tracing: describes a module as a ModelDesc by two runs on fake tensors, without weights or a device.
 
-The model is run forward and backward at the sample's batch size and at twice that; whatever depends on the
-batch is the line through the two.
+The model is run forward and backward at the sample's batch size and at twice that size; quantities that
+depend on the batch are the line through the two.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class _SegmentTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """One fake run: its segments, the modules that ran, and what numbers were drawn by."""
+    """One fake run: its segments, the modules that ran, and whether single random numbers were large."""
 
     segments: list[_SegmentTrace]
     modules: tuple[str, ...]
@@ -62,23 +62,25 @@ def describe(
     atoms: Sequence[str] = (),
     cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> ModelDesc:
-    """What :meth:`osdp.model_desc.ModelDesc.from_module` returns.
+    """Describe ``model``, as :meth:`osdp.model_desc.ModelDesc.from_module` does.
 
     Args:
         model: As there.
         sample_inputs: As there.
         loss_fn: As there.
         atoms: As there.
-        cut_of: How a module can run in slices: what is cut, the dimension of its weight that is cut, and the
-            number of slices if that is set.
+        cut_of: Returns how a module can run in slices, or ``None``: what is cut, the dimension of its weight
+            that is cut, and the number of slices if it is fixed, else 0.
     """
     check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)
-    # Models keep constants that are neither parameters nor buffers; those are real tensors.
+    # 1. Two fake runs. Constants of the model that are neither parameters nor buffers stay real tensors,
+    # which FakeTensors accepts among fake ones.
     with FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         trace = _largest_run(twin, batch, loss_fn)
         double = _other_batch(twin, batch, loss_fn, trace)
+    # 2. Blocks, then operators.
     uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
@@ -98,7 +100,7 @@ def describe(
 def _cut(
     model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int, int] | None]
 ) -> Cut | None:
-    """How ``operator`` can run in slices: if it is one module's weight, and a bias at most."""
+    """The cut of ``operator`` if it can run in slices: one module's weight, with or without a bias."""
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
         return None
     fqn = operator.modules[0]
@@ -112,7 +114,7 @@ def _cut(
 
 
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
-    """The trace at twice the batch, or ``None`` if the model does not take it or runs otherwise."""
+    """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
     try:
         draws = SingleDraws(largest=trace.largest_draws)
         double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
@@ -123,7 +125,7 @@ def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, tr
 
 
 def _largest_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
-    """The run in which most modules run, should ``twin`` drop some at random."""
+    """The run in which most modules run: two are compared if ``twin`` drops modules at random."""
     draws = SingleDraws(largest=True)
     trace = _fake_run(twin, batch, loss_fn, draws)
     if not draws.happened:
@@ -151,10 +153,11 @@ def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws
 
 
 def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws) -> _Trace:
-    """Fold stretches in which nothing ran into the segment before them."""
+    """Build the trace; stretches in which nothing ran are folded into the segment before them."""
     filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
     if not filled:
         raise ValueError("the model's forward runs no operation")
+    # A stretch without operations may still free memory, so its usage counts for the segment before it.
     place = fold(filled, len(stretches))
     usages = recorder.ledger.usage(place)
     tallies: dict[Moment, Tally] = {}
@@ -178,7 +181,7 @@ def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:
-    """For each of ``count`` stretches, the position in ``filled`` of the last one not after it.
+    """For each of ``count`` stretches, the position in ``filled`` of the last stretch not after it.
 
     >>> fold([1, 3], 5)
     [0, 0, 0, 1, 1]
@@ -245,9 +248,9 @@ def _affine(one: Any, two: Any, local_batch: int, quantity: Callable[[Any], int]
 
 
 def _signature(segment: _SegmentTrace) -> str:
-    """A hash of what runs in both passes and of what it leaves in memory.
+    """Hash of the operations in both passes and of their memory.
 
-    Memory depends on the neighbours too: on which of them still needs a tensor.
+    Memory is included, since it depends on the neighbours, too: on whether they still need a tensor.
     """
     facts = [
         (one.tally.digest.hexdigest(), one.tally.saved_bytes, one.usage.live_bytes, one.usage.peak_bytes)

@@ -1,14 +1,19 @@
-"""Cuts one forward and backward into stretches, the same way on fake and on real tensors.
+"""Divides one forward and backward into stretches, in the same way on fake and on real tensors.
 
 A stretch is what runs between two successive boundaries; a boundary is the entry or the exit of a module's
 forward. It belongs to the module whose own code is running; stretches outside the model's forward (the loss)
-belong to the root, as one more call of it. Stretches in which nothing runs are numbered too, so the key
-(module, call, part) of a stretch depends on the module calls alone.
+belong to the root, as one more call of it. Stretches in which nothing runs are numbered, too, so the key
+(module, call, part) of a stretch depends on the module calls alone. For a root that calls ``a`` and ``b``::
+
+    root      |==0==|     |==2==|     |==4==| loss, 5
+    a, b            |==1==|     |==3==|
+    backward    5 -> 4 -> 3 -> 2 -> 1 -> 0
 
 In backward, autograd runs the ready node with the highest sequence number first, and every consumer of a node
-has a higher number than the node: so nodes run strictly in descending order (those that accumulate gradients,
-as soon as they can). A stretch owns the numbers given out while it ran; the node with its highest number
-therefore marks the exact moment where its backward begins, and stretches run backward in reverse order.
+has a higher number than the node: so nodes run strictly in descending order (except for those that accumulate
+gradients, which run as soon as they can). A stretch owns the numbers assigned while it ran; the node with the
+highest of them therefore marks the exact moment at which its backward begins, and the backwards of stretches
+run in reverse order.
 """
 
 from bisect import bisect_right
@@ -34,14 +39,14 @@ _NO_SEQUENCE = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What runs between two boundaries.
+    """Execution between two successive boundaries.
 
     Attributes:
         module: FQN of the module whose own code runs; empty for the root and for the loss.
-        call: Which call of the module, from 0.
-        part: Which stretch of that call, from 0.
-        stack: FQNs of the modules whose forward is under way, outermost first.
-        node: Autograd's next sequence number when it began.
+        call: Index of the call of the module, from 0.
+        part: Index of the stretch within that call, from 0.
+        stack: FQNs of the modules whose forward is running, outermost first.
+        node: Autograd's next sequence number when the stretch began.
     """
 
     module: str
@@ -52,18 +57,18 @@ class Stretch:
 
     @property
     def key(self) -> Key:
-        """What it is joined by."""
+        """Key by which stretches and segments are joined: module, call and part."""
         return self.module, self.call, self.part
 
 
 class Observer(Protocol):
-    """Is told of every boundary."""
+    """Callbacks at the boundaries of stretches."""
 
     def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
-        """Stretch ``index`` begins; the one before it handed on ``handed_on``."""
+        """Stretch ``index`` begins; the one before it passed on ``handed_on``."""
 
     def leave_forward(self, loss: torch.Tensor) -> None:
-        """Forward is over, the outputs are gone except for ``loss``."""
+        """Forward is over; the outputs have been freed except for ``loss``."""
 
     def start_backward(self) -> None:
         """Backward is about to be called; it begins with the last stretch."""
@@ -73,7 +78,7 @@ class Observer(Protocol):
 
 
 class Walker:
-    """While entered, numbers the stretches of ``model``'s forward."""
+    """Context in which the stretches of ``model``'s forward are numbered."""
 
     def __init__(
         self, model: nn.Module, observer: Observer, inside: Mapping[str, Mapping[str, int]] | None = None
@@ -81,10 +86,10 @@ class Walker:
         """Prepare to walk.
 
         Args:
-            model: Whose forward will run once.
-            observer: Is told of every boundary.
-            inside: For modules whose forward has been replaced: how often it would have called which
-                module, so that later calls keep their number.
+            model: The model whose forward will run once.
+            observer: Called at every boundary.
+            inside: For modules whose forward has been replaced: the number of calls of each module that the
+                original would have made, so that later calls keep their index.
         """
         self.stretches: list[Stretch] = []
         self._model = model
@@ -119,7 +124,7 @@ class Walker:
         self._stack.pop()
         self._parts.pop()
         self._calls.update(self._inside.get(name, {}))
-        if not self._stack:
+        if not self._stack:  # the root has returned: what follows is the loss
             self._push("")
         self._begin(output)
 
@@ -145,7 +150,7 @@ def walk(
     loss_fn: LossFn | None = None,
     inside: Mapping[str, Mapping[str, int]] | None = None,
 ) -> list[Stretch]:
-    """Run forward, loss and backward of ``model`` once, telling ``observer`` of every boundary.
+    """Run forward, loss and backward of ``model`` once, calling ``observer`` at every boundary.
 
     Returns:
         All stretches of the forward, in order.
@@ -165,12 +170,12 @@ def walk(
 def backward_marks(
     loss: torch.Tensor, stretches: Sequence[Stretch], enter: Callable[[int], None]
 ) -> Iterator[None]:
-    """Within it, ``enter`` is called with the index of each stretch whose backward begins."""
+    """Context in which ``enter`` is called with the index of each stretch whose backward begins."""
 
     def mark(index: int, grad_outputs: Any) -> None:
         enter(index)
 
-    # The nodes own the saved tensors: a reference kept here would move the moment memory is freed.
+    # Nodes own the saved tensors: a reference to a node kept here would delay the release of their memory.
     handles = [
         node.register_prehook(partial(mark, index)) for index, node in _first_nodes(loss, stretches).items()
     ]
@@ -182,6 +187,7 @@ def backward_marks(
 
 
 def _first_nodes(loss: torch.Tensor, stretches: Sequence[Stretch]) -> dict[int, Node]:
+    """The node with the highest sequence number of each stretch, by the index of the stretch."""
     starts = [stretch.node for stretch in stretches]
     first: dict[int, tuple[int, Node]] = {}
     for node in autograd_nodes(loss):
@@ -193,7 +199,7 @@ def _first_nodes(loss: torch.Tensor, stretches: Sequence[Stretch]) -> dict[int, 
 
 
 def autograd_nodes(loss: torch.Tensor) -> list[Node]:
-    """Every node of the graph that ``loss.backward()`` would run."""
+    """All nodes of the autograd graph that ``loss.backward()`` would run."""
     root = loss.grad_fn
     if root is None:
         return []
@@ -207,10 +213,10 @@ def autograd_nodes(loss: torch.Tensor) -> list[Node]:
 
 
 def shared_gradients(loss: torch.Tensor) -> list[tuple[Node, int, int]]:
-    """Where the gradients of parameters come from that have several sources.
+    """Sources of the gradients of those parameters whose gradient has several contributions.
 
     Returns:
-        Triples of a node, which of its results goes to the parameter, and the parameter's number.
+        Triples of a node, the index of its result that goes to the parameter, and the parameter's number.
     """
     sources: dict[Node, list[tuple[Node, int]]] = {}
     for node in autograd_nodes(loss):
@@ -226,10 +232,10 @@ def shared_gradients(loss: torch.Tensor) -> list[tuple[Node, int, int]]:
 
 
 def sequence_number(node: Node) -> int:
-    """The number autograd gave ``node``; higher runs earlier in backward."""
+    """Autograd's sequence number of ``node``; higher numbers run earlier in backward."""
     return int(node._sequence_nr())
 
 
 def next_sequence_number() -> int:
-    """The number autograd will give the next node of this thread."""
+    """The sequence number that autograd will assign to the next node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
