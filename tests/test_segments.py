@@ -1,6 +1,9 @@
 """Measured segments: together they are the whole model, though it never runs."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +24,7 @@ from osdp.profiler.segments import cached_segments, profile_segments
 from osdp.profiler.stopwatch import Clock, timed
 from osdp.profiler.stubs import Template
 from osdp.profiler.trace import describe
-from osdp.profiler.workspace import record_workspace
+from osdp.profiler.workspace import CpuWorkspace
 
 CPU = torch.device("cpu")
 
@@ -307,9 +310,30 @@ def test_a_stub_returns_what_its_exemplar_did() -> None:
 
 def test_workspace_inside_an_operation_is_seen() -> None:
     x, weight = torch.randn(4, 16, 32, 32), torch.randn(16, 16, 3, 3)
-    with record_workspace() as (workspace, nbytes):
-        workspace.run(lambda: x + 1)
-        # This convolution unfolds its input, nine times its size, and drops that before it returns.
-        workspace.run(lambda: torch.ops.aten._slow_conv2d_forward(x, weight, [3, 3], None, [1, 1], [1, 1]))
-    assert len(nbytes) == 2
-    assert nbytes[0] < 1024 < 9 * x.numel() <= nbytes[1]
+    # This convolution unfolds its input, nine times its size, and drops that before it returns.
+    unfolding = partial(torch.ops.aten._slow_conv2d_forward, x, weight, [3, 3], None, [1, 1], [1, 1])
+    workspace = CpuWorkspace()
+    added, convolved = workspace.run(lambda: x + 1), workspace.run(unfolding)
+    assert torch.equal(added[0], x + 1)
+    assert added[1] < 1024 < 9 * x.numel() <= convolved[1]
+
+
+def test_an_operation_that_fails_leaves_no_profiler_behind() -> None:
+    workspace = CpuWorkspace()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        workspace.run(lambda: torch.ones(2) + torch.ones(3))
+    assert workspace.run(lambda: torch.ones(2))[1] == 0
+
+
+def test_profiling_writes_nothing_where_nobody_watches() -> None:
+    code = """
+import torch
+from torch import nn
+from osdp import ModelDesc
+from osdp.profiler.measure import profile_model
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2), nn.Dropout())
+batch = torch.randn(2, 3, 8, 8)
+profile_model(model, ModelDesc.from_module(model, batch), batch, device="cpu")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
