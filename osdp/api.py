@@ -28,6 +28,7 @@ from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Mode, Plan
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache
 from osdp.profiler.flow import trace_flow
 from osdp.profiler.tensor_parallel import derive
 from osdp.runtime.split_modules import kind_of
@@ -63,7 +64,7 @@ def make_plan(
     reduce_dtype: str | torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
     double_backward: bool = False,
-    cache_dir: str | Path | None = None,
+    cache_dir: str | Path | None = DEFAULT_CACHE_DIR,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -96,7 +97,8 @@ def make_plan(
         loss_fn: How the loss is made of the model's output.
         double_backward: Whether a backward is itself differentiated, as for gradient penalties; everything is
             then replicated, and nothing sliced or recomputed.
-        cache_dir: Where measured segments are kept.
+        cache_dir: Where measurements of the last 30 days are looked up and kept, by default in the user's
+            folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.
@@ -105,11 +107,13 @@ def make_plan(
     allowed, mesh = allowed_modes(strategy, two_step, double_backward), mesh or measured_mesh(model, profile)
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = trained(training, description, param_dtype, reduce_dtype)
-    device = detected(device_info, mesh, group_sizes)
-    rules = rules_of(allowed, slices, recompute, offload, two_step, device)
-    measure = profiler_of(model, description, sample, device, profile, mesh, loss_fn, cache_dir)
-    candidates = batches(training, local_batches, microbatches, measure)
     group = mesh.get_group() if mesh is not None else None
+    cache = MeasurementCache(cache_dir, group)
+    device = detected(device_info, mesh, group_sizes, cache)
+    rules = rules_of(allowed, slices, recompute, offload, two_step, device)
+    measure = profiler_of(model, description, sample, device, profile, mesh, loss_fn, cache)
+    candidates = batches(training, local_batches, microbatches, measure)
+    cache.report()
     return from_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
@@ -137,7 +141,7 @@ def make_pipeline_plan(
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    cache_dir: str | Path | None = None,
+    cache_dir: str | Path | None = DEFAULT_CACHE_DIR,
 ) -> PipelinePlan:
     """The fastest plan of stages that fits: where to cut, the schedule, and the sharding of each stage.
 
@@ -167,7 +171,7 @@ def make_pipeline_plan(
         param_dtype: Dtype parameters are computed in.
         reduce_dtype: Dtype gradients are reduced in.
         loss_fn: How the loss is made of the model's output.
-        cache_dir: Where measured segments are kept.
+        cache_dir: Where measurements are kept.
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.
@@ -178,16 +182,16 @@ def make_pipeline_plan(
     description, sample = described(model, model_desc, loss_fn, auto_wrap_policy)
     training = with_microbatches(trained(training, description, param_dtype, reduce_dtype), layout)
     names = usable_schedules(schedule, layout, training)
-    device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes), mesh)
+    cache = MeasurementCache(cache_dir)
+    device = with_tensor_links(stage_devices(device_info, layout, mesh, group_sizes, cache), mesh, cache)
     rules = rules_of(allowed_modes(strategy, two_step), slices, recompute, False, two_step, device)
     batch = sample or SampleBatch.from_desc(description)
     options: dict[str, Any] = {"loss_fn": loss_fn, "policy": auto_wrap_policy}
     part = one_rank(model, batch, description, layout.tp, sequence_parallel, **options)
-    measure = profiler_of(
-        part.model, part.desc, batch, device, profile, data, loss_fn, cache_dir, description
-    )
+    measure = profiler_of(part.model, part.desc, batch, device, profile, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
     candidates = batches(training, local_batches, microbatches, measure)
+    cache.report()
 
     def search() -> PipelinePlan:
         with allowed_to_run(model):

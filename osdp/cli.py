@@ -125,7 +125,8 @@ def profile(
     model_desc = ModelDesc.from_module(module, sample)
     part = one_rank(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc
-    device_info = DeviceInfo.detect(memory_limit)
+    # Who asks for a profile wants it measured now.
+    device_info = DeviceInfo.detect(memory_limit, cache_dir=None)
     if estimate:
         timed = estimate_profile(model_desc, device_info, training)
     else:

@@ -16,6 +16,7 @@ from osdp.model_desc import ModelDesc
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.profile import Profile
+from osdp.profiler.cache import DEFAULT_CACHE_DIR
 from osdp.runtime import AppliedPlan
 from osdp.runtime.mesh import device_of
 from osdp.runtime.module_api import PlannedModule
@@ -80,7 +81,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             all; where ``False`` that is an error. Costs a small all-reduce a step.
         double_backward: Whether backwards are differentiated (``create_graph=True``), as for gradient
             penalties; everything is then replicated.
-        cache_dir: Where profiles are kept.
+        cache_dir: Where measurements of the last 30 days are looked up and kept, by default in the user's
+            folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
 
     Attributes:
         module: The model.
@@ -134,7 +136,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         find_unused_parameters: bool = True,
         double_backward: bool = False,
-        cache_dir: str | Path | None = None,
+        cache_dir: str | Path | None = DEFAULT_CACHE_DIR,
     ) -> None:
         super().__init__()
         check_plain(model)
