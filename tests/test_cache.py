@@ -270,6 +270,23 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def _starts_on_a_busy_machine(folder: str) -> list[str]:
+    latency, bandwidth, _ = collectives.fit([1000, 2000, 4000], [3.0, 2.0, 1.0])
+    devices = DeviceInfo(
+        memory_limit=1, devices_per_node=2, links=(Link("all_reduce", "world", 2, latency, bandwidth),)
+    )
+    calls = _Calls()
+    with calls.counting(collectives, "_measured", devices):
+        for _ in range(2):
+            collectives.detect("1GiB", cache_dir=folder)
+    return calls.names
+
+
+def test_links_that_noise_has_spoilt_are_not_kept(tmp_path: Path) -> None:
+    assert run(2, _starts_on_a_busy_machine, str(tmp_path)) == [["_measured"] * 2] * 2
+    assert not list(tmp_path.iterdir())
+
+
 def _two_starts_in_stages(folder: str) -> list[list[str]]:
     found = []
     for _ in range(2):

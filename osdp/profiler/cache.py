@@ -71,7 +71,14 @@ class MeasurementCache:
         """Whether anything may be read or kept."""
         return self._cache_dir is not None
 
-    def measured(self, name: str, kind: type[T], facts: Sequence[Any], measure: Callable[[], T]) -> T:
+    def measured(
+        self,
+        name: str,
+        kind: type[T],
+        facts: Sequence[Any],
+        measure: Callable[[], T],
+        is_sound: Callable[[T], bool] = lambda _: True,
+    ) -> T:
         """What ``measure`` returns, or returned when it was last run under the same ``facts``.
 
         Either all ranks measure or none does, whatever the folders of their machines hold: measuring is
@@ -82,6 +89,7 @@ class MeasurementCache:
             kind: Its type, a value with a JSON form.
             facts: All that it depends on; those of the first rank count.
             measure: Measures it.
+            is_sound: Whether it may be kept; what noise has spoilt is measured again at the next start.
         """
         if not self.is_on:
             return measure()
@@ -92,7 +100,7 @@ class MeasurementCache:
             return entry.value
         start = time.perf_counter()
         value = measure()
-        if self._is_first:
+        if self._is_first and is_sound(value):
             self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
         return value
 

@@ -43,6 +43,9 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
 
+#: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
+_NO_GROWTH = 2.0**60
+
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
 
@@ -111,7 +114,8 @@ def detect(
         groups = _groups(world, group_sizes)
         return _measured(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
 
-    info = _with_memory(found.measured("devices", DeviceInfo, facts, measure), limit, where, world)
+    info = found.measured("devices", DeviceInfo, facts, measure, _grows_with_size)
+    info = _with_memory(info, limit, where, world)
     if cache is None:
         found.report()
     return info
@@ -164,6 +168,10 @@ def _measured(
     return _same_everywhere(info, world, where)
 
 
+def _grows_with_size(info: DeviceInfo) -> bool:
+    return all(link.bandwidth < _NO_GROWTH for link in info.links)
+
+
 def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
     """The devices with the memory of now, which is no measurement: the least of any rank's."""
     host = info.host
@@ -198,7 +206,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
         latency, per_byte = 0.0, b / bb
     elif per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
-        latency, per_byte = a / aa, 1 / 2.0**60
+        latency, per_byte = a / aa, 1 / _NO_GROWTH
     fitted = [latency + size * per_byte for size in sizes]
     residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
     return latency, 1 / per_byte, residual
