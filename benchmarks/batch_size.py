@@ -101,7 +101,7 @@ def compare(
     """Worker: plan for the live network at every batch that fits, then time all settings in turn."""
     del rank, world_size
     mesh = live_mesh()
-    device = DeviceInfo.detect(limit)
+    device = DeviceInfo.detect(limit, cache_dir=None)
     candidates = {
         f"{kind} {size}": Candidate(kind, CASES[case], Training(local_batch=size))
         for kind, batch in by_hand.items()

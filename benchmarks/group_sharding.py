@@ -167,7 +167,7 @@ def compare(rank: int, world_size: int, *, testbed: dict[str, int], limits: dict
     del rank, world_size
     where, mesh = Testbed(**testbed), live_mesh()
     setting = make_setting_together(CASE, training(), mesh)
-    device = DeviceInfo.detect(UNLIMITED)
+    device = DeviceInfo.detect(UNLIMITED, cache_dir=None)
     plans = forced(setting, device, where)
     plans |= {f"plan at {name}": setting.plan(device, limit) for name, limit in limits.items()}
     candidates = by_hand(setting, where)

@@ -108,7 +108,7 @@ def compare(rank: int, world_size: int, *, contest: str, rounds: int) -> dict[st
     once = replace(training, microbatches=1)
     if given.awake is None:
         setting = make_setting_together(case, once, mesh["dp"])
-        device = DeviceInfo.detect(UNLIMITED, mesh=mesh["dp"])
+        device = DeviceInfo.detect(UNLIMITED, mesh=mesh["dp"], cache_dir=None)
     else:
         setting = make_setting(case, once, agreed(_profile_of_sleep(case, once) if rank == 0 else None))
         device = DeviceInfo(memory_limit=UNLIMITED)

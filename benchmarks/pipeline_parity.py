@@ -151,6 +151,7 @@ class Reference:
             dp=layout.dp,
             tp=layout.tp,
             schedule=schedule,
+            cache_dir=None,
             **{**options, **dict(layout.options)},
         )
         where = torch.distributed.get_rank() // layout.tp % layout.dp

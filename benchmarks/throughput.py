@@ -94,7 +94,7 @@ def compare(
     del rank, world_size
     mesh = live_mesh()
     setting = make_setting_together(CASES[case], training(), mesh)
-    device = DeviceInfo.detect(limits[0])
+    device = DeviceInfo.detect(limits[0], cache_dir=None)
     free = setting.plan(device)
     plans = {str(limit): setting.plan(device, limit) for limit in limits}
     candidates = {kind: setting.by_hand(kind) for kind in BASELINES}

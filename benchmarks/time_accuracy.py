@@ -30,7 +30,7 @@ def check(case: str, world_size: int, strategy: str, options: Options) -> Row:
         mesh = init_device_mesh(options.device, (world_size,))
         setting = make_setting(CASES[case], TRAINING, device=options.device, mesh=mesh)
         # What a unit costs besides moving data is measured as it would be on a live group.
-        devices = DeviceInfo.detect(UNLIMITED, device=options.device)
+        devices = DeviceInfo.detect(UNLIMITED, device=options.device, cache_dir=None)
         plan = setting.plan(devices, strategy=strategy)
         step = setting.candidate(devices, plan).build_step(mesh)
         synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None

@@ -52,6 +52,9 @@ __all__ = [
     "split_linear",
 ]
 
+#: Read by setup.py, too.
+__version__ = "0.1.0"
+
 _HOME = {
     "OSDP": "osdp.wrapper",
     "OptimalShardedDataParallel": "osdp.wrapper",

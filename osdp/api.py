@@ -27,6 +27,7 @@ from osdp.options import PlanOptions, complete, lists_options, schedule_of
 from osdp.pipeline_plan import PipelinePlan
 from osdp.plan import Plan
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.flow import trace_flow
 from osdp.profiler.tensor_parallel import derive
 from osdp.runtime.split_modules import kind_of
@@ -76,11 +77,13 @@ def make_plan(
     allowed, mesh = allowed_modes(chosen), mesh or measured_mesh(model, chosen["profile"])
     description, sample = described(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
     training = trained(training, description, chosen)
-    device = detected(device_info, mesh, chosen["group_sizes"])
-    rules = rules_of(allowed, chosen, device)
-    measure = profiler_of(model, description, sample, device, chosen, mesh, loss_fn)
-    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     group = mesh.get_group() if mesh is not None else None
+    cache = MeasurementCache(chosen["cache_dir"], group)
+    device = detected(device_info, mesh, chosen["group_sizes"], cache)
+    rules = rules_of(allowed, chosen, device)
+    measure = profiler_of(model, description, sample, device, chosen, mesh, loss_fn, cache)
+    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
+    cache.report()
     return from_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
@@ -120,15 +123,19 @@ def make_pipeline_plan(
     description, sample = described(model, model_desc, loss_fn, policy)
     training = with_microbatches(trained(training, description, chosen), layout)
     names = usable_schedules(schedule, layout, training)
-    device = with_tensor_links(stage_devices(device_info, layout, mesh, chosen["group_sizes"]), mesh)
+    cache = MeasurementCache(chosen["cache_dir"])
+    device = with_tensor_links(
+        stage_devices(device_info, layout, mesh, chosen["group_sizes"], cache), mesh, cache
+    )
     rules = replace(rules_of(allowed_modes(chosen), chosen, device), offload=False)
     batch = sample or SampleBatch.from_desc(description)
     part = one_rank(
         model, batch, description, layout.tp, chosen["sequence_parallel"], loss_fn=loss_fn, policy=policy
     )
-    measure = profiler_of(part.model, part.desc, batch, device, chosen, data, loss_fn, description)
+    measure = profiler_of(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
+    cache.report()
 
     def search() -> PipelinePlan:
         with allowed_to_run(model):

@@ -6,12 +6,13 @@ that folder on any machine, or lays a transformer over a cluster, ``osdp estimat
 profile ...``) ``profile`` measures the links between the processes too.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from osdp import cli_cluster, codec
+from osdp import __version__, cli_cluster, codec
 from osdp.device_info import DeviceInfo
 from osdp.layer_profile import merged
 from osdp.model_desc import ModelDesc
@@ -38,12 +39,25 @@ from osdp.cli_models import (
     measured_layers,
     model_label,
     parse_fields,
+    require_described,
     require_whole,
 )
 from osdp.cli_options import refuse_others
 from osdp.cli_outputs import Outputs
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=__doc__,
+)
+
+#: Libraries that commands import when they need them, by the extra that brings them.
+_EXTRA_OF = {
+    "transformers": "hf", "tqdm": "cli", "yaml": "cli", "rich": "cli", "matplotlib": "report",
+    "plotly": "report",
+}  # fmt: skip
 
 _ModelName = Annotated[
     str,
@@ -89,6 +103,21 @@ _TrustCode = Annotated[
 _Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"osdp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options of no command."""
+
+
 @app.command()
 def profile(
     model: _ModelName,
@@ -125,7 +154,8 @@ def profile(
     model_desc = ModelDesc.from_module(module, sample)
     part = one_rank(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc
-    device_info = DeviceInfo.detect(memory_limit)
+    # Who asks for a profile wants it measured now.
+    device_info = DeviceInfo.detect(memory_limit, cache_dir=None)
     if estimate:
         timed = estimate_profile(model_desc, device_info, training)
     else:
@@ -305,9 +335,7 @@ def _plan_described(
     from osdp.api import make_pipeline_plan, make_plan
     from osdp.search.rules import SLICES
 
-    missing = [name for name in (MODEL, DEVICE, PROFILE, TRAINING) if not Path(described, name).exists()]
-    if missing:
-        raise ValueError(f"{described} is no folder that osdp profile wrote: it has no {', '.join(missing)}")
+    require_described(described, (MODEL, DEVICE, PROFILE, TRAINING))
     require_whole(described)
     device_info = DeviceInfo.load(device or described / DEVICE)
     if memory_limit is not None:
@@ -371,11 +399,25 @@ def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a pl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; what a user can mend is said in one message, without a traceback."""
+    """Run the command; what goes wrong is said in one message, without a traceback."""
     try:
         app(arguments, standalone_mode=True)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except ImportError as error:
+        raise SystemExit(f"error: {_missing(error)}") from error
+    except (ValueError, TypeError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
+    except Exception as error:  # a fault of the command, or of the function that makes a model
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise SystemExit(
+            f"error: {type(error).__name__}: {error} (line {last.lineno} of {last.filename})"
+        ) from error
+
+
+def _missing(error: ImportError) -> str:
+    """What cannot be imported, and what to type where an extra has it."""
+    library = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF.get(library)
+    return f"this needs {library}: pip install 'osdp[{extra}]'" if extra is not None else str(error)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.
             )
         # A console script does not search the current folder.
         sys.path.insert(0, os.getcwd())
-        made: tuple[nn.Module, Any] = getattr(importlib.import_module(module), factory)()
-        return made
+        return _made(name, getattr(importlib.import_module(module), factory, None))
     if name.endswith(".json"):
         content = read_json(name)
         if not isinstance(content, dict):
@@ -96,6 +95,16 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.
         fields = {**content, **fields}
         name = str(fields.pop("model_type", ""))
     return language_model(name, fields), token_batch(batch, seq)
+
+
+def _made(name: str, factory: Any) -> "tuple[nn.Module, Any]":
+    """What the function called ``name`` makes."""
+    if not callable(factory):
+        raise ValueError(f"{name} is no function: MODEL is module:function, which returns (model, batch)")
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"{name}() returned {quoted(made)}; it is to return (model, sample batch)")
+    return made
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, Any]:
@@ -189,6 +198,13 @@ def changed_fields(name: str, fields: Iterable[str]) -> set[str]:
     return set(fields) - told
 
 
+def require_described(folder: Path, names: Sequence[str]) -> None:
+    """Refuse a path that is no folder with the files that are needed of it."""
+    missing = [name for name in names if not Path(folder, name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} is no folder that osdp profile wrote: it has no {', '.join(missing)}")
+
+
 def require_whole(described: Path) -> None:
     """Refuse a folder with what one of several tensor-parallel ranks computes."""
     tp = _source(described).tp
@@ -201,6 +217,7 @@ def require_whole(described: Path) -> None:
 
 def measured_layers(described: Path, gpu: str, model: str) -> LayerProfile:
     """What was measured of the layers of a folder's model; see :func:`osdp.layer_profile.layer_profile`."""
+    require_described(described, (MODEL, PROFILE, TRAINING))
     training = codec.load(Training, described / TRAINING)
     return layer_profile(
         ModelDesc.load(described / MODEL),
@@ -233,8 +250,7 @@ def named_shape(name: str, overrides: Mapping[str, Any], *, trust_code: bool = F
     if not is_folder(name):
         return shape_of(name, overrides)
     folder = Path(name)
-    if not Path(folder, MODEL).exists():
-        raise ValueError(f"{name} is no folder that osdp profile wrote: it has no {MODEL}")
+    require_described(folder, (MODEL,))
     require_whole(folder)
     source = _source(folder)
     if not source.is_made:

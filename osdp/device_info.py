@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from osdp.profiler.cache import MeasurementCache
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -282,6 +284,7 @@ class DeviceInfo:
         sizes: Sequence[int] | None = None,
         repeats: int = 12,
         seconds: float = 4.0,
+        cache_dir: "str | Path | MeasurementCache | None" = "default",
     ) -> "DeviceInfo":
         """Measure the devices of the live process group and the links between them.
 
@@ -301,6 +304,9 @@ class DeviceInfo:
                 :data:`osdp.profiler.collectives.SIZES`.
             repeats: Most samples of each size.
             seconds: About how long each group is measured; slow networks are measured with fewer sizes.
+            cache_dir: Folder in which measurements of the last 30 days on the same hosts, hardware, backend and
+                torch are looked up and kept; ``"default"`` is the user's cache folder
+                (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`), ``None`` measures anew.
 
         Raises:
             ValueError: An argument cannot be read or does not fit the mesh.
@@ -317,4 +323,5 @@ class DeviceInfo:
             sizes=SIZES if sizes is None else sizes,
             repeats=repeats,
             seconds=seconds,
+            cache_dir=cache_dir,
         )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.device_info import DeviceInfo
+from osdp.device_info import DeviceInfo, StageLink
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.layout import Degrees, degrees
@@ -18,6 +18,7 @@ from osdp.options import PlanOptions
 from osdp.plan import Mode
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.estimate import estimate
 from osdp.profiler.loss import NotedLoss
 from osdp.profiler.machine import device_kind
@@ -79,6 +80,7 @@ def stage_devices(
     layout: Degrees,
     mesh: "DeviceMesh | None",
     group_sizes: Sequence[int] | None,
+    cache: MeasurementCache,
 ) -> DeviceInfo:
     """The data-parallel devices of one stage, measured unless they are given, with the way to the next stage.
 
@@ -96,10 +98,10 @@ def stage_devices(
             )
         device_info = device_info.memory_limit
     data = mesh["dp"] if mesh is not None else None
-    return with_stage_link(detected(device_info, data, group_sizes), mesh)
+    return with_stage_link(detected(device_info, data, group_sizes, cache), mesh, cache)
 
 
-def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:
+def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None", cache: MeasurementCache) -> DeviceInfo:
     """The devices with the way from stage to stage measured, unless it is known or nobody is there.
 
     How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
@@ -107,9 +109,14 @@ def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
         return device
     device = _agreed(device, mesh)
-    link = measure_stage_link(mesh["pp"].get_group(), device_of(mesh))
-    alone = device.ranks_per_core == 1 and not device.slowdowns
-    slowdowns = measure_slowdowns(mesh, device_of(mesh)) if alone else device.slowdowns
+    where, pipeline = device_of(mesh), mesh["pp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    link = cache.measured("stage_link", StageLink, facts, lambda: measure_stage_link(pipeline, where))
+    slowdowns = device.slowdowns
+    if device.ranks_per_core == 1 and not slowdowns:
+        slowdowns = cache.measured(
+            "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
+        )
     return replace(device, stage_link=link, slowdowns=slowdowns)
 
 
@@ -159,6 +166,7 @@ def profiler_of(
     options: PlanOptions,
     mesh: "DeviceMesh | None",
     loss_fn: Callable[..., Any] | None,
+    cache: MeasurementCache,
     whole: ModelDesc | None = None,
 ) -> Callable[[Training], Profile]:
     """How to get the profile of a training: as given, measured on the model, or estimated without one.
@@ -189,7 +197,7 @@ def profiler_of(
         with allowed_to_run(model):
             return profile_model(
                 model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
-                cache_dir=options["cache_dir"], progress=rank_of(mesh) == 0,
+                cache=cache, progress=rank_of(mesh) == 0,
             )  # fmt: skip
 
     return profiled
@@ -269,11 +277,14 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def detected(
-    device_info: DeviceInfo | str | int | None, mesh: "DeviceMesh | None", group_sizes: Sequence[int] | None
+    device_info: DeviceInfo | str | int | None,
+    mesh: "DeviceMesh | None",
+    group_sizes: Sequence[int] | None,
+    cache: MeasurementCache,
 ) -> DeviceInfo:
     """The devices, measured unless they are given."""
     if not isinstance(device_info, DeviceInfo):
-        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes)
+        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes, cache_dir=cache)
     return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 

@@ -19,6 +19,7 @@ import torch
 from osdp.integrations.fairscale import is_same
 from osdp.plan import Mode
 from osdp.profile import Profile
+from osdp.profiler.cache import DEFAULT_CACHE_DIR
 from osdp.search.rules import SLICES
 
 #: A plan of the whole model on data-parallel ranks, or one of stages.
@@ -79,7 +80,8 @@ class PlanOptions(TypedDict, total=False):
             all; where ``False`` that is an error. Costs a small all-reduce a step.
         double_backward: Whether backwards are differentiated (``create_graph=True``), as for gradient
             penalties; everything is then replicated, and nothing sliced or recomputed.
-        cache_dir: Where profiles are kept.
+        cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the
+            user's cache folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
     """
 
     profile: Annotated[Profile | Sequence[Profile] | None, Option()]
@@ -103,7 +105,7 @@ class PlanOptions(TypedDict, total=False):
     reduce_dtype: Annotated[str | torch.dtype | None, Option()]
     find_unused_parameters: Annotated[bool, Option(True, whole=False, stages=False, planning=False)]
     double_backward: Annotated[bool, Option(False, stages=False, planning=False)]
-    cache_dir: Annotated[str | Path | None, Option(planning=False)]
+    cache_dir: Annotated[str | Path | None, Option(DEFAULT_CACHE_DIR, planning=False)]
 
 
 def declared(kind: PlanKind | None = None) -> dict[str, Option]:

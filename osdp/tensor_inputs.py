@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from osdp.cost.tensor_prices import part_profile, with_exchanges
-from osdp.device_info import DeviceInfo
+from osdp.device_info import DeviceInfo, Link
 from osdp.inputs import from_first_rank
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.model_desc import ModelDesc
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.skeleton import on_meta, skeleton
 from osdp.profiler.tensor_link import measure_tensor_links
 from osdp.profiler.tensor_parallel import derive
@@ -104,9 +105,13 @@ def one_rank(
     return OneRank(part, desc.desc, desc)
 
 
-def with_tensor_links(device: DeviceInfo, mesh: "DeviceMesh | None") -> DeviceInfo:
+def with_tensor_links(device: DeviceInfo, mesh: "DeviceMesh | None", cache: MeasurementCache) -> DeviceInfo:
     """The devices with the collectives inside layers measured, unless they are known or nobody is there."""
     if device.tensor_links or mesh is None or mesh["tp"].size() == 1:
         return device
-    links = measure_tensor_links(mesh["tp"].get_group(), device_of(mesh))
+    where, group = device_of(mesh), mesh["tp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    links = cache.measured(
+        "tensor_links", tuple[Link, ...], facts, lambda: measure_tensor_links(group, where)
+    )
     return replace(device, tensor_links=links)

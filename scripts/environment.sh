@@ -29,7 +29,7 @@ find_python() {
 }
 
 has_torch() {
-    "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' >/dev/null 2>&1
+    "$1" -c 'import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))' >/dev/null 2>&1
 }
 
 is_outside_venvs() {

@@ -1,7 +1,14 @@
 """Seeds, and a header that says what the tests ran on."""
 
+import os
+
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    # Tests measure anew, and leave the user's measurements alone; ranks and programs inherit it.
+    os.environ["OSDP_CACHE_DIR"] = ""
 
 
 def pytest_report_header() -> str:

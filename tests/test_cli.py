@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import osdp
 from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile, cli, cli_models
 
 SMALL = ["n_layer=2", "n_embd=32", "n_head=2", "vocab_size=64", "attn_pdrop=0.0"]
@@ -166,3 +168,95 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "error: the osdp command needs typer: pip install 'osdp[cli]'\n"
+
+
+COMMANDS = ("profile", "plan", "estimate", "layers", "calibrate", "show")
+
+
+def test_the_version_is_said() -> None:
+    done = CliRunner().invoke(cli.app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"osdp {osdp.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_every_command_has_help(command: tuple[str, ...], option: str) -> None:
+    done = CliRunner().invoke(cli.app, [*command, option])
+    assert done.exit_code == 0 and "Usage: " in done.output
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> dict[str, str]:
+    """Paths of what no command can read, by what they are."""
+    contents = {"empty": b"", "other": b'{"a": 1}', "list": b"[1]", "binary": b"\x80\x00"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    return {
+        "nothing": str(tmp_path / "nothing.json"),
+        "folder": str(tmp_path / "folder"),
+        **{name: str(tmp_path / f"{name}.json") for name in contents},
+    }
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "empty", "other", "list", "binary"])
+@pytest.mark.parametrize("command", ["show", "plan", "cluster", "layers", "calibrate", "estimate"])
+def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: dict[str, str]) -> None:
+    path = wrong[kind]
+    layout = ["--tp", "1", "--pp", "1", "--dp", "1", "--micro-batch", "1"]
+    arguments = {
+        "show": ["show", path],
+        "plan": ["plan", path],
+        "cluster": ["plan", "--model", "gpt2", "--cluster", path, "--global-batch", "8"],
+        "layers": ["layers", path, "--gpu", "H200", "--model", "gpt2"],
+        "calibrate": ["calibrate", "--data", path, "--cluster", path],
+        "estimate": ["estimate", "--model", "gpt2", "--cluster", path, "--global-batch", "8", *layout],
+    }
+    with pytest.raises(RuntimeError, match=r"^error: ") as caught:
+        run(*arguments[command])
+    message = str(caught.value)
+    assert Path(path).name in message and "Traceback" not in message
+    if command in ("plan", "layers"):
+        assert "is no folder that osdp profile wrote: it has no model_desc.json" in message
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "message"),
+    [
+        ("transformers", ["profile", "gpt2"], r"this needs transformers: pip install 'osdp\[hf\]'"),
+        (
+            "yaml",
+            ["plan", "--model", "gpt2", "--cluster", "nodes.yaml", "--global-batch", "8"],
+            r"cluster files in YAML need PyYAML: pip install 'osdp\[cli\]'",
+        ),
+    ],
+)
+def test_a_missing_extra_says_what_to_type(
+    library: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nodes.yaml").write_text("nodes: []", encoding="utf8")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RuntimeError, match=f"^error: {message}"):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("gone", "my_factory:gone is no function: MODEL is module:function"),
+        ("number", "my_factory:number is no function"),
+        ("alone", r"my_factory:alone\(\) returned 'model'; it is to return \(model, sample batch\)"),
+        ("broken", r"KeyError: 'lost' \(line 4 of .*my_factory\.py\)"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_one_message(
+    factory: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "number = 1\ndef alone():\n    return 'model'\ndef broken(): {}['lost']\n"
+    (tmp_path / "my_factory.py").write_text(text, encoding="utf8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_factory", raising=False)
+    with pytest.raises(RuntimeError, match=f"^error: {message}"):
+        run("profile", f"my_factory:{factory}")

@@ -146,7 +146,7 @@ def test_two_ranks_agree() -> None:
 def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    told = collectives._groups(None, "cpu", 4, (2,))
+    told = collectives._groups(collectives._world_mesh(None, "cpu", 4), (2,))
     mesh = init_device_mesh("cpu", (2, 2))
     refused = ""
     try:

@@ -4,6 +4,7 @@ import copy
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +129,30 @@ def test_policies_of_torch_and_fairscale() -> None:
     assert policy_atoms(net, by_size(10**6)) == ()
     with pytest.raises(TypeError, match="int"):
         policy_atoms(net, 3)
+
+
+def test_without_fairscale_models_are_wrapped_all_the_same(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+sys.modules["fairscale"] = None
+import torch
+import torch.distributed as dist
+from torch import nn
+from osdp import OSDP, DeviceInfo, ModelDesc, make_plan
+store = dist.FileStore({str(tmp_path / "store")!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+batch = torch.ones(2, 4)
+desc = ModelDesc.from_module(nn.Linear(4, 4), batch)
+devices = DeviceInfo(memory_limit=2**26, flops=1e9, memory_bandwidth=1e9)
+plan = make_plan(None, desc, devices)
+model = OSDP(nn.Linear(4, 4), desc, devices, plan=plan)
+model(batch).sum().backward()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_osdp_does_not_import_fairscale() -> None:

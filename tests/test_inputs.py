@@ -6,12 +6,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from osdp import DeviceInfo
 from osdp.inputs import stage_devices, with_stage_link
 from osdp.layout import Degrees
+from osdp.profiler.cache import MeasurementCache
 from tests.distributed import run
 
 
 def devices_of_a_stage() -> tuple[int, int, bool]:
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
-    found = stage_devices(DeviceInfo.detect("1GiB"), Degrees(2, 1, 1), mesh, None)
+    found = stage_devices(DeviceInfo.detect("1GiB"), Degrees(2, 1, 1), mesh, None, MeasurementCache(None))
     return found.world_size, found.memory_limit, found.stage_link is not None
 
 
@@ -24,7 +25,7 @@ def devices_measured_unlike() -> tuple[int, int, bool]:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     stage = mesh["pp"].get_local_rank()
     mine = DeviceInfo(memory_limit=2**30 * (2 - stage), devices_per_node=2, ranks_per_core=2 - stage)
-    found = with_stage_link(mine, mesh)
+    found = with_stage_link(mine, mesh, MeasurementCache(None))
     return found.memory_limit, found.ranks_per_core, found.stage_link is not None
 
 
@@ -38,4 +39,4 @@ def test_a_description_of_neither_all_ranks_nor_one_stage_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"device_info describes 1 ranks, one stage has dp=2: pass the memory"
     ):
-        stage_devices(one, Degrees(2, 2, 1), None, None)
+        stage_devices(one, Degrees(2, 2, 1), None, None, MeasurementCache(None))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,16 @@ def test_importing_the_package_or_its_values_does_not_import_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_written_once() -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == osdp.__version__

@@ -32,7 +32,7 @@ HOSTILE = {
     "[-Infinity]": "-Infinity is no number of JSON",
     '{"a": 1, "b": 2, "a": 3}': "'a' is written twice in one place",
     "": "line 1: Expecting value",
-    '{"a": 1,\n}': "line 2: Expecting property name",
+    '{"a": 1,\n3}': "line 2: Expecting property name",
     '{"a": "\x00"}': "line 1: Invalid control character",
     "\ufeff{}": "line 1: Unexpected UTF-8 BOM",
 }

@@ -9,9 +9,11 @@ error is kept in :class:`osdp.device_info.Link`.
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +23,11 @@ from osdp import codec
 from osdp.comm.groups import Grid, Meshes
 from osdp.device_info import DeviceInfo, Link
 from osdp.plan import Route
+from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.machine import (
     available_memory,
     device_kind,
+    hardware,
     measure_copy,
     measure_flops,
     measure_host_link,
@@ -39,6 +43,9 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
 
+#: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
+_NO_GROWTH = 2.0**60
+
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
 
@@ -53,21 +60,64 @@ def detect(
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
+    cache_dir: str | Path | MeasurementCache | None,
 ) -> DeviceInfo:
-    """What :meth:`osdp.device_info.DeviceInfo.detect` returns, which says what the arguments are."""
+    """Measure, as :meth:`osdp.device_info.DeviceInfo.detect` does, which documents the arguments.
+
+    Args:
+        memory_limit: As there.
+        mesh: As there.
+        device: As there.
+        devices_per_node: As there.
+        group_sizes: As there.
+        sizes: As there.
+        repeats: As there.
+        seconds: As there.
+        cache_dir: As there, or the cache itself, whose ranks all call this.
+    """
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     alone = mesh is None and not dist.is_initialized()
     where = _device(device, mesh)
     nodes, per_node = _shape(mesh, devices_per_node)
     if limit is None:
         limit = available_memory(where, per_node)
-    if alone or nodes * per_node == 1:
-        return _single(limit, where)
+    size = nodes * per_node
     if group_sizes is None:
         group_sizes = (per_node,) if min(nodes, per_node) > 1 else ()
-    groups = _groups(mesh, where.type, nodes * per_node, group_sizes)
-    if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
+    facts: list[Any] = [nodes, per_node, list(group_sizes), list(sizes), repeats, seconds]
+    if size == 1:
+        world, group = None, None if alone or mesh is None else mesh.get_group(0)
+    else:
+        world = _world_mesh(mesh, where.type, size)
+        group = world.get_group()
+        _check(group_sizes, sizes, size)
+    found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
+    if found.is_on:
+        facts += hardware(where) if world is None else placement(where, group)
+
+    def measure() -> DeviceInfo:
+        if world is None:
+            return _single(limit, where)
+        groups = _groups(world, group_sizes)
+        return _measured(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
+
+    info = found.measured("devices", DeviceInfo, facts, measure, _grows_with_size)
+    info = _with_memory(info, limit, where, world)
+    if found is not cache_dir:
+        found.report()
+    return info
+
+
+def _measured(
+    groups: Mapping[str, "_Group"],
+    limit: int,
+    where: torch.device,
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+) -> DeviceInfo:
+    """The devices of several ranks; ``shape`` is nodes and devices per node."""
     links: list[Link] = []
     overheads = {}
     world = groups["world"].mesh.get_group()
@@ -82,27 +132,42 @@ def detect(
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
     mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
-    speeds = [float(limit), measure_flops(where), measure_copy(where)]
-    least = torch.tensor(speeds, dtype=torch.float64, device=where)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world)
+    speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
+    dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
+    flops, copy = speeds.tolist()
     info = DeviceInfo(
-        memory_limit=int(least[0]),
+        memory_limit=limit,
         kind=device_kind(where),
-        nodes=nodes,
-        devices_per_node=per_node,
+        nodes=shape[0],
+        devices_per_node=shape[1],
         links=tuple(links),
         blocking=where.type == "cpu",
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
         unit_overhead=overheads["world"],
-        copy_bandwidth=float(least[2]),
-        flops=float(least[1]),
-        memory_bandwidth=2 * float(least[2]),
-        host=measure_host_link(where, per_node, world),
+        copy_bandwidth=copy,
+        flops=flops,
+        memory_bandwidth=2 * copy,
+        host=measure_host_link(where, shape[1], world),
         ranks_per_core=measure_ranks_per_core(where, world),
         measured=True,
     )
     return _same_everywhere(info, world, where)
+
+
+def _grows_with_size(info: DeviceInfo) -> bool:
+    return all(link.bandwidth < _NO_GROWTH for link in info.links)
+
+
+def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
+    """The devices with the memory of now, which is no measurement: the least of any rank's."""
+    host = info.host
+    memory = 0 if host is None else available_memory(torch.device("cpu"), info.devices_per_node)
+    least = torch.tensor([limit, memory], dtype=torch.int64, device=where)
+    if world is not None:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.get_group())
+    limit, memory = least.tolist()
+    return replace(info, memory_limit=limit, host=None if host is None else replace(host, memory=memory))
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -128,7 +193,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
         latency, per_byte = 0.0, b / bb
     elif per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
-        latency, per_byte = a / aa, 1 / 2.0**60
+        latency, per_byte = a / aa, 1 / _NO_GROWTH
     fitted = [latency + size * per_byte for size in sizes]
     residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
     return latency, 1 / per_byte, residual
@@ -190,12 +255,15 @@ class _Group:
     grid: Grid | None = None
 
 
-def _groups(
-    mesh: DeviceMesh | None, kind: str, world_size: int, group_sizes: Sequence[int]
-) -> dict[str, _Group]:
-    """What is measured, by the name of its links' group."""
-    ranks = torch.arange(world_size) if mesh is None else mesh.mesh.flatten()
-    world = mesh if mesh is not None and mesh.ndim == 1 else DeviceMesh(kind, ranks)
+def _world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
+    """All ranks that are measured on one axis."""
+    if mesh is not None and mesh.ndim == 1:
+        return mesh
+    return DeviceMesh(kind, torch.arange(size) if mesh is None else mesh.mesh.flatten())
+
+
+def _check(group_sizes: Sequence[int], sizes: Sequence[int], world_size: int) -> None:
+    """Refuse groups that do not fit the ranks, and too few sizes."""
     wrong = [size for size in group_sizes if world_size % size or not 1 < size < world_size]
     if wrong:
         possible = [size for size in range(2, world_size) if world_size % size == 0]
@@ -203,9 +271,15 @@ def _groups(
             f"groups of {', '.join(map(str, wrong))} ranks do not fit {world_size} ranks; possible are "
             f"groups of {', '.join(map(str, possible)) or 'no size'}"
         )
+    if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
+
+
+def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
+    """What is measured, by the name of its links' group."""
     meshes = Meshes.over(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
-    alone = kind != "cpu"
+    alone = world.device_type != "cpu"
     flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE)
     in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
     found = {"world": _Group(world, flat)}

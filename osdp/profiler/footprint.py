@@ -20,7 +20,7 @@ from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.recorder import Recorder
 from osdp.profiler.reduced import ReducedModel
 from osdp.profiler.repeats import Repeat
-from osdp.profiler.workspace import CudaWorkspace, NoWorkspace, RecordedWorkspace, Workspace, record_workspace
+from osdp.profiler.workspace import CpuWorkspace, CudaWorkspace, NoWorkspace, Workspace
 
 Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
 
@@ -46,7 +46,7 @@ def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device)
         build: Builds the reduced model again, on another device and with other blocks left out.
         device: The device of ``reduced``.
     """
-    measured = _usage(reduced, _workspace(reduced, device))
+    measured = _usage(reduced, CudaWorkspace(device) if device.type == "cuda" else CpuWorkspace())
     with FakeTensors():
         host = torch.device("cpu")
         fake = _usage(build(host, reduced.repeats), NoWorkspace())
@@ -63,14 +63,6 @@ def _corrected(measured: Usage, whole: Usage, fake: Usage) -> Usage:
     live = measured.live_bytes + whole.live_bytes - fake.live_bytes
     peak = measured.peak_bytes + whole.peak_bytes - fake.peak_bytes
     return Usage(live, max(peak, live, 0))
-
-
-def _workspace(reduced: ReducedModel, device: torch.device) -> Workspace:
-    if device.type == "cuda":
-        return CudaWorkspace(device)
-    with record_workspace() as (marker, nbytes):
-        _booked_run(reduced, marker, saving=False)
-    return RecordedWorkspace(nbytes)
 
 
 def _usage(reduced: ReducedModel, workspace: Workspace) -> dict[Moment, Usage]:

@@ -1,9 +1,12 @@
 """Memory, FLOP/s, memory bandwidth and host link of one device, each measured in under a second."""
 
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from osdp.device_info import HostLink
 from osdp.profiler.probe import synchronize
 
 _MEMINFO = Path("/proc/meminfo")
+_CPUINFO = Path("/proc/cpuinfo")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
 _COPY_BYTES = 2**26
 #: Long enough for the scheduler to share the cores evenly among ranks.
@@ -25,6 +29,39 @@ def device_kind(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
+
+
+def hardware(device: torch.device) -> tuple[str | int, ...]:
+    """What times measured on ``device`` depend on beside the model: this and all others of its kind."""
+    backends: Any = torch.backends
+    return (
+        device_kind(device),
+        _cpu_name(),
+        _num_cores(),
+        torch.get_num_threads(),
+        str(torch.version.cuda),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _cpu_name(cpuinfo: Path = _CPUINFO) -> str:
+    """Name of the CPU's model, as far as the system tells."""
+    lines = cpuinfo.read_text(encoding="utf8").splitlines() if cpuinfo.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:

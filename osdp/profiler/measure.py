@@ -1,7 +1,6 @@
 """A measured Profile: segments, optimizer step and what is resident, on this device."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.model_desc import ModelDesc
 from osdp.profile import OptimizerProfile, Profile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.loss import LossFn
 from osdp.profiler.machine import device_kind
-from osdp.profiler.optimizer import profile_optimizer
-from osdp.profiler.segments import cached_segments, default_device, profile_segments
+from osdp.profiler.optimizer import cached_optimizer
+from osdp.profiler.segments import cached_segments, default_device
 from osdp.profiler.workspace import library_workspace
 from osdp.training import Training
 
@@ -31,7 +31,7 @@ def profile_model(
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
     loss_fn: LossFn | None = None,
-    cache_dir: str | Path | None = None,
+    cache: MeasurementCache | None = None,
     progress: bool = True,
 ) -> Profile:
     """Measure ``model`` on this device, one instance of each distinct segment.
@@ -45,7 +45,7 @@ def profile_model(
         mesh: Where the optimizer's DTensors are sharded over, as they are when a plan runs; without one they
             are taken to cost what plain tensors cost.
         loss_fn: As for the description.
-        cache_dir: Where measured segments are kept and looked up.
+        cache: Where measurements are looked up and kept; nowhere if ``None``. All of its ranks call this.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -67,25 +67,23 @@ def profile_model(
         "param_dtype": training.param_dtype,
         "progress": progress,
     }
-    if cache_dir is None:
-        segments = profile_segments(model, batch, model_desc, **options)
-    else:
-        segments = cached_segments(model, batch, model_desc, cache_dir=cache_dir, **options)
+    cache = cache or MeasurementCache(None)
+    segments = cached_segments(model, batch, model_desc, cache=cache, **options)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Profile(
         device=device_kind(target),
         local_batch=local_batch,
         segments=segments,
-        optimizer=profile_optimizer(training, device=target, mesh=mesh),
+        optimizer=cached_optimizer(training, device=target, mesh=mesh, cache=cache),
         resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors) + library_workspace(target),
         measured=True,
         model=model_desc.fingerprint,
-        host_optimizer=None if target.type == "cpu" else _on_host(training, mesh),
+        host_optimizer=None if target.type == "cpu" else _on_host(training, mesh, cache),
     )
 
 
-def _on_host(training: Training, mesh: DeviceMesh | None) -> OptimizerProfile:
+def _on_host(training: Training, mesh: DeviceMesh | None, cache: MeasurementCache) -> OptimizerProfile:
     """The optimizer step of parameters in host memory, as a plan that has such runs it."""
     if training.foreach is None and not training.fused:
         training = replace(training, foreach=True)
-    return profile_optimizer(training, device="cpu", mesh=mesh, seconds=_HOST_SECONDS)
+    return cached_optimizer(training, device="cpu", mesh=mesh, cache=cache, seconds=_HOST_SECONDS)

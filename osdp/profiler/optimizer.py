@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.profile import OptimizerProfile
+from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.machine import hardware
 from osdp.profiler.probe import synchronize
 from osdp.training import OPTIMIZERS, Training
 
@@ -55,6 +57,24 @@ def profile_optimizer(
     per_byte = max(0.0, (large - small) / (nbytes_large - nbytes_small))
     per_tensor, per_dtensor = (max(0.0, t - nbytes_small * per_byte) for t in (plain, small))
     return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte)
+
+
+def cached_optimizer(
+    training: Training,
+    *,
+    device: str | torch.device,
+    mesh: DeviceMesh | None,
+    cache: MeasurementCache,
+    **options: Any,
+) -> OptimizerProfile:
+    """As :func:`profile_optimizer`, but measured once for a class, its flags and hardware."""
+    flags = [getattr(training, name) for name in ("optimizer", "foreach", "fused", *_VALUES)]
+    return cache.measured(
+        "optimizer",
+        OptimizerProfile,
+        [flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],
+        lambda: profile_optimizer(training, device=device, mesh=mesh, **options),
+    )
 
 
 def make_optimizer(

@@ -24,8 +24,11 @@ class _Silent:
 
 
 def progress_bar(total: int, description: str, *, shown: bool = True) -> Progress:
-    """A bar of ``total`` steps on standard error, if ``shown`` and tqdm is there."""
+    """A bar of ``total`` steps on standard error, if ``shown``, that is a terminal and tqdm is there."""
     if not shown or importlib.util.find_spec("tqdm") is None:
         return _Silent()
-    bar: Progress = importlib.import_module("tqdm").tqdm(total=total, desc=description, leave=False)
+    # None: not where standard error is no terminal but a log.
+    bar: Progress = importlib.import_module("tqdm").tqdm(
+        total=total, desc=description, leave=False, disable=None
+    )
     return bar

@@ -13,26 +13,23 @@ step nobody watched. Before each timed pass the caches are swept: the weights of
 would stay in them, those of a whole model do not.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import nn
 
-from osdp import codec
 from osdp.comm.random_states import python_states_kept
 from osdp.model_desc import ModelDesc
 from osdp.profile import PassProfile, SegmentProfile
 from osdp.profiler.batch import SampleBatch
+from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.ledger import Moment, Usage
 from osdp.profiler.loss import LossFn
-from osdp.profiler.machine import device_kind
+from osdp.profiler.machine import hardware
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
@@ -40,7 +37,6 @@ from osdp.profiler.stopwatch import Clock, Stopwatch, timed
 from osdp.profiler.tensors import torch_dtype
 from osdp.profiler.walker import Stretch
 
-_LOGGER = logging.getLogger(__name__)
 _WARMUP = 2
 
 #: Counts up when what a measured second means changes, so that older files are not read.
@@ -48,13 +44,6 @@ _METHOD = 2
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
-
-
-@dataclass(frozen=True, slots=True)
-class _Cached:
-    """What a cache file holds."""
-
-    segments: tuple[SegmentProfile, ...]
 
 
 def profile_segments(
@@ -117,37 +106,20 @@ def cached_segments(
     sample_inputs: Any,
     model_desc: ModelDesc,
     *,
-    cache_dir: str | Path,
+    cache: MeasurementCache,
     device: torch.device | str | None = None,
     param_dtype: str | None = None,
     **options: Any,
 ) -> tuple[SegmentProfile, ...]:
-    """As :func:`profile_segments`, but measured once and then read from ``cache_dir``.
-
-    A file there is named by a fingerprint of the description, the batch's shapes, the device's name, the
-    number of threads, the dtype, torch's version and the way of measuring. One that cannot be read is
-    measured again.
-    """
+    """As :func:`profile_segments`, but measured once for a description, batch shapes, dtype and hardware."""
     target = torch.device(device) if device is not None else default_device()
     batch = SampleBatch.of(sample_inputs)
-    facts = [
-        _METHOD,
-        model_desc,
-        batch.specs,
-        device_kind(target),
-        torch.get_num_threads(),
-        param_dtype,
-        torch.__version__,
-    ]
-    path = Path(cache_dir) / f"segments-{codec.fingerprint([*facts[:-1], str(facts[-1])])}.json"
-    if path.exists():
-        try:
-            return codec.load(_Cached, path).segments
-        except ValueError:
-            _LOGGER.warning("%s cannot be read; measuring again", path)
-    segments = profile_segments(model, batch, model_desc, device=target, param_dtype=param_dtype, **options)
-    codec.save(_Cached(segments), path)
-    return segments
+    return cache.measured(
+        "segments",
+        tuple[SegmentProfile, ...],
+        [_METHOD, model_desc, batch.specs, hardware(target), param_dtype],
+        lambda: profile_segments(model, batch, model_desc, device=target, param_dtype=param_dtype, **options),
+    )
 
 
 def default_device() -> torch.device:

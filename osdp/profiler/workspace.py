@@ -1,17 +1,12 @@
 """Memory that kernels take and give back inside one operation."""
 
-import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
-
-_OPERATION = "osdp::operation"
+from torch.autograd import profiler_legacy
 
 
 def library_workspace(device: torch.device) -> int:
@@ -70,60 +65,31 @@ class CudaWorkspace:
         return result, peak - torch.cuda.memory_allocated(self._device)
 
 
-class RecordedWorkspace:
-    """Replays what :func:`record_workspace` found, operation by operation."""
+class CpuWorkspace:
+    """Asks torch's older profiler, since the allocator of the CPU keeps no count.
 
-    def __init__(self, nbytes: list[int]) -> None:
-        """The workspace of each operation of a run, in order."""
-        self._nbytes: Iterator[int] = iter(nbytes)
-
-    def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
-        """Run ``operation``."""
-        return operation(), next(self._nbytes, 0)
-
-
-class _Marker:
-    """Marks every operation for the profiler."""
+    It lists what is allocated and freed in the order in which it happens, and is on during one operation at a
+    time: what is freed between operations, most of it older than the recording, would only be warned of. The
+    newer profiler (Kineto) writes lines of its own to standard error.
+    """
 
     def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
-        with record_function(_OPERATION):
-            return operation(), 0
+        """Run ``operation`` under the profiler."""
+        with _allocations() as changes:
+            result = operation()
+        live = list(accumulate(changes, initial=0))
+        return result, max(live) - max(live[-1], 0)
 
 
 @contextmanager
-def record_workspace() -> Iterator[tuple[Workspace, list[int]]]:
-    """On the CPU, whose allocator keeps no count, from the profiler's memory events.
-
-    Only sums within one operation are used, so blocks that are older than the recording do not matter.
-
-    Yields:
-        The workspace to run operations with, and a list that holds their bytes once the context is left.
-    """
+def _allocations() -> Iterator[list[int]]:
+    """A list that holds, once the context is left, the bytes allocated in it (freed: negative), in order."""
     found: list[int] = []
-    gc.collect()
-    with warnings.catch_warnings():
-        # The profiler warns of blocks that are freed in the recording and allocated before it.
-        warnings.filterwarnings("ignore", message=".*profiler.*")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-            yield _Marker(), found
-        results = recording.profiler.kineto_results if recording.profiler else None
-    found += _by_operation(results.events() if results else [])
-
-
-def _by_operation(events: list[Any]) -> list[int]:
-    """Bytes above what is left after it, for each marked operation."""
-    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    spans = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == _OPERATION)
-    if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        raise RuntimeError("operations overlap in the profile; run the model in one thread")
-    found, position = [], 0
-    for start, end in spans:
-        while position < len(memory) and memory[position][0] < start:
-            position += 1
-        running = peak = 0
-        while position < len(memory) and memory[position][0] <= end:
-            running += memory[position][1]
-            peak = max(peak, running)
-            position += 1
-        found.append(max(peak - max(running, 0), 0))
-    return found
+    # Its own end would sum the bytes of each operation, of which the order is wanted.
+    profiler: Any = profiler_legacy
+    profiler.profile(profile_memory=True)._start_trace()
+    try:
+        yield found
+    finally:
+        events = [event for thread in profiler._disable_profiler_legacy() for event in thread]
+        found += [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]

@@ -1,0 +1,236 @@
+"""Measurements that are kept, so that a program's second start measures nothing.
+
+One file holds one measurement, named by what was measured and a fingerprint of all that it depends on. Files
+are JSON, written whole or not at all, and readable by the user alone. A folder that others can write to is
+not used, since what lies there decides plans.
+"""
+
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, make_dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from osdp import codec
+from osdp.profiler.machine import hardware
+from osdp.units import format_seconds
+
+_LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: As ``cache_dir``: the folder that ``OSDP_CACHE_DIR`` names (none if that is empty), else ``osdp`` in
+#: ``$XDG_CACHE_HOME`` or in ``~/.cache``. A folder of this name is ``Path("default")``.
+DEFAULT_CACHE_DIR: Final = "default"
+
+#: How long a measurement stays valid: networks, drivers and neighbours change.
+_LIFETIME = timedelta(days=30)
+
+#: How far clocks of machines that share a folder may differ.
+_CLOCKS_DIFFER = timedelta(hours=1)
+
+#: Counts up when what a measured number means changes, so that older files are not read.
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[T]):
+    """A measurement, when it was made, and the seconds that it took."""
+
+    made: datetime
+    seconds: float
+    value: T
+
+
+class MeasurementCache:
+    """Measurements of one folder, read and kept by the first of several ranks for all of them.
+
+    Args:
+        cache_dir: The folder; :data:`DEFAULT_CACHE_DIR`: the user's; ``None``: nothing is read or kept. The
+            same on every rank.
+        group: The ranks, which ask for the same measurements in the same order; all ranks, or without a
+            process group this process alone, if ``None``.
+    """
+
+    def __init__(self, cache_dir: str | Path | None, group: dist.ProcessGroup | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._group = group
+        self._read: list[_Entry[Any]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be read or kept."""
+        return self._cache_dir is not None
+
+    def measured(
+        self,
+        name: str,
+        kind: type[T],
+        facts: Sequence[Any],
+        measure: Callable[[], T],
+        is_sound: Callable[[T], bool] = lambda _: True,
+    ) -> T:
+        """What ``measure`` returns, or returned when it was last run under the same ``facts``.
+
+        Either all ranks measure or none does, whatever the folders of their machines hold: measuring is
+        collective.
+
+        Args:
+            name: What is measured, as files are called.
+            kind: Its type, a value with a JSON form.
+            facts: All that it depends on; those of the first rank count.
+            measure: Measures it.
+            is_sound: Whether it may be kept; what noise has spoilt is measured again at the next start.
+        """
+        if not self.is_on:
+            return measure()
+        path = f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *facts])}.json"
+        entry = self._from_first_rank(lambda: self._load(path, kind))
+        if entry is not None:
+            self._read.append(entry)
+            return entry.value
+        start = time.perf_counter()
+        value = measure()
+        if self._is_first and is_sound(value):
+            self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
+        return value
+
+    def report(self) -> None:
+        """Say once what was not measured again."""
+        if self._read and self._is_first:
+            oldest = min(entry.made for entry in self._read)
+            _LOGGER.info(
+                "%d measurements were read from %s, the oldest of %s, which saved %s; cache_dir=None "
+                "measures again",
+                len(self._read),
+                self._folder,
+                f"{oldest:%Y-%m-%d}",
+                format_seconds(sum(entry.seconds for entry in self._read)),
+            )
+        self._read.clear()
+
+    @property
+    def _is_first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank(self._group) == 0
+
+    def _from_first_rank(self, load: Callable[[], _Entry[T] | None]) -> _Entry[T] | None:
+        box = [load() if self._is_first else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """The folder, made if it is missing; ``None`` if there is none that can be trusted."""
+        try:
+            folder = user_folder() if self._cache_dir == DEFAULT_CACHE_DIR else Path(str(self._cache_dir))
+            if folder is not None:
+                _make_private(folder)
+            return folder
+        except (OSError, RuntimeError) as error:
+            _LOGGER.warning("measurements are not cached: %s", error)
+            return None
+
+    def _load(self, name: str, kind: type[T]) -> _Entry[T] | None:
+        if self._folder is None or not (path := self._folder / name).exists():
+            return None
+        try:
+            found = codec.load(_stored(kind), path)
+            made = datetime.fromisoformat(found.made)
+            age = datetime.now(UTC) - made
+        except (OSError, ValueError, TypeError) as error:
+            _LOGGER.warning("%s cannot be read, measuring again: %s", path, error)
+            return None
+        if not -_CLOCKS_DIFFER <= age <= _LIFETIME:
+            return None
+        return _Entry(made, found.seconds, found.value)
+
+    def _save(self, name: str, entry: _Entry[T]) -> None:
+        if self._folder is None:
+            return
+        text = codec.to_json({"made": entry.made.isoformat(), "seconds": entry.seconds, "value": entry.value})
+        try:
+            _write_private(self._folder / name, text)
+        except OSError as error:
+            _LOGGER.warning("a measurement is not cached: %s", error)
+
+
+def user_folder() -> Path | None:
+    """The user's folder of measurements; ``None`` if the environment turns it off.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    named = os.environ.get("OSDP_CACHE_DIR")
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The specification of that variable has a relative path ignored.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "osdp"
+
+
+def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
+    """What collectives of ``group`` depend on: hosts of the ranks, their hardware, and the backend.
+
+    All ranks of the group, or of the world, call it.
+    """
+    mine = (socket.gethostname(), hardware(device))
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    names = [name for name, _ in everyone]
+    hosts = list(dict.fromkeys(names))
+    # Only their names tell one network from another; on one host there is none, and a container has a new
+    # name at each start.
+    between = [hosts, _network_settings()] if len(hosts) > 1 else []
+    layout = [hosts.index(name) for name in names]
+    return [layout, [kind for _, kind in everyone], between, str(dist.get_backend(group))]
+
+
+def _network_settings() -> list[str]:
+    """Variables by which users choose interfaces and protocols."""
+    return sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))
+    )
+
+
+def _stored(kind: type[Any]) -> Any:
+    """What a file of a measurement of ``kind`` holds."""
+    return make_dataclass("Measurement", [("made", str), ("seconds", float), ("value", kind)], frozen=True)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder for the user alone, or see that nobody else writes to the one that is there.
+
+    Raises:
+        OSError: It cannot be made, or somebody else can write to it; says how to mend that.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.name != "posix":
+        return
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user; name one of your own by OSDP_CACHE_DIR")
+    if found.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written to by others; chmod go-w {folder}")
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file for the user alone, whole or not at all, beside others who may write the same one."""
+    # mkstemp: a new name, mode 0600.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "w", encoding="utf8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
