@@ -304,8 +304,8 @@ class DeviceInfo:
                 :data:`osdp.profiler.collectives.SIZES`.
             repeats: Most samples of each size.
             seconds: About how long each group is measured; slow networks are measured with fewer sizes.
-            cache_dir: Folder in which measurements of the last 30 days on the same hosts, hardware, backend and
-                torch are looked up and kept; ``"default"`` is the user's cache folder
+            cache_dir: Folder in which measurements of the last 30 days on the same hosts, hardware, backend
+                and torch are looked up and kept; ``"default"`` is the user's cache folder
                 (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`), ``None`` measures anew.
 
         Raises:

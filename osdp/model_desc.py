@@ -288,7 +288,7 @@ class ModelDesc:
             atoms: FQNs of modules each of which is to be exactly one operator.
 
         Returns:
-            The description. If the model rejects another batch size, it holds for the sample's batch size only.
+            The description. If the model rejects another batch size, it holds for the sample's only.
 
         Raises:
             TypeError: The sample inputs are of another type.

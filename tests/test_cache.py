@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp import OSDP, DeviceInfo, Link, inputs, make_pipeline_plan, make_plan
+from osdp import DeviceInfo, Link, inputs, make_pipeline_plan, make_plan
 from osdp.device_info import COLLECTIVES, StageLink
+from osdp.options import declared
 from osdp.profiler import cache as cache_module
 from osdp.profiler import collectives, optimizer, segments
 from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache, user_folder
@@ -278,7 +279,7 @@ def _starts_on_a_busy_machine(folder: str) -> list[str]:
     calls = _Calls()
     with calls.counting(collectives, "_measured", devices):
         for _ in range(2):
-            collectives.detect("1GiB", cache_dir=folder)
+            DeviceInfo.detect("1GiB", cache_dir=folder)
     return calls.names
 
 
@@ -310,5 +311,5 @@ def test_a_second_start_in_stages_measures_nothing(tmp_path: Path) -> None:
 
 
 def test_every_door_has_the_same_default() -> None:
-    for door in (OSDP.__init__, make_plan, make_pipeline_plan, collectives.detect):
-        assert inspect.signature(door).parameters["cache_dir"].default == DEFAULT_CACHE_DIR
+    assert declared()["cache_dir"].default == DEFAULT_CACHE_DIR
+    assert inspect.signature(DeviceInfo.detect).parameters["cache_dir"].default == DEFAULT_CACHE_DIR

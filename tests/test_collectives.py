@@ -204,7 +204,7 @@ def _on_all_named_hosts() -> list[tuple[int, int]]:
 
 def _detected_on_named_hosts(names: str) -> tuple[int, list[tuple[str, int]]]:
     with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
-        info = collectives.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
+        info = DeviceInfo.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
     return info.world_size, [(link.group, link.size) for link in info.links]
 
 

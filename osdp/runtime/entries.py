@@ -37,8 +37,8 @@ class Entries:
         leave: Called after it with its output, and whether it raised; returns the output for the caller.
         around: For a module, the wrapped modules around it whose units hold parameters of it, outermost
             first; modules that need none are left out.
-        param_dtype: Dtype to cast floating-point inputs to, as FSDP2 does for the root and for wrapped modules;
-            ``None`` leaves them as they are.
+        param_dtype: Dtype to cast floating-point inputs to, as FSDP2 does for the root and for wrapped
+            modules; ``None`` leaves them as they are.
     """
 
     def __init__(
