@@ -5,6 +5,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
+from osdp.runtime.torch_private.modes import unseen_by_checkpoints
+
 
 def backward_is_unfinished(root: nn.Module) -> bool:
     """Whether FSDP2 began a backward on ``root`` that never ended."""
@@ -99,13 +101,15 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Let FSDP2 gather the unit of ``wrapped`` for a call of ``module``; the arguments that it is to get."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
+    with unseen_by_checkpoints():
+        arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
     return arguments
 
 
 def after_forward(wrapped: nn.Module, module: nn.Module, args: object, output: Any) -> Any:
     """What FSDP2 does with the unit of ``wrapped`` after a call of ``module``; what the caller is to get."""
-    return sharding_state(wrapped)._post_forward(module, args, output)
+    with unseen_by_checkpoints():
+        return sharding_state(wrapped)._post_forward(module, args, output)
 
 
 def complete_units(root: nn.Module, output: Any) -> Any:
