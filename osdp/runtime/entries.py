@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.torch_private.autograd import in_backward
 from osdp.runtime.torch_private.fsdp import after_forward, before_forward
+from osdp.runtime.torch_private.modes import unseen_by_checkpoints
 from osdp.runtime.unit_outputs import gather_for_gradients_of
 
 #: Positional and keyword arguments of a forward.
@@ -99,7 +100,8 @@ class Entries:
             return args, kwargs
         if self._is_closed:
             return args, kwargs
-        self._enter(module)
+        with unseen_by_checkpoints():
+            self._enter(module)
         self._module, self._caller, self._depth = module, caller, 1
         for outer in self._around.get(module, ()):
             args, kwargs = before_forward(outer, module, args, kwargs)
@@ -129,7 +131,8 @@ class Entries:
             for outer in reversed(self._around[module]):
                 output = after_forward(outer, module, args, output)
                 gather_for_gradients_of(output, outer)
-        return self._leave(output, raised)
+        with unseen_by_checkpoints():
+            return self._leave(output, raised)
 
     def reset(self) -> None:
         """Forget the call in progress, which has failed."""

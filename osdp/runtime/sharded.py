@@ -25,6 +25,7 @@ from osdp.comm.groups import Meshes
 from osdp.layout import is_inside
 from osdp.plan import Mode, Plan, Unit
 from osdp.runtime.arguments import keep_identity
+from osdp.runtime.checkpointed_regions import UnseenHooks
 from osdp.runtime.gradients import GradientPath, num_ranks
 from osdp.runtime.group_dtensor import compute_with_other_meshes
 from osdp.runtime.owners import Owned
@@ -82,6 +83,7 @@ def _shard(
     UnitOutputs(named).register()
     modules = list(dict.fromkeys(named.values()))
     target: Any = modules[0] if len(modules) == 1 else modules
+    unseen = [UnseenHooks(module) for module in modules]
     has_parts = any(isinstance(p, DTensor) for module in modules for p in module.parameters())
     is_hybrid = unit is not None and unit.mode is Mode.HYBRID_SHARD
     fully_shard(
@@ -93,6 +95,8 @@ def _shard(
         ignored_params=replicated,
         shard_placement_fn=_placement if has_parts else None,
     )
+    for hooks in unseen:
+        hooks.close()
     if unit is not None:
         grid = meshes.grid(unit.group_size) if unit.route.in_two_steps else None
         set_route(modules[0], unit.route, grid)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp.comm.collectives import exchange, scatter_sum
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.layout import padded_numel, shard_numel, slice_bounds
+from osdp.runtime.torch_private.modes import unseen_by_checkpoints
 
 #: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"
@@ -157,7 +158,8 @@ class SlicedWeight:
     def before_forward(self) -> None:
         """Wait until all ranks run the collectives of this forward."""
         if self.turns is not None:
-            self.turns.before_forward(self)
+            with unseen_by_checkpoints():
+                self.turns.before_forward(self)
 
     def before_backward(self, *, needs_x: bool, needs_weight: bool, kept: bool) -> None:
         """Wait until all ranks run the collectives of this backward.
@@ -211,11 +213,13 @@ class SlicedWeight:
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         ahead: list[_Gathering] = []
         for place, index in enumerate(order):
-            gathering = ahead.pop() if ahead else self._start_gather(local, index)
-            if self.prefetch and place + 1 < len(order):
-                ahead.append(self._start_gather(local, order[place + 1]))
-            held = [gathering.wait()]
-            del gathering
+            # Not across the yield: what computes with a slice is for a selective checkpoint to see.
+            with unseen_by_checkpoints():
+                gathering = ahead.pop() if ahead else self._start_gather(local, index)
+                if self.prefetch and place + 1 < len(order):
+                    ahead.append(self._start_gather(local, order[place + 1]))
+                held = [gathering.wait()]
+                del gathering
             if index >= len(self.bounds) - self.num_kept:
                 kept[index] = held[0]
             # No reference stays here: the caller may free the slice before the next one is gathered.

@@ -51,6 +51,16 @@ def test_habits_train_as_in_a_single_process(batch: tuple[tuple[int, str], ...])
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.timeout(200)
+def test_outcomes_do_not_depend_on_the_plan_on_four_ranks() -> None:
+    """An embedding that only the root can hold, rounding in bfloat16, gathers in a selective checkpoint."""
+    cases = [Case("hf.bert", framework, low=True) for framework in ("fsdp2", "full_shard", "mixed")]
+    cases += [Case("hf.t5", framework, low=True) for framework in ("searched", "mixed", "sliced")]
+    cases += [Case("checkpointing.selective", framework) for framework in ("full_shard", "mixed", "sliced")]
+    outcomes = measure(cases, 4)
+    assert [(case, outcome) for case, outcome in outcomes.items() if outcome.kind != EQUAL] == []
+
+
 def test_there_are_habits_enough_and_each_says_what_a_user_does() -> None:
     assert len(HABITS) >= 120
     assert all(habit.sentence.endswith(".") for habit in HABITS.values())

@@ -5,6 +5,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
+from osdp.runtime.torch_private.modes import unseen_by_checkpoints
+
 
 def backward_is_unfinished(root: nn.Module) -> bool:
     """Whether FSDP2 has started a backward on ``root`` that did not finish."""
@@ -100,13 +102,15 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Unshard the unit of ``wrapped`` for a call of ``module``; returns the arguments to call it with."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
+    with unseen_by_checkpoints():
+        arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
     return arguments
 
 
 def after_forward(wrapped: nn.Module, module: nn.Module, args: object, output: Any) -> Any:
     """FSDP2's post-forward of the unit of ``wrapped`` after a call of ``module``; returns its output."""
-    return sharding_state(wrapped)._post_forward(module, args, output)
+    with unseen_by_checkpoints():
+        return sharding_state(wrapped)._post_forward(module, args, output)
 
 
 def complete_units(root: nn.Module, output: Any) -> Any:

@@ -6,7 +6,7 @@ from itertools import cycle
 from osdp import DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
 from osdp.cost.situation import build_situation
 from osdp.device_info import COLLECTIVES
-from osdp.layout import can_shard
+from osdp.layout import can_shard, is_inside
 from osdp.model_desc import Operator
 from osdp.plan import Decision, Mode, Unit
 from osdp.profile import Profile
@@ -66,26 +66,38 @@ def _mixed(plan: Plan, desc: ModelDesc) -> Plan:
 
 
 def _apart(plan: Plan, desc: ModelDesc, modes: dict[str, Mode]) -> Plan:
-    """``plan`` with each operator a unit of its own, in ``modes`` or FULL_SHARD."""
+    """``plan`` with each operator a unit of its own where it can be one, in ``modes`` or FULL_SHARD.
+
+    What is to be sharded and cannot be a unit is in that of the root, as the search has it.
+    """
     operators = {op.name: op for op in desc.operators}
-    units, decisions = [], []
+    units, decisions, in_root = [], [], []
     for decision in plan.decisions:
         operator = operators[decision.operator]
         mode = modes.get(operator.name, Mode.FULL_SHARD) if can_shard(operator) else Mode.NO_SHARD
-        root = operator.name == "" or "" in operator.modules
-        if root and mode is Mode.HYBRID_SHARD:
-            mode = Mode.FULL_SHARD
-        decisions.append(_decided(decision, mode))
-        units.append(
-            Unit(
-                mode=mode,
-                operators=(operator.name,),
-                modules=operator.modules,
-                root=root and mode.sharded,
-                group_size=2 if mode is Mode.HYBRID_SHARD else 0,
+        if mode.sharded and not _can_be_unit(operator):
+            mode = Mode.SHARD_GRAD_OP
+            in_root.append(operator.name)
+        else:
+            group_size = 2 if mode is Mode.HYBRID_SHARD else 0
+            units.append(
+                Unit(mode=mode, operators=(operator.name,), modules=operator.modules, group_size=group_size)
             )
-        )
+        decisions.append(_decided(decision, mode))
+    if in_root:
+        units.insert(0, Unit(Mode.SHARD_GRAD_OP, tuple(in_root), ("",), root=True))
     return replace(plan, units=tuple(units), decisions=tuple(decisions))
+
+
+def _can_be_unit(operator: Operator) -> bool:
+    """Whether the modules that use its parameters hold all names of them: else the root alone does.
+
+    T5 registers its embeddings in a module that never runs beside those that do.
+    """
+    names = [name for parameter in operator.parameters for name in (parameter.name, *parameter.aliases)]
+    return "" not in operator.modules and all(
+        any(is_inside(name, module) for module in operator.modules) for name in names
+    )
 
 
 def _decided(decision: Decision, mode: Mode) -> Decision:
