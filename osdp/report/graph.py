@@ -22,7 +22,7 @@ def graph(model_desc: ModelDesc) -> nx.DiGraph:
 
 
 def topology(cluster: Cluster) -> nx.Graph:
-    """The links of a cluster as an undirected graph.
+    """The links of a cluster as an undirected ``networkx.Graph``.
 
     Returns:
         A tree: the ``"network"``, one node per machine and one per device; edges have the attribute
