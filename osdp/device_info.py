@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from osdp.profiler.cache import MeasurementCache
-
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -282,9 +280,9 @@ class DeviceInfo:
         devices_per_node: int | None = None,
         group_sizes: Sequence[int] | None = None,
         sizes: Sequence[int] | None = None,
-        repeats: int = 12,
-        seconds: float = 4.0,
-        cache_dir: "str | Path | MeasurementCache | None" = "default",
+        repeats: int | None = None,
+        seconds: float | None = None,
+        cache_dir: "str | Path | None" = "default",
     ) -> "DeviceInfo":
         """Measure the devices of the live process group and the links between them.
 
@@ -302,8 +300,9 @@ class DeviceInfo:
                 are several machines of several ranks. Takes three times ``seconds`` for each.
             sizes: Bytes of the units to measure, ascending; by default
                 :data:`osdp.profiler.collectives.SIZES`.
-            repeats: Most samples of each size.
-            seconds: About how long each group is measured; slow networks are measured with fewer sizes.
+            repeats: Most samples of each size; by default :data:`osdp.profiler.collectives.REPEATS`.
+            seconds: About how long each group is measured, by default
+                :data:`osdp.profiler.collectives.SECONDS`; slow networks are measured with fewer sizes.
             cache_dir: Folder in which measurements of the last 30 days on the same hosts, hardware, backend
                 and torch are looked up and kept; ``"default"`` is the user's cache folder
                 (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`), ``None`` measures anew.
@@ -312,7 +311,7 @@ class DeviceInfo:
             ValueError: An argument cannot be read or does not fit the mesh.
         """
         # Measuring needs torch; values stay importable without it.
-        from osdp.profiler.collectives import SIZES, detect
+        from osdp.profiler.collectives import REPEATS, SECONDS, SIZES, detect
 
         return detect(
             memory_limit,
@@ -321,7 +320,7 @@ class DeviceInfo:
             devices_per_node=devices_per_node,
             group_sizes=group_sizes,
             sizes=SIZES if sizes is None else sizes,
-            repeats=repeats,
-            seconds=seconds,
+            repeats=REPEATS if repeats is None else repeats,
+            seconds=SECONDS if seconds is None else seconds,
             cache_dir=cache_dir,
         )

@@ -19,6 +19,7 @@ from osdp.plan import Mode
 from osdp.profile import Profile
 from osdp.profiler.batch import SampleBatch
 from osdp.profiler.cache import MeasurementCache, placement
+from osdp.profiler.collectives import REPEATS, SECONDS, SIZES, detect
 from osdp.profiler.estimate import estimate
 from osdp.profiler.loss import NotedLoss
 from osdp.profiler.machine import device_kind
@@ -284,7 +285,10 @@ def detected(
 ) -> DeviceInfo:
     """The devices, measured unless they are given."""
     if not isinstance(device_info, DeviceInfo):
-        return DeviceInfo.detect(device_info, mesh=mesh, group_sizes=group_sizes, cache_dir=cache)
+        return detect(
+            device_info, mesh=mesh, group_sizes=group_sizes, sizes=SIZES, repeats=REPEATS, seconds=SECONDS,
+            cache_dir=cache,
+        )  # fmt: skip
     return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from osdp.comm.dispatch_modes import unseen_by_checkpoints
 from osdp.plan import Mode, Plan
 from osdp.runtime import apply
-from osdp.runtime.torch_private.modes import unseen_by_checkpoints
 from tests.distributed import run
 from tests.plans import ROOT, plan_by_hand, split
 

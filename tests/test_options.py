@@ -88,6 +88,7 @@ def test_defaults_are_the_same_for_all_and_say_nothing_where_they_do_not_matter(
         "offload": True,
         "find_unused_parameters": True,
         "double_backward": False,
+        "cache_dir": "default",
     }
     for taker, kind in TAKERS.items():
         assert complete({}, taker, kind) == defaults()

@@ -39,6 +39,10 @@ from osdp.units import parse_bytes
 
 #: Bytes of the measured units.
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
+#: Most samples of each.
+REPEATS = 12
+#: About how long each group of ranks is measured.
+SECONDS = 4.0
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.runtime.torch_private.modes import unseen_by_checkpoints
+from osdp.comm.dispatch_modes import unseen_by_checkpoints
 
 
 class UnseenHooks:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from osdp.comm.dispatch_modes import unseen_by_checkpoints
 from osdp.runtime.outputs import free_of_views
 from osdp.runtime.torch_private.autograd import in_backward
 from osdp.runtime.torch_private.fsdp import after_forward, before_forward
-from osdp.runtime.torch_private.modes import unseen_by_checkpoints
 from osdp.runtime.unit_outputs import gather_for_gradients_of
 
 #: Positional and keyword arguments of a forward.

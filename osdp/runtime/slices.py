@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp.comm.collectives import exchange, scatter_sum
+from osdp.comm.dispatch_modes import unseen_by_checkpoints
 from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.layout import padded_numel, shard_numel, slice_bounds
-from osdp.runtime.torch_private.modes import unseen_by_checkpoints
 
 #: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"

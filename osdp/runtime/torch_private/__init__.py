@@ -8,7 +8,6 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``fsdp``: the states of wrapped modules, and their position in a step
 - ``fsdp_comms``: the collectives of FSDP2 units, and joining them without running the unit
 - ``checkpointing``: recomputation of a forward
-- ``modes``: the dispatch modes by which a selective checkpoint watches its region
 - ``saving``: the files that ``torch.distributed.checkpoint`` writes
 - ``distributed``: stores, and random states shared by ranks
 """
