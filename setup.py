@@ -52,7 +52,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["osdp", "osdp.*"]),
-    package_data={"osdp": ["py.typed", "data/*.json"]},
+    package_data={"osdp": ["py.typed", "cluster/*.json"]},
     # Torch has an upper bound since private parts of it are used; each new version is tried first.
     install_requires=["torch>=2.11,<2.14", "numpy", "networkx>=3", "fairscale>=0.4.13"],
     extras_require={
@@ -62,5 +62,5 @@ setup(
         "docs": DOCS,
         "dev": [*DEV, *CLI, *HF, *REPORT, *DOCS],
     },
-    entry_points={"console_scripts": ["osdp=osdp.cli:main"]},
+    entry_points={"console_scripts": ["osdp=osdp.cli.main:main"]},
 )

@@ -15,9 +15,9 @@ from statistics import median
 
 import torch
 
-from benchmarks import harness
-from benchmarks.baselines import reference_losses
-from benchmarks.candidates import (
+from benchmarks.support import harness
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import (
     FSDP2,
     Candidate,
     given_device,
@@ -25,15 +25,15 @@ from benchmarks.candidates import (
     make_setting,
     make_setting_together,
 )
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError
-from benchmarks.models import CASES
-from benchmarks.testbed import NetworkUnavailableError, launch_over
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.models import CASES
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, InfeasibleError, Plan, Training, codec, make_plan
-from osdp.search.rules import SLICES
-from osdp.units import format_bytes
+from osdp.search.options import SLICES
+from osdp.text import format_bytes
 
 WORLD_SIZE = 2
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

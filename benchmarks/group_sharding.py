@@ -1,20 +1,20 @@
 """Claim: groups of ranks make slow networks between machines bearable, and the search knows when.
 
-Emulated hosts with rate-limited uplinks (:mod:`benchmarks.testbed`; two of two ranks, and in full four of
-one and two of four) train a GPT-2 with DDP, FSDP2, FSDP2 with a real reduce-scatter, HSDP by hand, OSDP with
-group sharding and with communication with groups, and the plans that the search picks at 1.1 times the
-group-sharded peak, 1.1 times FSDP2's, and without a limit; in turn (A B C, A B C, ...). Interface counters
-tell what came into a host. With *N* hosts of *P* ranks, *R = N P*, and *M* bytes of parameters a step should
-bring
+Emulated hosts with rate-limited uplinks (:mod:`benchmarks.support.testbed`; two of two ranks, and in full
+four of one and two of four) train a GPT-2 with DDP, FSDP2, FSDP2 with a real reduce-scatter, HSDP by hand,
+OSDP with group sharding and with communication with groups, and the plans that the search picks at 1.1 times
+the group-sharded peak, 1.1 times FSDP2's, and without a limit; in turn (A B C, A B C, ...). Interface
+counters tell what came into a host. With *N* hosts of *P* ranks, *R = N P*, and *M* bytes of parameters a
+step should bring
 
     real reduce-scatter, flat     3 (R - 1) / R M
     communication with groups     3 (N - 1) / N M
     group sharding                2 (N - 1) / N M
 
 into each host (two all-gathers and a reduce-scatter; an all-reduce of shards over the hosts). Peaks are
-those of :mod:`benchmarks.memory_oracle`; what exceeds a limit does not count there. The loss after the last
-step must be that of a single process. All ranks are on this machine: where they are more than its cores they
-share them, and compute takes as much longer, for every candidate alike.
+those of :mod:`benchmarks.support.memory_oracle`; what exceeds a limit does not count there. The loss after
+the last step must be that of a single process. All ranks are on this machine: where they are more than its
+cores they share them, and compute takes as much longer, for every candidate alike.
 
     python -m benchmarks.group_sharding [--quick] [--json FILE]
 """
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
-from benchmarks.baselines import TrainStep, reference_losses
-from benchmarks.candidates import (
+from benchmarks.support import harness
+from benchmarks.support.baselines import TrainStep, reference_losses
+from benchmarks.support.candidates import (
     UNLIMITED,
     Candidate,
     Setting,
@@ -38,16 +38,16 @@ from benchmarks.candidates import (
     make_setting,
     make_setting_together,
 )
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError
-from benchmarks.models import CASES
-from benchmarks.testbed import NetworkUnavailableError, launch_over, received_bytes
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.models import CASES
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over, received_bytes
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Link, Plan, Training, codec, gen_fsdp_args
-from osdp.device_info import COLLECTIVES
-from osdp.profile import Profile
-from osdp.units import format_bytes
+from osdp.hardware.device_info import COLLECTIVES
+from osdp.hardware.profile import Profile
+from osdp.text import format_bytes
 
 CASE = CASES["gpt2-grouped"]
 LOCAL_BATCH = 2

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
 from tests.habits.running.context import FRAMEWORKS, PLANS
 from tests.habits.running.habit import Habit, all_habits
 from tests.habits.running.outcome import CRASHED, HUNG, REFUSED, SKIPPED, WRONG, Outcome

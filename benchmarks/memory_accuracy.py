@@ -1,9 +1,10 @@
 """Claim: the predicted peak is the true one, and a plan that is called feasible never exceeds its limit.
 
 Eight families of models, pure and searched plans, several world sizes and optimizers: the prediction of
-each plan beside the peak of live bytes on the worst rank over whole steps (:mod:`benchmarks.memory_oracle`;
-on a GPU the allocator's own count, of full-size models). The grid has no part in how the cost model was
-made. Left out: bfloat16 on models with batch norm, which torch cannot run on CPU.
+each plan beside the peak of live bytes on the worst rank over whole steps
+(:mod:`benchmarks.support.memory_oracle`; on a GPU the allocator's own count, of full-size models). The grid
+has no part in how the cost model was made. Left out: bfloat16 on models with batch norm, which torch cannot
+run on CPU.
 
     python -m benchmarks.memory_accuracy [--quick] [--json FILE] [--device cuda]
 """
@@ -14,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks import harness
-from benchmarks.candidates import Setting, given_device, make_setting
-from benchmarks.harness import Options, Result, Row
-from benchmarks.models import CASES, FAMILIES, FULL_SIZE
+from benchmarks.support import harness
+from benchmarks.support.candidates import Setting, given_device, make_setting
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE
 from osdp import Training
-from osdp.units import format_bytes
+from osdp.text import format_bytes
 
 #: Where searched plans have their limit, from the all-sharded (0) to the all-replicated (1) predicted peak.
 FRACTIONS = (0.25, 0.5, 0.75)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks import harness
-from benchmarks.candidates import (
+from benchmarks.support import harness
+from benchmarks.support.candidates import (
     Candidate,
     Setting,
     given_device,
@@ -25,14 +25,14 @@ from benchmarks.candidates import (
     make_setting,
     make_setting_together,
 )
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
-from benchmarks.models import Batch, Case, gpt2, head_with_loss, loss_of
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.models import Batch, Case, gpt2, head_with_loss, loss_of
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Plan, Training
-from osdp.cost.step import evaluate
-from osdp.plan import Decision, Mode, Unit
+from osdp.cost.evaluate import evaluate
+from osdp.plan.plan import Decision, Mode, Unit
 
 WORLD_SIZE = 2
 FAKE_WORLD_SIZE = 8

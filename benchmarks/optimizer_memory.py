@@ -1,4 +1,4 @@
-"""Claim: the optimizer memory in ``osdp.training`` is what torch's optimizers keep and allocate.
+"""Claim: the optimizer memory in ``osdp.model.training`` is what torch's optimizers keep and allocate.
 
 ``python -m benchmarks.optimizer_memory [--json FILE]`` counts, for every class and set of options, the bytes
 of state after eight steps (RAdam changes its formula at the sixth) and the most bytes of live storages during
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.optimizer import make_optimizer
-from osdp.training import OPTIMIZERS, Training
 
 #: Elements of the parameters. A large one first and one last tell apart what is proportional to all bytes, to
 #: the largest tensor, and to the tensor before the one at hand.

@@ -12,14 +12,20 @@ import sys
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
-from benchmarks.baselines import reference_losses
-from benchmarks.candidates import Candidate, given_device, live_mesh, make_setting, make_setting_together
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
-from benchmarks.models import CASES
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support import harness
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import (
+    Candidate,
+    given_device,
+    live_mesh,
+    make_setting,
+    make_setting_together,
+)
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.models import CASES
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import Training
 
 WORLD_SIZE = 2

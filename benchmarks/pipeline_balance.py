@@ -3,12 +3,12 @@
 The cut of ``make_pipeline_plan`` on a measured profile, an even split by the number of layers, and one by the
 number of modules without children (of the calls in a traced graph), all run by the same engine under 1F1B,
 in turn (A B A B ...). Two stages of a narrow Llama with a vocabulary of 50,257 words compute on a core each,
-and two stages of an even one on two hosts (:mod:`benchmarks.testbed`), one of which may use its core half of
-the time (:mod:`benchmarks.cpu_share`). Four stages of layers that sleep unequally (emulated compute;
-:mod:`benchmarks.stages`) share cores, as does one case of equal layers, where there is nothing to win.
-Predicted step times stand beside the measured ones: those of cuts that compute are the mean of what a
-profile before and one after the runs predict, since the machine's own speed drifts in between. The loss after
-the last step must be that of a single process.
+and two stages of an even one on two hosts (:mod:`benchmarks.support.testbed`), one of which may use its core
+half of the time (:mod:`benchmarks.support.cpu_share`). Four stages of layers that sleep unequally (emulated
+compute; :mod:`benchmarks.support.stages`) share cores, as does one case of equal layers, where there is
+nothing to win. Predicted step times stand beside the measured ones: those of cuts that compute are the mean
+of what a profile before and one after the runs predict, since the machine's own speed drifts in between. The
+loss after the last step must be that of a single process.
 
     python -m benchmarks.pipeline_balance [--quick] [--json FILE]
 """
@@ -22,24 +22,24 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
-from benchmarks.baselines import reference_losses
-from benchmarks.candidates import UNLIMITED, make_setting, make_setting_together
-from benchmarks.cpu_share import ShareUnavailableError, limited
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
-from benchmarks.models import Case, llama
-from benchmarks.stages import Line, Naps, agreed, pipeline_step, sleepers, stage_sizes
-from benchmarks.testbed import NetworkUnavailableError, hosts
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support import harness
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import UNLIMITED, make_setting, make_setting_together
+from benchmarks.support.cpu_share import ShareUnavailableError, limited
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.models import Case, llama
+from benchmarks.support.stages import Line, Naps, agreed, pipeline_step, sleepers, stage_sizes
+from benchmarks.support.testbed import NetworkUnavailableError, hosts
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Training
 from osdp.api import make_pipeline_plan
-from osdp.layout import Degrees
-from osdp.pipeline_plan import PipelinePlan
-from osdp.profile import Profile
-from osdp.profiler.slowdowns import measure_slowdowns
-from osdp.profiler.stage_link import measure_stage_link
+from osdp.hardware.profile import Profile
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan
+from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
 
 SCHEDULE = "1f1b"

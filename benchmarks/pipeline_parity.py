@@ -1,7 +1,7 @@
 """Claim: whatever the layout, a model in stages and parts computes what a single process does.
 
-Every architecture (:mod:`benchmarks.architectures`), with attention masks, labels that do not count and
-uneven vocabularies, in pipelines of two and four stages, beside data and tensor parallelism, under every
+Every architecture (:mod:`benchmarks.support.architectures`), with attention masks, labels that do not count
+and uneven vocabularies, in pipelines of two and four stages, beside data and tensor parallelism, under every
 schedule that can run there: the loss, every gradient and the joint norm of one step against the unwrapped
 model on the whole batch, then evaluation and inference. Zero-bubble schedules need stages without data or
 tensor parallelism. A gradient's difference is taken relative to its norm, or to 1e-5 of the joint norm of all
@@ -19,14 +19,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks import harness
-from benchmarks.architectures import ARCHITECTURES, Architecture, loss_of_logits
-from benchmarks.candidates import given_device
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
+from benchmarks.support import harness
+from benchmarks.support.architectures import ARCHITECTURES, Architecture, loss_of_logits
+from benchmarks.support.candidates import given_device
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
-from osdp.device_info import StageLink
-from osdp.profiler.estimate import estimate
+from osdp.hardware.device_info import StageLink
+from osdp.profiler.roofline import estimate
 
 BATCH, MICROBATCHES = 16, 4
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

@@ -1,13 +1,13 @@
 """Claim: the time and the memory of every pipeline schedule are what the cost model says before it runs.
 
-Times: layers that sleep (emulated compute; :mod:`benchmarks.stages`), messages over gloo. Predicted from the
-set seconds and the measured stage link by :func:`osdp.cost.pipeline.simulate`; the bubble is the part of all
-ranks' time in which nobody was to sleep. How many microbatches a layer had between its forward and its
-gradient is counted as it runs; 1F1B may have no more than there are stages.
+Times: layers that sleep (emulated compute; :mod:`benchmarks.support.stages`), messages over gloo. Predicted
+from the set seconds and the measured stage link by :func:`osdp.cost.pipeline.simulate.simulate`; the bubble
+is the part of all ranks' time in which nobody was to sleep. How many microbatches a layer had between its
+forward and its gradient is counted as it runs; 1F1B may have no more than there are stages.
 
 Memory: stages of a small GPT-2 that compute; the peak of live tensor bytes of each rank over a whole step
-(:mod:`benchmarks.memory_oracle`; point-to-point messages are freed where the profiler sees it) beside the
-plan's. Ranks share cores, which bytes do not mind.
+(:mod:`benchmarks.support.memory_oracle`; point-to-point messages are freed where the profiler sees it) beside
+the plan's. Ranks share cores, which bytes do not mind.
 
     python -m benchmarks.pipeline_schedules [--quick] [--json FILE]
 """
@@ -21,24 +21,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
-from benchmarks.baselines import make_optimizer, reference_losses
-from benchmarks.candidates import UNLIMITED, Setting, make_setting
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
-from benchmarks.memory_oracle import Step, measure_peak
-from benchmarks.models import gpt2
-from benchmarks.stages import Line, Naps, most_in_flight, pipeline_step, sleepers, stage_sizes
-from benchmarks.turns import take_turns
+from benchmarks.support import harness
+from benchmarks.support.baselines import make_optimizer, reference_losses
+from benchmarks.support.candidates import UNLIMITED, Setting, make_setting
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.memory_oracle import Step, measure_peak
+from benchmarks.support.models import gpt2
+from benchmarks.support.stages import Line, Naps, most_in_flight, pipeline_step, sleepers, stage_sizes
+from benchmarks.support.turns import take_turns
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec
-from osdp.cost.pipeline import PipelineOutcome, StageCost, simulate
-from osdp.device_info import StageLink
-from osdp.layout import Degrees
-from osdp.pipeline_plan import PipelinePlan
-from osdp.profiler.estimate import estimate
-from osdp.profiler.stage_link import measure_stage_link
+from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
+from osdp.hardware.device_info import StageLink
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.schedule import SCHEDULES, Schedule, default_stages_per_rank
+from osdp.profiler.links.stage_link import measure_stage_link
+from osdp.profiler.roofline import estimate
 from osdp.runtime.mesh import parallel_mesh
-from osdp.schedule import SCHEDULES, Schedule, default_stages_per_rank
 
 RANKS = (2, 4)
 MICROBATCHES = (4, 8, 16)

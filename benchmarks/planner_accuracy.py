@@ -1,14 +1,14 @@
 """Claim: the planner's time model meets measured training steps, and larger ones than it was fitted to.
 
 The data are measured iterations in vTrain's columns (Bang et al., MICRO 2024; see
-:data:`osdp.measured_step.COLUMNS`), on nodes of eight A100 with NVSwitch inside and 800 Gbit/s between them,
-by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, attention that writes its scores, 1F1B,
-Adam in mixed precision. The rows do not say what was recomputed; all are taken to be set up alike, with full
-recomputation if one of them would not fit 80 GB otherwise, and with none if all do.
+:data:`osdp.cluster.calibration.measured_step.COLUMNS`), on nodes of eight A100 with NVSwitch inside and 800
+Gbit/s between them, by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, attention that writes
+its scores, 1F1B, Adam in mixed precision. The rows do not say what was recomputed; all are taken to be set up
+alike, with full recomputation if one of them would not fit 80 GB otherwise, and with none if all do.
 
-- Zero-shot: the published rates (:data:`osdp.cost.rates.PUBLISHED`); nothing is fitted to the data.
+- Zero-shot: the published rates (:data:`osdp.cluster.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
-  what those leave of measured layers (:mod:`osdp.cost.corrections`); the summary has it with.
+  what those leave of measured layers (:mod:`osdp.cluster.cost.corrections`); the summary has it with.
 - Leave-out: the larger half of the numbers of GPUs, hidden sizes or microbatches, predicted by what was
   fitted to the smaller ones.
 
@@ -27,13 +27,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from osdp.cluster import Gpu, NodeType, Wire
-from osdp.cost.rates import PUBLISHED
-from osdp.cost.step_model import Setting, assumed_recompute
-from osdp.measured_step import MeasuredStep, read_steps
-from osdp.search.calibrate import Fitted, cross_validation, fit, leave_out, relative_errors
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from osdp.cluster.calibration.calibrate import Fitted, cross_validation, fit, leave_out, relative_errors
+from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
+from osdp.cluster.calibration.step_model import Setting, assumed_recompute
+from osdp.cluster.cost.rates import PUBLISHED
+from osdp.cluster.hardware import Gpu, NodeType, Wire
 
 Floats = NDArray[np.float64]
 

@@ -1,12 +1,12 @@
 """Claim: on unequal hosts the planner's layout beats the even one, and no layout made by hand beats it.
 
-Two emulated hosts (:mod:`benchmarks.testbed`) of two ranks each, joined by rate-limited uplinks; the layers
-of one host take three times as long. Compute is emulated: each layer sleeps, so that four ranks share two
-cores, while communication is real. The planner is given the times of the layers on both kinds of device
-(:class:`osdp.layer_profile.LayerProfile`) and the measured link, and lays the model out; that plan, the same
-with even stages, and every layout made by hand in a small space (degrees, which host comes first, even stages
-and stages in proportion to the hosts' speed) train in turn. Predicted times stand beside the measured ones,
-and the loss after the last step must be that of a single process.
+Two emulated hosts (:mod:`benchmarks.support.testbed`) of two ranks each, joined by rate-limited uplinks; the
+layers of one host take three times as long. Compute is emulated: each layer sleeps, so that four ranks share
+two cores, while communication is real. The planner is given the times of the layers on both kinds of device
+(:class:`osdp.cluster.layer_profile.LayerProfile`) and the measured link, and lays the model out; that plan,
+the same with even stages, and every layout made by hand in a small space (degrees, which host comes first,
+even stages and stages in proportion to the hosts' speed) train in turn. Predicted times stand beside the
+measured ones, and the loss after the last step must be that of a single process.
 
     python -m benchmarks.planner_heterogeneous [--quick] [--json FILE]
 """
@@ -21,29 +21,30 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import harness
-from benchmarks.baselines import TrainStep, make_optimizer, rank_batches, reference_losses
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError
-from benchmarks.models import Case, loss_of
-from benchmarks.stages import WIDTH, Naps, Sleeper, agreed, sleepers
-from benchmarks.testbed import NetworkUnavailableError, launch_over
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support import harness
+from benchmarks.support.baselines import TrainStep, make_optimizer, rank_batches, reference_losses
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.models import Case, loss_of
+from benchmarks.support.stages import WIDTH, Naps, Sleeper, agreed, sleepers
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import OSDP, Training
-from osdp.cluster import Cluster, Gpu, NodeGroup, NodeType, Wire
-from osdp.cluster_plan import ClusterPlan, Layout, Recompute, Slot, Workload
-from osdp.cluster_run import runnable_plan
-from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import price
-from osdp.layer_profile import LayerProfile, LayerTime
-from osdp.layout import Degrees, part_sizes
-from osdp.pipeline_plan import PipelinePlan
-from osdp.profiler.stage_link import measure_stage_link
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Wire
+from osdp.cluster.layer_profile import LayerProfile, LayerTime
+from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.runnable import runnable_plan
+from osdp.cluster.search.layouts import best_layouts
+from osdp.cluster.search.space import Space
+from osdp.cluster.transformer import Item, TransformerShape
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.shard_math import part_sizes
+from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
-from osdp.search.cluster import best_layouts
-from osdp.search.cluster_space import Space
-from osdp.transformer import Item, TransformerShape
 
 GIB = 2**30
 LAYERS, SAMPLES, GLOBAL_BATCH = 12, 2, 16

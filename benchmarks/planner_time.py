@@ -16,19 +16,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from osdp.cluster import Cluster, NodeGroup, NodeType, Wire
-from osdp.cluster_file import known_gpus, make_gpu
-from osdp.cluster_plan import ClusterPlan, Workload
-from osdp.cost.cluster_schedule import stages_per_rank
-from osdp.cost.cluster_slot import SlotStages
-from osdp.cost.cluster_stage import ClusterPrices
-from osdp.cost.cluster_step import price
-from osdp.search.cluster import best_layouts
-from osdp.search.cluster_space import Space, families
-from osdp.transformer import TransformerShape
-from osdp.transformer_shapes import SHAPES
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from osdp.cluster.cost.schedule import stages_per_rank
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.stage_table import SlotStages
+from osdp.cluster.cost.step import price
+from osdp.cluster.file import known_gpus, make_gpu
+from osdp.cluster.hardware import Cluster, NodeGroup, NodeType, Wire
+from osdp.cluster.known_transformers import SHAPES
+from osdp.cluster.plan import ClusterPlan, Workload
+from osdp.cluster.search.layouts import best_layouts
+from osdp.cluster.search.space import Space, families
+from osdp.cluster.transformer import TransformerShape
 
 #: FASOP's: 16 heads where GPT-2 XL has 25, so that 2 and 4 ranks can share a layer.
 GPT2_XL = replace(SHAPES["gpt2-xl"], heads=16)

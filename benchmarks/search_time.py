@@ -26,16 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from benchmarks.models import Case, bert, gpt2, llama
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.models import Case, bert, gpt2, llama
 from osdp import DeviceInfo, Link, ModelDesc, Training
-from osdp.cost.situation import Situation, build_situation
-from osdp.device_info import COLLECTIVES
-from osdp.profiler.estimate import estimate
-from osdp.search.rules import SHARDING, SLICES, Rules
-from osdp.search.sharding import least_peak, solve
-from osdp.units import format_bytes
+from osdp.cost.sharding.problem import Situation, build_situation
+from osdp.hardware.device_info import COLLECTIVES
+from osdp.profiler.roofline import estimate
+from osdp.search.options import SHARDING, SLICES, Rules
+from osdp.search.sharding.solve import least_peak, solve
+from osdp.text import format_bytes
 
 GIB = 2**30
 #: Seconds HiGHS may take for each of its problems, and how many of them a row may take in time.
@@ -130,7 +130,7 @@ def solve_all(problem: Problem, model_desc: ModelDesc, *, milp_seconds: float | 
     """
     options: dict[str, Any] = {}
     if milp_seconds is not None:
-        from osdp.search.milp import solve_milp
+        from osdp.search.sharding.milp import solve_milp
 
         options["solver"] = partial(solve_milp, time_limit=milp_seconds)
     device = problem.device()

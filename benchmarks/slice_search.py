@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from benchmarks.terapipe_numbers import BY_NUMBER, P3_16XLARGE
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.terapipe_numbers import BY_NUMBER, P3_16XLARGE
 from benchmarks.token_pipeline_paper import calibrate, tables
-from osdp.cost.token_pipeline import StepBound
-from osdp.search.token_pipeline import TokenOutcome, TokenProblem, solve_tokens
-from osdp.search.token_slices import slice_grid
+from osdp.cost.token_slices.step import StepBound
+from osdp.search.token_slices.planner import TokenOutcome, TokenProblem, solve_tokens
+from osdp.search.token_slices.slices import slice_grid
 
 Floats = NDArray[np.float64]
 

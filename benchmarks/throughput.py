@@ -3,8 +3,8 @@
 Two ranks, one core each, train two shapes of GPT-2 with DDP, FSDP2, FSDP2 without reshard and OSDP in turn
 (A B C, A B C, ...), over loopback and over a rate-limited link between two emulated hosts. The memory limit
 lies 0.25, 0.5 and 0.75 of the way from the all-sharded to the all-replicated peak; a baseline whose own
-peak exceeds it does not count there. Peaks are those of :mod:`benchmarks.memory_oracle`. The loss after the
-last step must be that of a single process.
+peak exceeds it does not count there. Peaks are those of :mod:`benchmarks.support.memory_oracle`. The loss
+after the last step must be that of a single process.
 
     python -m benchmarks.throughput [--quick] [--json FILE]
 """
@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
-from benchmarks.baselines import reference_losses
-from benchmarks.candidates import (
+from benchmarks.support import harness
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import (
     BASELINES,
     given_device,
     live_mesh,
     make_setting,
     make_setting_together,
 )
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError
-from benchmarks.models import CASES, SHAPES
-from benchmarks.testbed import NetworkUnavailableError, launch_over
-from benchmarks.timing import paired_ratio
-from benchmarks.turns import take_turns
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.models import CASES, SHAPES
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Plan, Training, codec
-from osdp.units import format_bytes
+from osdp.text import format_bytes
 
 WORLD_SIZE = 2
 LOCAL_BATCH = 4
@@ -184,7 +184,7 @@ def _row(case: str, limit: int, known: dict[str, int], measured: dict[str, Any],
 
 
 def _peak(case: str, plan: Plan, measured: dict[str, Any]) -> int:
-    from osdp.profile import Profile
+    from osdp.hardware.profile import Profile
 
     device = codec.from_json(DeviceInfo, measured["device"])
     profile = codec.from_json(Profile, measured["profile"])

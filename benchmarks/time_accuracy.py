@@ -13,12 +13,12 @@ from statistics import median
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import harness
-from benchmarks.candidates import UNLIMITED, make_setting
-from benchmarks.harness import Options, Result, Row
-from benchmarks.memory_oracle import fake_group
-from benchmarks.models import CASES, FAMILIES, FULL_SIZE
-from benchmarks.timing import alternate
+from benchmarks.support import harness
+from benchmarks.support.candidates import UNLIMITED, make_setting
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.memory_oracle import fake_group
+from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE
+from benchmarks.support.timing import alternate
 from osdp import DeviceInfo, Training
 
 TRAINING = Training(local_batch=4)

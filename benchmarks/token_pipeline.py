@@ -1,12 +1,12 @@
 """Claim: slices of sequences fill the pipeline where microbatches run out, with exact gradients.
 
 One or two long sequences a step. Two stages of a GPT-2 compute on a core each. Four stages sleep twice as
-long as one of the two was measured to compute (emulated compute; :mod:`benchmarks.token_stages`), around real
-masks, caches and messages. Beside each other, step for step: whole sequences under GPipe and under 1F1B, as
-many microbatches as sequences; the best equal slices and the optimal ones, both chosen by the search
-(:mod:`osdp.search.token_pipeline`) from slices of one stage that were timed alone before. Its prediction
-stands beside each measured step; for stages that compute it is the mean of two, by slices that were timed
-before and after the steps, since the machine's own speed drifts in between.
+long as one of the two was measured to compute (emulated compute; :mod:`benchmarks.support.token_stages`),
+around real masks, caches and messages. Beside each other, step for step: whole sequences under GPipe and
+under 1F1B, as many microbatches as sequences; the best equal slices and the optimal ones, both chosen by the
+search (:mod:`osdp.search.token_slices.planner`) from slices of one stage that were timed alone before. Its
+prediction stands beside each measured step; for stages that compute it is the mean of two, by slices that
+were timed before and after the steps, since the machine's own speed drifts in between.
 
 Gradients are those of a single process that takes the sequences whole, in float32 and in float64.
 
@@ -21,34 +21,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from benchmarks.launch import WorkerError, launch
-from benchmarks.models import Case, gpt2
 from benchmarks.pipeline_schedules import known_link
-from benchmarks.stages import agreed
-from benchmarks.timing import paired_ratio
-from benchmarks.token_stages import napping, norm_error, without_labels
-from benchmarks.turns import take_turns
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.models import Case, gpt2
+from benchmarks.support.stages import agreed
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.token_stages import napping, norm_error, without_labels
+from benchmarks.support.turns import take_turns
 from osdp import OSDP, ModelDesc, TokenSlices, Training, codec
-from osdp.cost.token_latency import fit
-from osdp.cost.token_pipeline import SliceTables, simulate_slices, slice_tables
-from osdp.device_info import StageLink
-from osdp.integrations.decoder_stage import decoder_stage
+from osdp.cost.token_slices.latency_fit import fit
+from osdp.cost.token_slices.step import SliceTables, simulate_slices, slice_tables
+from osdp.hardware.device_info import StageLink
+from osdp.hardware.token_latency import BatchLatency, PassLatency, TokenLatency, TokenSamples
 from osdp.integrations.huggingface import causal_lm_loss
-from osdp.layout import Degrees
-from osdp.pipeline_plan import PipelinePlan
-from osdp.profiler.estimate import estimate
-from osdp.profiler.flow import trace_flow
-from osdp.profiler.stage_link import measure_stage_link
+from osdp.integrations.huggingface.decoder_stage import decoder_stage
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.schedule import make_schedule
+from osdp.profiler.links.stage_link import measure_stage_link
+from osdp.profiler.roofline import estimate
 from osdp.profiler.token_latency import measure_token_latency
 from osdp.runtime.mesh import parallel_mesh
-from osdp.schedule import make_schedule
-from osdp.search.pipeline import plan_at
-from osdp.search.planning import Candidate
-from osdp.search.rules import Rules
-from osdp.search.token_pipeline import TokenProblem, solve_tokens
-from osdp.token_latency import BatchLatency, PassLatency, TokenLatency, TokenSamples
+from osdp.search.options import Rules
+from osdp.search.pipeline.planner import plan_at
+from osdp.search.sharding.planner import Candidate
+from osdp.search.token_slices.planner import TokenProblem, solve_tokens
+from osdp.tracing.dataflow import trace_flow
 
 LENGTH, GRANULARITY = 2048, 32
 BATCHES = (1, 2)

@@ -29,9 +29,9 @@ from statistics import mean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import harness
-from benchmarks.harness import Options, Result, Row
-from benchmarks.terapipe_numbers import (
+from benchmarks.support import harness
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.terapipe_numbers import (
     BY_NUMBER,
     FOUND,
     LONG,
@@ -41,10 +41,10 @@ from benchmarks.terapipe_numbers import (
     Machine,
     Setting,
 )
-from osdp.cost.token_pipeline import SliceTables, simulate_slices, slice_grid_points
-from osdp.schedule import make_schedule
-from osdp.search.token_pipeline import TokenProblem, solve_tokens
-from osdp.token_slices import TokenSlices
+from osdp.cost.token_slices.step import SliceTables, simulate_slices, slice_grid_points
+from osdp.plan.schedule import make_schedule
+from osdp.plan.token_slices import TokenSlices
+from osdp.search.token_slices.planner import TokenProblem, solve_tokens
 
 CALIBRATION = "9"
 GRANULARITY = 8

@@ -5,6 +5,35 @@ Describe the model, profile it, price every choice, search for the best plan, ru
     model = OSDP(model, model_desc, device_info)
 
 Names are looked up when they are first used: importing the package does no work and does not import torch.
+
+Modules in reading order; start at ``wrapper`` and ``api``:
+
+- ``wrapper``: ``OSDP``, the module that stands where ``FSDP(model)`` stood
+- ``resolve``: from the options of ``OSDP`` to a model that runs
+- ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
+- ``first_batch``: the first batch beside the one that was planned for
+- ``api``: ``make_plan`` and its sisters: describe, profile, search
+- ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``
+- ``inputs``: what callers write down, as the values that planning takes
+- ``rank_model``: planning for tensor-parallel ranks: their part of the model, and its profiles
+- ``model``: what is trained
+- ``hardware``: what devices and links can do
+- ``plan``: what was decided
+- ``comm``: process groups and collectives
+- ``nn``: operators in slices
+- ``tracing``: a module to values about it
+- ``profiler``: devices, links and models, measured
+- ``cost``: what a plan costs
+- ``search``: which plan is best
+- ``runtime``: runs a plan
+- ``cluster``: the planner before there is a cluster
+- ``report``: tables and graphs
+- ``integrations``: other libraries
+- ``cli``: the ``osdp`` command
+- ``errors``: exceptions that carry facts
+- ``codec``: values to JSON and back
+- ``text``: bytes, seconds and counts as text
+- ``text_file``: files that others may have written
 """
 
 import importlib
@@ -12,17 +41,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from osdp.api import make_pipeline_plan, make_plan, make_tensor_plan
-    from osdp.device_info import DeviceInfo, HostLink, Link
     from osdp.errors import InfeasibleError, PlanMismatchError
-    from osdp.integrations.group_args import gen_fsdp_args
-    from osdp.model_desc import ModelDesc
-    from osdp.pipeline_plan import PipelinePlan
-    from osdp.plan import Mode, Plan
-    from osdp.profile import Profile
-    from osdp.runtime.split import split_cross_entropy, split_embedding, split_linear
-    from osdp.runtime.split_modules import LMHeadLoss, SplitEmbedding, SplitLinear
-    from osdp.token_slices import TokenSlices
-    from osdp.training import Training
+    from osdp.hardware.device_info import DeviceInfo, HostLink, Link
+    from osdp.hardware.profile import Profile
+    from osdp.integrations.paper_options import gen_fsdp_args
+    from osdp.model.description import ModelDesc
+    from osdp.model.training import Training
+    from osdp.nn.functional import split_cross_entropy, split_embedding, split_linear
+    from osdp.nn.modules import LMHeadLoss, SplitEmbedding, SplitLinear
+    from osdp.plan.pipeline import PipelinePlan
+    from osdp.plan.plan import Mode, Plan
+    from osdp.plan.token_slices import TokenSlices
     from osdp.wrapper import OSDP, OptimalShardedDataParallel
 
 __all__ = [
@@ -61,25 +90,25 @@ _HOME = {
     "make_plan": "osdp.api",
     "make_pipeline_plan": "osdp.api",
     "make_tensor_plan": "osdp.api",
-    "gen_fsdp_args": "osdp.integrations.group_args",
-    "DeviceInfo": "osdp.device_info",
-    "HostLink": "osdp.device_info",
-    "Link": "osdp.device_info",
+    "gen_fsdp_args": "osdp.integrations.paper_options",
+    "DeviceInfo": "osdp.hardware.device_info",
+    "HostLink": "osdp.hardware.device_info",
+    "Link": "osdp.hardware.device_info",
     "InfeasibleError": "osdp.errors",
     "PlanMismatchError": "osdp.errors",
-    "ModelDesc": "osdp.model_desc",
-    "Mode": "osdp.plan",
-    "Plan": "osdp.plan",
-    "PipelinePlan": "osdp.pipeline_plan",
-    "Profile": "osdp.profile",
-    "TokenSlices": "osdp.token_slices",
-    "Training": "osdp.training",
-    "LMHeadLoss": "osdp.runtime.split_modules",
-    "SplitEmbedding": "osdp.runtime.split_modules",
-    "SplitLinear": "osdp.runtime.split_modules",
-    "split_cross_entropy": "osdp.runtime.split",
-    "split_embedding": "osdp.runtime.split",
-    "split_linear": "osdp.runtime.split",
+    "ModelDesc": "osdp.model.description",
+    "Mode": "osdp.plan.plan",
+    "Plan": "osdp.plan.plan",
+    "PipelinePlan": "osdp.plan.pipeline",
+    "Profile": "osdp.hardware.profile",
+    "TokenSlices": "osdp.plan.token_slices",
+    "Training": "osdp.model.training",
+    "LMHeadLoss": "osdp.nn.modules",
+    "SplitEmbedding": "osdp.nn.modules",
+    "SplitLinear": "osdp.nn.modules",
+    "split_cross_entropy": "osdp.nn.functional",
+    "split_embedding": "osdp.nn.functional",
+    "split_linear": "osdp.nn.functional",
 }
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
-from osdp.device_info import DeviceInfo
+from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     allowed_modes,
     described,
@@ -22,20 +22,20 @@ from osdp.inputs import (
     with_microbatches,
 )
 from osdp.integrations.fairscale import allowed_to_run
-from osdp.model_desc import ModelDesc
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
+from osdp.nn.modules import kind_of
 from osdp.options import PlanOptions, complete, lists_options, schedule_of
-from osdp.pipeline_plan import PipelinePlan
-from osdp.plan import Plan
-from osdp.profiler.batch import SampleBatch
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
+from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.flow import trace_flow
-from osdp.profiler.tensor_parallel import derive
-from osdp.runtime.split_modules import kind_of
-from osdp.search.pipeline import best_pipeline
-from osdp.search.planning import batches, best_plan
-from osdp.tensor_inputs import one_rank, with_tensor_links
-from osdp.tensor_plan import TensorParallelPlan
-from osdp.training import Training
+from osdp.rank_model import one_rank, with_tensor_links
+from osdp.search.pipeline.planner import best_pipeline
+from osdp.search.sharding.planner import batches, best_plan
+from osdp.tracing.dataflow import trace_flow
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.tensor_parallel.derive import derive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from osdp.units import format_bytes
+from osdp.text import format_bytes
 
 
 class PlanMismatchError(ValueError):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from osdp.plan import Plan
-from osdp.profiler.batch import SampleBatch
-from osdp.units import format_bytes
+from osdp.plan.plan import Plan
+from osdp.text import format_bytes
+from osdp.tracing.sample_batch import SampleBatch
 
 logger = logging.getLogger(__name__)
 

@@ -9,29 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.device_info import DeviceInfo, StageLink
+from osdp.hardware.device_info import DeviceInfo, StageLink
+from osdp.hardware.profile import Profile
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
-from osdp.layout import Degrees, degrees
-from osdp.model_desc import ModelDesc
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
 from osdp.options import PlanOptions
-from osdp.plan import Mode
-from osdp.profile import Profile
-from osdp.profiler.batch import SampleBatch
+from osdp.plan.dims import Degrees, degrees
+from osdp.plan.plan import Mode
+from osdp.plan.schedule import SCHEDULES, split_backward_refused
 from osdp.profiler.cache import MeasurementCache, placement
-from osdp.profiler.collectives import REPEATS, SECONDS, SIZES, detect
-from osdp.profiler.estimate import estimate
-from osdp.profiler.loss import NotedLoss
-from osdp.profiler.machine import device_kind
+from osdp.profiler.links.detect import REPEATS, SECONDS, SIZES, detect
+from osdp.profiler.links.machine import device_kind
+from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.profiler.measure import profile_model
+from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.profiler.slowdowns import measure_slowdowns
-from osdp.profiler.stage_link import measure_stage_link
 from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
-from osdp.runtime.plain import check_plain
-from osdp.schedule import SCHEDULES, split_backward_refused
-from osdp.search.rules import Rules
-from osdp.training import Training
+from osdp.runtime.module.plain import check_plain
+from osdp.search.options import Rules
+from osdp.tracing.loss import NotedLoss
+from osdp.tracing.sample_batch import SampleBatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

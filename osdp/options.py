@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 
+from osdp.hardware.profile import Profile
 from osdp.integrations.fairscale import is_same
-from osdp.plan import Mode
-from osdp.profile import Profile
+from osdp.plan.plan import Mode
 from osdp.profiler.cache import DEFAULT_CACHE_DIR
-from osdp.search.rules import SLICES
+from osdp.search.options import SLICES
 
 #: A plan of the whole model on data-parallel ranks, or one of stages.
 PlanKind = Literal["whole", "stages"]
@@ -55,8 +55,8 @@ class PlanOptions(TypedDict, total=False):
             other.
         tp: Ranks that compute one layer together.
         sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
-        schedule: Order of forwards and backwards in a pipeline (:data:`osdp.schedule.SCHEDULES`); the fastest
-            that can run if ``None``.
+        schedule: Order of forwards and backwards in a pipeline (:data:`osdp.plan.schedule.SCHEDULES`); the
+            fastest that can run if ``None``.
         mode: Another name of ``schedule``.
         strategy: A mode to force on every operator, such as ``"FULL_SHARD"``.
         local_batches: Local batches to choose from, with stages samples of a microbatch; the plan with the
@@ -85,7 +85,7 @@ class PlanOptions(TypedDict, total=False):
     """
 
     profile: Annotated[Profile | Sequence[Profile] | None, Option()]
-    # What of these a finished plan was made for is compared with it (osdp.wrapping.check_reuse).
+    # What of these a finished plan was made for is compared with it (osdp.resolve.check_reuse).
     pp: Annotated[int | None, Option(whole=False, planning=False)]
     dp: Annotated[int | None, Option(whole=False, planning=False)]
     tp: Annotated[int | None, Option(whole=False, planning=False)]

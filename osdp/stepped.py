@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from osdp.pipeline_plan import PipelinePlan
-from osdp.plan import Plan
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.runtime.steps import Steps
 
 if TYPE_CHECKING:
-    from osdp.integrations.token_step import Slicer
-    from osdp.token_slices import TokenSlices
+    from osdp.integrations.huggingface.token_step import Slicer
+    from osdp.plan.token_slices import TokenSlices
 
 
 class Stepped:
@@ -81,7 +81,7 @@ class Stepped:
     @cached_property
     def _slicer(self) -> "Slicer":
         # Imported only when used: it needs transformers.
-        from osdp.integrations.token_step import Slicer
+        from osdp.integrations.huggingface.token_step import Slicer
 
         tensor = self.plan.tensor if isinstance(self.plan, PipelinePlan) else None
         shared = self.plan.tp if tensor is not None and tensor.sequence is not None else 1  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ class Stepped:
                 ``()`` sequences do not end early.
             pad_token_id: Token after the end of a sequence; as the model is configured if ``None``.
             sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
-                :class:`osdp.runtime.generation.Choice`.
+                :class:`osdp.runtime.pipeline.generation.Choice`.
 
         Returns:
             Prompts and new tokens, of shape ``(samples, length + at most max_new_tokens)``, until all

@@ -9,28 +9,28 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.embeddings import check_embeddings
 from osdp.integrations.fairscale import mark, marks_here
-from osdp.model_desc import ModelDesc
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
+from osdp.nn.embeddings import check_embeddings
 from osdp.options import PlanOptions, check_known, complete, lists_options
-from osdp.pipeline_plan import PipelinePlan
-from osdp.plan import Plan
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
+from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import AppliedPlan
 from osdp.runtime.mesh import device_of
-from osdp.runtime.module_api import PlannedModule
-from osdp.runtime.moved import check_not_moved
+from osdp.runtime.module.moved import check_not_moved
+from osdp.runtime.module.plain import Wrapped, check_plain
+from osdp.runtime.module.plain_states import load_into
+from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
-from osdp.runtime.pipelined import AppliedPipeline, steps_of
-from osdp.runtime.plain import Wrapped, check_plain
-from osdp.runtime.plain_states import load_into
-from osdp.runtime.replaced import PlainParameters
+from osdp.runtime.pipeline.apply import AppliedPipeline, steps_of
+from osdp.runtime.sharding.module_api import PlannedModule
 from osdp.runtime.torch_private.modules import share_registries
 from osdp.stepped import Stepped
-from osdp.training import Training
-from osdp.wrapping import Asked, applied_model, check_reuse
 
 if TYPE_CHECKING:
-    from osdp.device_info import DeviceInfo
+    from osdp.hardware.device_info import DeviceInfo
 
 
 @lists_options()

@@ -19,7 +19,7 @@ worst=0
 
 if "$PYTHON" -c 'import pytest, pytest_timeout' 2>/dev/null; then
     # Only the files that hold such tests: the others may need what is not installed here.
-    "$PYTHON" -m pytest -q -m cuda $(grep -l "mark.cuda" tests/test_*.py) || worst=1
+    "$PYTHON" -m pytest -q -m cuda $(grep -rl --include='test_*.py' "mark.cuda" tests) || worst=1
 else
     echo "pytest and pytest-timeout are not installed: the tests marked cuda were not run" >&2
     worst=3

@@ -23,5 +23,5 @@ launch() {
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" KINETO_LOG_LEVEL=99 TORCH_CPP_LOG_LEVEL=ERROR \
         MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_TOP_PAD_=67108864 \
         GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}" \
-        ${batch[@]+"${batch[@]}"} torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m scripts.train_text "$@"
+        ${batch[@]+"${batch[@]}"} torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m examples.train_text "$@"
 }

@@ -11,10 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP
-from osdp.plan import Mode
-from tests.distributed import run
-from tests.plans import plan_by_hand
-from tests.test_optimizers import PLANS, STEPS, assert_trained, batch_of, make, single_process, train, wrapped
+from osdp.plan.plan import Mode
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+from tests.runtime.test_optimizer_check import (
+    PLANS,
+    STEPS,
+    assert_trained,
+    batch_of,
+    make,
+    single_process,
+    train,
+    wrapped,
+)
 
 
 def sgd(parameters: Any) -> list[torch.optim.Optimizer]:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp import codec
-from osdp.device_info import COLLECTIVES, DeviceInfo, Link
-from osdp.model_desc import DTYPE_BYTES, ModelDesc
-from osdp.plan import PLAN_VERSION, UNGROUPED, Decision, Mode, Plan, Unit
-from osdp.profile import OptimizerProfile, Profile
-from osdp.training import OPTIMIZERS, Training
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.hardware.profile import OptimizerProfile, Profile
+from osdp.model.description import DTYPE_BYTES, ModelDesc
+from osdp.model.training import OPTIMIZERS, Training
+from osdp.plan.plan import PLAN_VERSION, UNGROUPED, Decision, Mode, Plan, Unit
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 SCALARS = {

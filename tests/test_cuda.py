@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from osdp import OSDP
-from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-from tests.plans import offload, plan_by_hand
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import offload, plan_by_hand
 from tests.test_offload import meta_and_checkpoint
 from tests.test_parity import LAYOUTS, all_faults, cases, offload_cases, pairs
 

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from osdp import DeviceInfo, Link
-from osdp.device_info import COLLECTIVES, StageLink
-from tests.distributed import run
+from osdp.hardware.device_info import COLLECTIVES, StageLink
+from tests.helpers.distributed import run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from osdp.plan import Mode
+from osdp.plan.plan import Mode
 from osdp.runtime import AppliedPlan, apply
-from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-from tests.plans import plan_by_hand, split
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import plan_by_hand, split
 from tests.test_parity import LAYOUTS, difference, whole
 
 TOLERANCE = 1e-9

@@ -5,9 +5,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from osdp import DeviceInfo
 from osdp.inputs import stage_devices, with_stage_link
-from osdp.layout import Degrees
+from osdp.plan.dims import Degrees
 from osdp.profiler.cache import MeasurementCache
-from tests.distributed import run
+from tests.helpers.distributed import run
 
 
 def devices_of_a_stage() -> tuple[int, int, bool]:

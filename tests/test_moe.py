@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from osdp import OSDP
-from osdp.comm.fake_tensors import FakeTensors
-from osdp.plan import Mode, Plan
-from osdp.profiler.operations import Operation
-from osdp.profiler.trace import describe
-from tests.distributed import run
-from tests.plans import plan_by_hand
-from tests.random_plans import searched_plan
-from tests.training import differences
+from osdp.nn.fake_tensors import FakeTensors
+from osdp.plan.plan import Mode, Plan
+from osdp.tracing.ops import Operation
+from osdp.tracing.trace import describe
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+from tests.helpers.random_plans import searched_plan
+from tests.helpers.training import differences
 
 _SIZES = {
     "vocab_size": 64,

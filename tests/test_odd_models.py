@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from osdp import OSDP, make_plan
-from osdp.plan import Mode, Plan
-from osdp.profiler.trace import describe
+from osdp.plan.plan import Mode, Plan
 from osdp.runtime import apply
-from osdp.runtime.plain import check_plain
-from tests.distributed import run
-from tests.plans import plan_by_hand
-from tests.random_plans import random_plan
-from tests.training import differences
+from osdp.runtime.module.plain import check_plain
+from osdp.tracing.trace import describe
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+from tests.helpers.random_plans import random_plan
+from tests.helpers.training import differences
 
 MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 WIDTH = 4

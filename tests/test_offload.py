@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec, make_plan
-from osdp.cost.situation import build_situation
-from osdp.cost.step import evaluate
-from osdp.device_info import HostLink
+from osdp.cost.evaluate import evaluate
+from osdp.cost.sharding.problem import build_situation
 from osdp.errors import InfeasibleError
-from osdp.layout import shard_numel
-from osdp.model_desc import DTYPE_BYTES
-from osdp.plan import Mode, Plan, Unit
-from osdp.profile import OptimizerProfile
-from osdp.profiler.estimate import estimate
+from osdp.hardware.device_info import HostLink
+from osdp.hardware.profile import OptimizerProfile
+from osdp.model.description import DTYPE_BYTES
+from osdp.plan.plan import Mode, Plan, Unit
+from osdp.plan.shard_math import shard_numel
+from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
-from osdp.search.planning import Candidate, best_plan
-from osdp.search.rules import Rules
-from osdp.search.sharding import least_peak
-from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-from tests.plans import offload, plan_by_hand
-from tests.problems import random_device, random_model
+from osdp.search.options import Rules
+from osdp.search.sharding.planner import Candidate, best_plan
+from osdp.search.sharding.solve import least_peak
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import offload, plan_by_hand
+from tests.helpers.problems import random_device, random_model
 from tests.test_parity import LAYOUTS
 
 HOST_TOO = Rules(offload=True)

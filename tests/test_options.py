@@ -10,9 +10,9 @@ from mypy import api as mypy
 from torch import nn
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_pipeline_plan, make_plan
-from osdp.device_info import COLLECTIVES
+from osdp.hardware.device_info import COLLECTIVES
 from osdp.options import PlanOptions, complete, declared, defaults
-from osdp.search.rules import SLICES
+from osdp.search.options import SLICES
 
 NET = nn.Linear(4, 4)
 TAKERS = {OSDP: None, make_plan: "whole", make_pipeline_plan: "stages"}

@@ -20,11 +20,11 @@ from allpairspy import AllPairs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.plan import Mode, Plan, Route
+from osdp.plan.plan import Mode, Plan, Route
 from osdp.runtime import apply
-from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-from tests.plans import ROOT, in_groups, offload, plan_by_hand, split
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import ROOT, in_groups, offload, plan_by_hand, split
 
 STEPS = 3
 TOLERANCE = 1e-5

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from osdp.model_desc import ModelDesc
-from osdp.plan import Mode, Plan
-from osdp.profiler.trace import describe
-from osdp.runtime.split_modules import cut_of
-from tests.architectures import NAMES, batch_of, build
-from tests.distributed import run
-from tests.random_plans import random_plan, searched_plan
-from tests.training import differences
+from osdp.model.description import ModelDesc
+from osdp.nn.modules import cut_of
+from osdp.plan.plan import Mode, Plan
+from osdp.tracing.trace import describe
+from tests.helpers.architectures import NAMES, batch_of, build
+from tests.helpers.distributed import run
+from tests.helpers.random_plans import random_plan, searched_plan
+from tests.helpers.training import differences
 
 #: Seeds of the plans of one architecture that run always.
 FEW = {"whisper": (0, 1), "clip": (2,), "albert": (3,), "t5": (4,), "wav2vec2": (5,)}

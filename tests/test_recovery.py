@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from osdp.plan import Mode, Plan
+from osdp.plan.plan import Mode, Plan
 from osdp.runtime import AppliedPlan, apply
-from osdp.runtime.control import LockstepError
-from tests.distributed import run
-from tests.plans import plan_by_hand, split
+from osdp.runtime.ranks.control import LockstepError
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand, split
 from tests.test_parity import whole
 
 PLANS: dict[str, Callable[[nn.Module], Plan]] = {

@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from osdp import DeviceInfo, ModelDesc, Plan, cli, cli_models, codec
-from osdp.cluster_file import load_cluster
-from osdp.layer_profile import LayerProfile
-from osdp.measured_step import COLUMNS, read_steps
-from osdp.model_desc import DTYPE_BYTES
-from osdp.pipeline_plan import PipelinePlan
-from osdp.profile import Profile
-from osdp.search.calibrate import Calibration
+from osdp import DeviceInfo, ModelDesc, Plan, codec
+from osdp.cli import main as cli
+from osdp.cli import models as cli_models
+from osdp.cluster.calibration.calibrate import Calibration
+from osdp.cluster.calibration.measured_step import COLUMNS, read_steps
+from osdp.cluster.file import load_cluster
+from osdp.cluster.known_transformers import shape_of
+from osdp.cluster.layer_profile import LayerProfile
+from osdp.hardware.profile import Profile
+from osdp.model.description import DTYPE_BYTES
+from osdp.model.training import Training
+from osdp.plan.pipeline import PipelinePlan
+from osdp.text import parse_bytes
 from osdp.text_file import parse_json, quoted, read_text
-from osdp.training import Training
-from osdp.transformer_shapes import shape_of
-from osdp.units import parse_bytes
 
 #: Text, and what is said of it.
 HOSTILE = {

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
-from osdp.plan import Mode
-from osdp.training import Training
-from tests.distributed import run
-from tests.nets import Net, loss_of, tokens
-from tests.plans import ROOT, plan_by_hand
+from osdp.model.training import Training
+from osdp.plan.plan import Mode
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import ROOT, plan_by_hand
+from tests.runtime.sharding.test_sharded_model import expected, fail_backward, failing, one_loss
 from tests.test_parity import LAYOUTS, difference, whole
-from tests.test_runtime_step import expected, fail_backward, failing, one_loss
 
 
 class Configured(Net):

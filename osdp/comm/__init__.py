@@ -1,1 +1,9 @@
-"""Process groups and collectives of sharded units: measured by the profiler, used by the runtime."""
+"""Process groups and collectives of sharded units, shared by the profiler and the runtime.
+
+Start at :func:`osdp.comm.collectives.set_route`.
+
+- ``groups``: meshes and communicators of neighbouring ranks, each made once
+- ``collectives``: all-gather and reduce-scatter over links of two speeds
+- ``shards``: which part of a tensor a rank holds
+- ``torch_private``: what collectives take from torch that torch does not promise to keep
+"""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
 from osdp.comm.torch_private import AllGather, ReduceScatter, all_gather, reduce_scatter
-from osdp.plan import Route
+from osdp.plan.plan import Route
 
 #: A reduction operation: one of c10d, or its bare type.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType

@@ -1,1 +1,9 @@
-"""Thin adapters to other libraries: transformers, fairscale, torch's auto-wrap policies."""
+"""Thin bridges to other libraries.
+
+Start at :mod:`osdp.integrations.huggingface`.
+
+- ``huggingface``: models of transformers
+- ``fairscale``: ``wrap`` and ``auto_wrap`` mark units of decision
+- ``auto_wrap``: auto-wrap policies of torch and fairscale
+- ``paper_options``: ``gen_fsdp_args``, by the names of the OSDP paper's code
+"""

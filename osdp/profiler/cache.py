@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from osdp import codec
-from osdp.profiler.machine import hardware
-from osdp.units import format_seconds
+from osdp.profiler.links.machine import hardware
+from osdp.text import format_seconds
 
 _LOGGER = logging.getLogger(__name__)
 

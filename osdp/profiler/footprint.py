@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from osdp.comm.fake_tensors import FakeTensors
-from osdp.profiler.ledger import Moment, Usage
-from osdp.profiler.recorder import Recorder
-from osdp.profiler.reduced import ReducedModel
+from osdp.nn.fake_tensors import FakeTensors
+from osdp.profiler.reduced_model import ReducedModel
 from osdp.profiler.repeats import Repeat
-from osdp.profiler.workspace import CpuWorkspace, CudaWorkspace, NoWorkspace, Workspace
+from osdp.profiler.workspace import CpuWorkspace, CudaWorkspace
+from osdp.tracing.memory_ledger import Moment, Usage
+from osdp.tracing.op_recorder import Recorder
+from osdp.tracing.workspace import NoWorkspace, Workspace
 
 Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
 

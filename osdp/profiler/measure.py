@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.model_desc import ModelDesc
-from osdp.profile import OptimizerProfile, Profile
-from osdp.profiler.batch import SampleBatch
+from osdp.hardware.profile import OptimizerProfile, Profile
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.loss import LossFn
-from osdp.profiler.machine import device_kind
+from osdp.profiler.links.machine import device_kind
 from osdp.profiler.optimizer import cached_optimizer
 from osdp.profiler.segments import cached_segments, default_device
 from osdp.profiler.workspace import library_workspace
-from osdp.training import Training
+from osdp.tracing.loss import LossFn
+from osdp.tracing.sample_batch import SampleBatch
 
 #: Seconds that the host's optimizer is measured; plans rarely need it.
 _HOST_SECONDS = 0.5

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from osdp.profile import OptimizerProfile
+from osdp.hardware.profile import OptimizerProfile
+from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.machine import hardware
-from osdp.profiler.probe import synchronize
-from osdp.training import OPTIMIZERS, Training
+from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.machine import hardware
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from osdp.model_desc import ModelDesc
+from osdp.model.description import ModelDesc
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Measures every distinct segment of a model on one device, never the whole model.
 
 The *reduced model* is a copy without weights, of which only some blocks are brought to the device: for every
-distinct segment one block that contains it. All other blocks are stubs (:mod:`osdp.profiler.stubs`), so the
-model's own code, its embeddings, head and loss run as they are. It is run
+distinct segment one block that contains it. All other blocks are stubs (:mod:`osdp.profiler.block_stubs`), so
+the model's own code, its embeddings, head and loss run as they are. It is run
 
 1. plainly: seconds of forward and of backward;
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
-3. with every storage booked (:mod:`osdp.profiler.ledger`): live, peak and saved bytes of each segment.
+3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
 What a clock costs is taken off each stretch, and the rest scaled to the plain seconds, so segments sum to a
 step nobody watched. Before each timed pass the caches are swept: the weights of the few blocks that are here
@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.comm.random_states import python_states_kept
-from osdp.model_desc import ModelDesc
-from osdp.profile import PassProfile, SegmentProfile
-from osdp.profiler.batch import SampleBatch
+from osdp.hardware.profile import PassProfile, SegmentProfile
+from osdp.model.description import ModelDesc
+from osdp.nn.random_states import python_states_kept
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.footprint import Footprint, measure_footprint
-from osdp.profiler.ledger import Moment, Usage
-from osdp.profiler.loss import LossFn
-from osdp.profiler.machine import hardware
+from osdp.profiler.links.machine import hardware
 from osdp.profiler.progress import Progress, progress_bar
-from osdp.profiler.reduced import ReducedModel, reduced_model
+from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
 from osdp.profiler.stopwatch import Clock, Stopwatch, timed
-from osdp.profiler.tensors import torch_dtype
-from osdp.profiler.walker import Stretch
+from osdp.tracing.loss import LossFn
+from osdp.tracing.memory_ledger import Moment, Usage
+from osdp.tracing.module_walk import Stretch
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.tensors import torch_dtype
 
 _WARMUP = 2
 
@@ -61,7 +61,7 @@ def profile_segments(
 
     Args:
         model: The model that was described, on any device; it is neither run nor changed.
-        sample_inputs: The batch to measure with, as in :func:`osdp.profiler.trace.describe`; its values are
+        sample_inputs: The batch to measure with, as in :func:`osdp.tracing.trace.describe`; its values are
             used, except on ``meta``, where it is zeros.
         model_desc: The description of ``model``.
         device: Where to measure; by default the current CUDA device, else the CPU.

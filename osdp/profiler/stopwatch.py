@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from osdp.profiler.ledger import Moment
-from osdp.profiler.walker import Stretch
+from osdp.tracing.memory_ledger import Moment
+from osdp.tracing.module_walk import Stretch
 
 
 class Clock:
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Stopwatch:
-    """Observer that times one run; see :class:`osdp.profiler.walker.Observer`."""
+    """Observer that times one run; see :class:`osdp.tracing.module_walk.Observer`."""
 
     def __init__(self, clock: Clock, between_passes: Callable[[], object] = lambda: None) -> None:
         """Start with nothing timed; ``between_passes`` is called after forward, untimed."""

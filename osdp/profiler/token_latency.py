@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.profiler.machine import device_kind
+from osdp.hardware.token_latency import SliceSample, TokenSamples
+from osdp.plan.token_slices import TokenSlices
+from osdp.profiler.links.machine import device_kind
 from osdp.profiler.progress import progress_bar
 from osdp.profiler.stopwatch import Clock, timed
-from osdp.token_latency import SliceSample, TokenSamples
-from osdp.token_slices import TokenSlices
 
 #: Fractions of the sequence length: of slices measured without context; of slices measured after a context,
 #: which are as short as those of a pipeline, and of these contexts.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import profiler_legacy
@@ -33,21 +33,6 @@ def release_library_workspace(device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated(device)
-
-
-class Workspace(Protocol):
-    """Wraps every operation of a run."""
-
-    def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
-        """What ``operation`` returns, and the bytes it needed beyond what is left after it."""
-
-
-class NoWorkspace:
-    """Knows of none: fake tensors."""
-
-    def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
-        """Run ``operation``."""
-        return operation(), 0
 
 
 class CudaWorkspace:

@@ -1,1 +1,8 @@
-"""Reports on values: tables, plots, graphs, exports and launch scripts. Reads values only."""
+"""Reports on values: tables and graphs. Reads values only.
+
+Start at :mod:`osdp.report.plan_table`, which ``print(plan)`` uses.
+
+- ``plan_table``: a plan with the reasons of its decisions, and runs side by side
+- ``pipeline_table``: a pipeline plan, a row for each stage
+- ``graph``: a ModelDesc as a networkx graph
+"""

@@ -1,9 +1,8 @@
-"""ModelDesc and cluster as networkx graphs."""
+"""ModelDesc as a networkx graph."""
 
 import networkx as nx
 
-from osdp.cluster import Cluster
-from osdp.model_desc import ModelDesc, edges
+from osdp.model.description import ModelDesc, edges
 
 
 def graph(model_desc: ModelDesc) -> nx.DiGraph:
@@ -18,16 +17,4 @@ def graph(model_desc: ModelDesc) -> nx.DiGraph:
         flops = segment.forward.flops(model_desc.local_batch)
         result.add_node(index, module=segment.module, operators=segment.operators, flops=flops)
     result.add_edges_from(edges(model_desc))
-    return result
-
-
-def topology(cluster: Cluster) -> nx.Graph:
-    """The links of a cluster as an undirected ``networkx.Graph``.
-
-    Returns:
-        A tree: the ``"network"``, one node per machine and one per device; edges have the attribute
-        ``bandwidth``, bytes per second in one direction.
-    """
-    result = nx.Graph()
-    result.add_weighted_edges_from(cluster.edges(), weight="bandwidth")
     return result

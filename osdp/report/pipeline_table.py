@@ -2,9 +2,8 @@
 
 from collections import Counter
 
-from osdp.pipeline_plan import PipelinePlan, StagePlan
-from osdp.report.table import align
-from osdp.units import format_bytes, format_seconds
+from osdp.plan.pipeline import PipelinePlan, StagePlan
+from osdp.text import align, format_bytes, format_seconds
 
 _HEADER = ("stage", "rank", "modules", "forward", "backward", "in flight", "sent", "peak", "operators")
 

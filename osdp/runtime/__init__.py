@@ -1,6 +1,27 @@
-"""Execution of a plan: FSDP2 for sharded units, overlapped all-reduces for replicated ones."""
+"""Runs a plan: FSDP2 for sharded units, overlapped all-reduces for replicated ones.
 
-from osdp.runtime.applied import AppliedPlan
-from osdp.runtime.apply import apply
+Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not how plans are found.
+
+- ``sharding``: a model under a sharding plan
+- ``pipeline``: a model in stages
+- ``tensor_parallel``: a model whose layers several ranks compute
+- ``token_slices``: slices of a microbatch
+- ``steps``: training, evaluation and inference steps, for whole models and stages alike
+- ``microbatch``: a batch as arguments of a forward, and its parts
+- ``losses``: losses as sums with counts
+- ``clip``: clipping by the norm of all gradients
+- ``recompute``: modules whose activations are recomputed in backward
+- ``replay``: what a forward finds in addition to its arguments, so that a second run finds the same
+- ``mesh``: the mesh of the data-parallel ranks
+- ``meta_init``: real values for models built on ``meta``
+- ``optimizer_check``: whether the optimizer does what model and plan need
+- ``module``: the user's module: its parameters, outputs, hooks and state dicts
+- ``ranks``: what the ranks of a model agree on
+- ``checkpoint``: saving and loading
+- ``torch_private``: what the runtime takes from torch that torch does not promise to keep
+"""
+
+from osdp.runtime.sharding.apply import apply
+from osdp.runtime.sharding.sharded_model import AppliedPlan
 
 __all__ = ["AppliedPlan", "apply"]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from osdp.layout import Degrees
-from osdp.runtime.tensor_modules import sharded_parameters
+from osdp.plan.dims import Degrees
+from osdp.runtime.module.plain import sharded_parameters
 from osdp.runtime.torch_private.dtensor import joint_mesh
 
 #: Name of the axis of a one-axis mesh.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from osdp.layout import part_sizes
+from osdp.plan.shard_math import part_sizes
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from osdp.errors import PlanMismatchError
-from osdp.pipeline_plan import PipelinePlan
-from osdp.plan import Plan
-from osdp.runtime.replaced import Replaced, Successor
-from osdp.training import Training, unsupported_step
+from osdp.model.training import Training, unsupported_step
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
+from osdp.runtime.module.replaced import Replaced, Successor
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.plan import Plan
+from osdp.plan.plan import Plan
 from osdp.runtime.replay import KnownTensors, Snapshot
 from osdp.runtime.torch_private.checkpointing import checkpointed
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.comm.random_states import python_sources, source_of, torch_sources
+from osdp.nn.random_states import python_sources, source_of, torch_sources
 
 #: Tensors up to this number of bytes are copied before every forward; larger ones that a forward left
 #: unchanged are not copied again.

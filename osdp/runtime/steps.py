@@ -9,15 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from osdp.runtime.generation import Choice, Generation, Sequences
+from osdp.plan.schedule import Schedule, generation_schedule
 from osdp.runtime.losses import LossFn
-from osdp.runtime.mail import Messages
 from osdp.runtime.microbatch import Microbatch, split
-from osdp.runtime.pipeline import Pipeline
-from osdp.runtime.prefix import KeyValues
-from osdp.runtime.ties import TiedCopies
-from osdp.runtime.tokens import Slicing
-from osdp.schedule import Schedule, generation_schedule
+from osdp.runtime.pipeline.engine import Pipeline
+from osdp.runtime.pipeline.generation import Choice, Generation, Sequences
+from osdp.runtime.pipeline.messages import Messages
+from osdp.runtime.pipeline.tied_parameters import TiedCopies
+from osdp.runtime.token_slices.kv_prefix import KeyValues
+from osdp.runtime.token_slices.slicing import Slicing
 
 
 class Steps:

@@ -1,1 +1,9 @@
-"""Which plan is best: pure search over values. One decision space or one algorithm a file."""
+"""Which plan is best: pure search over values. One decision space or one algorithm a file.
+
+Start at :mod:`osdp.search.sharding.planner`.
+
+- ``options``: what a search is allowed to choose
+- ``sharding``: the sharding mode and unit of every operator
+- ``pipeline``: stages, microbatches and schedule
+- ``token_slices``: slices of sequences, with microbatches and stages
+"""

@@ -134,7 +134,7 @@ def test_a_difference_is_wrong_and_outranks_a_later_refusal() -> None:
 
 
 def test_only_an_error_of_the_library_is_a_refusal() -> None:
-    from osdp.training import Training
+    from osdp.model.training import Training
 
     try:
         Training(optimizer="Unheard")

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-from osdp.comm.dispatch_modes import unseen_by_checkpoints
+from osdp.nn.dispatch_modes import unseen_by_checkpoints
 
 
 def backward_is_unfinished(root: nn.Module) -> bool:

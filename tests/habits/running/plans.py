@@ -4,13 +4,14 @@ from dataclasses import replace
 from itertools import cycle
 
 from osdp import DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
-from osdp.cost.situation import build_situation
-from osdp.device_info import COLLECTIVES
-from osdp.layout import can_shard, is_inside
-from osdp.model_desc import Operator
-from osdp.plan import Decision, Mode, Unit
-from osdp.profile import Profile
-from osdp.profiler.estimate import estimate
+from osdp.cost.sharding.problem import build_situation
+from osdp.hardware.device_info import COLLECTIVES
+from osdp.hardware.profile import Profile
+from osdp.model.description import Operator
+from osdp.model.fqn import is_inside
+from osdp.plan.plan import Decision, Mode, Unit
+from osdp.plan.shard_math import can_shard
+from osdp.profiler.roofline import estimate
 
 #: By name: searched at the limit halfway between all sharded and all replicated; one mode for all; each
 #: operator a unit of its own, in alternating modes; each operator that can be cut in two slices, each block

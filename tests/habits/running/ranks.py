@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from osdp import ModelDesc
-from tests.distributed import BackendCrash, RankCrashedError, RankError, run_once
 from tests.habits.running.context import ALONE, Context, Record
 from tests.habits.running.habit import Habit, habits_named
 from tests.habits.running.outcome import CRASHED, EQUAL, HUNG, SKIPPED, Outcome, joined, judged
+from tests.helpers.distributed import BackendCrash, RankCrashedError, RankError, run_once
 
 #: Seconds the other ranks get to end once one has.
 GRACE = 12.0
@@ -70,7 +70,7 @@ def measure(
             ended.pop()
         stopped = pending[len(ended)] if len(ended) < len(pending) else None
         if died and stopped is not None and stopped not in crashed:
-            # The backend may be to blame (tests.distributed.run): a second try.
+            # The backend may be to blame (tests.helpers.distributed.run): a second try.
             crashed.add(stopped)
             warnings.warn(BackendCrash(f"{stopped}: {fault}"), stacklevel=2)
         elif stopped is not None and (not ended or ended[-1].kind == EQUAL):

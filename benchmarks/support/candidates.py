@@ -1,0 +1,218 @@
+"""What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from benchmarks.support.baselines import (
+    TrainStep,
+    ddp,
+    fsdp2,
+    make_optimizer,
+    rank_batches,
+    train_step,
+    with_real_reduce_scatter,
+)
+from benchmarks.support.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
+from benchmarks.support.models import Case, loss_of
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
+from osdp.comm.groups import Meshes
+from osdp.hardware.device_info import COLLECTIVES
+from osdp.hardware.profile import Profile
+from osdp.profiler.measure import profile_model
+
+BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
+
+#: Ways to set up FSDP2 by hand: whether blocks are resharded after forward, and whether they are recomputed.
+FSDP2 = {
+    "fsdp2": (True, False),
+    "fsdp2-keep": (False, False),
+    "fsdp2-recompute": (True, True),
+    "fsdp2-keep-recompute": (False, True),
+}
+
+#: A limit that never binds.
+UNLIMITED = 2**50
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that planning a case needs.
+
+    Attributes:
+        case: The model.
+        training: The optimizer and the local batch.
+        model_desc: The description of the model.
+        profile: Its profile on this machine.
+    """
+
+    case: Case
+    training: Training
+    model_desc: ModelDesc
+    profile: Profile
+
+    def plan(self, device: DeviceInfo, memory_limit: int = UNLIMITED, **options: Any) -> Plan:
+        """The plan for these devices under ``memory_limit`` bytes; ``options`` as for ``make_plan``."""
+        return make_plan(
+            None,
+            self.model_desc,
+            replace(device, memory_limit=memory_limit),
+            training=self.training,
+            profile=self.profile,
+            **options,
+        )
+
+    def candidate(self, device: DeviceInfo, plan: Plan) -> "Candidate":
+        """OSDP with ``plan``."""
+        wrapper = OsdpWrap(self.model_desc, replace(device, memory_limit=plan.memory_limit), plan)
+        return Candidate("osdp", self.case, self.training, wrapper)
+
+    def by_hand(self, kind: str, group_size: int = 0) -> "Candidate":
+        """The baseline of this kind."""
+        return Candidate(kind, self.case, self.training, group_size=group_size)
+
+
+@dataclass(frozen=True)
+class OsdpWrap:
+    """What OSDP needs to wrap a model.
+
+    Attributes:
+        model_desc: The description of the model.
+        device: The devices the plan was made for.
+        plan: The plan.
+    """
+
+    model_desc: ModelDesc
+    device: DeviceInfo
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a case.
+
+    Attributes:
+        kind: ``"ddp"``, one of :data:`FSDP2`, ``"fsdp2-ring"`` (with a real reduce-scatter on gloo),
+            ``"hsdp"`` (FSDP2 inside groups, replicated across) or ``"osdp"``.
+        case: The model.
+        training: The optimizer and the local batch.
+        osdp: How OSDP wraps it; only for ``"osdp"``.
+        group_size: Ranks of a group; only for ``"hsdp"``.
+    """
+
+    kind: str
+    case: Case
+    training: Training
+    osdp: OsdpWrap | None = None
+    group_size: int = 0
+
+    def wrap(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Parallelise ``model`` this way, in place."""
+        if self.kind == "ddp":
+            return ddp(model)
+        if self.kind == "hsdp":
+            return fsdp2(model, self.case, Meshes.over(mesh).grouped(self.group_size))
+        if self.kind == "fsdp2-ring":
+            return with_real_reduce_scatter(fsdp2(model, self.case, mesh))
+        if self.kind in FSDP2:
+            reshard, recompute = FSDP2[self.kind]
+            return fsdp2(model, self.case, mesh, reshard=reshard, recompute=recompute)
+        assert self.osdp is not None
+        return OSDP(
+            model, self.osdp.model_desc, self.osdp.device, training=self.training, plan=self.osdp.plan
+        )
+
+    def prepare(self, mesh: DeviceMesh) -> TrainStep:
+        """A fresh model and optimizer, as a function of the step's number."""
+        case, training = self.case, self.training
+        model = self.wrap(case.model(device=mesh.device_type), mesh)
+        optimizer = make_optimizer(model.parameters(), training)
+        batches = rank_batches(
+            case, training.local_batch, dist.get_rank(), dist.get_world_size(), device=mesh.device_type
+        )
+        return train_step(model, optimizer, batches)
+
+    def build_step(self, mesh: DeviceMesh) -> Step:
+        """A fresh model and optimizer, as a step for the memory oracle."""
+        case, training = self.case, self.training
+        model = self.wrap(case.model(device=mesh.device_type), mesh)
+        if self.kind == "ddp":
+            # DDP expects a tensor from its collective, which the fake group does not return.
+            model.register_comm_hook(None, _already_reduced)
+        optimizer = make_optimizer(model.parameters(), training)
+        batch = case.sample(training.local_batch, device=mesh.device_type)
+        keeps = isinstance(model, OSDP) and not model.plan.reduce_each_microbatch
+        early = model.no_sync if keeps else nullcontext
+        return training_step(model, optimizer, lambda: loss_of(model(**batch)), training.microbatches, early)
+
+    def memory(self, world_size: int, device: str = "cpu") -> Timeline:
+        """Its true memory on the worst of ``world_size`` ranks."""
+        with fake_group(world_size):
+            # A mesh stays in a cache of torch, so it is made before anything is counted.
+            mesh = init_device_mesh(device, (world_size,))
+            return measure_peak(lambda: self.build_step(mesh), device=device)
+
+    def collectives(self, world_size: int) -> dict[str, int]:
+        """Collectives of one step, by name; those of DDP are started in C++ and not seen."""
+        with fake_group(world_size):
+            step = self.build_step(init_device_mesh("cpu", (world_size,)))
+            step()
+            with CommDebugMode() as counter:
+                step()
+        return {str(name): count for name, count in counter.get_comm_counts().items() if count}
+
+
+def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    del state
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
+    """Devices that nobody measured, for plans whose times do not matter.
+
+    Collectives are as slow as gloo's (0.5 ms, 200 MB/s), so that a searched plan uses the memory it may.
+    """
+    links = tuple(Link(name, "world", world_size, 5e-4, 2e8) for name in COLLECTIVES)
+    return DeviceInfo(memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links)
+
+
+def make_setting(
+    case: Case,
+    training: Training,
+    profile: Profile | None = None,
+    *,
+    device: str = "cpu",
+    mesh: DeviceMesh | None = None,
+) -> Setting:
+    """Describe and profile ``case`` on this machine (or take its ``profile``).
+
+    With a ``mesh`` the optimizer is timed on DTensors, as it runs under a plan.
+    """
+    sample = case.sample(training.local_batch)
+    model = case.model(device="meta" if profile else "cpu")
+    model_desc = ModelDesc.from_module(model, sample)
+    measured = profile or profile_model(
+        model, model_desc, sample, training=training, device=device, mesh=mesh, progress=False
+    )
+    return Setting(case, training, model_desc, measured)
+
+
+def make_setting_together(case: Case, training: Training, mesh: DeviceMesh) -> Setting:
+    """As :func:`make_setting`, on all ranks at once, as they train; all get rank 0's profile."""
+    measured = make_setting(case, training, mesh=mesh)
+    profiles = [measured.profile]
+    dist.broadcast_object_list(profiles)
+    return replace(measured, profile=profiles[0])
+
+
+def live_mesh() -> DeviceMesh:
+    """The 1-D mesh of the live process group."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,0 +1,1 @@
+"""The programs that the scripts start: training on real text, and slices of sequences."""

@@ -1,0 +1,77 @@
+"""``osdp calibrate``: from a CSV file of measured steps to coefficients of the planner's time model."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from osdp.cluster.calibration.calibrate import Calibration, calibrate
+from osdp.cluster.calibration.measured_step import read_steps
+from osdp.cluster.calibration.step_model import Setting, assumed_recompute
+from osdp.cluster.cost.rates import PUBLISHED
+from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
+from osdp.cluster.plan import Recompute
+
+#: Part of the specified bandwidth that a cluster file takes collectives to reach.
+SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
+
+
+def calibrate_steps(
+    data: Path,
+    cluster: Path,
+    *,
+    vocabulary: int,
+    flash: bool,
+    recompute: str | None,
+    out: Path,
+    echo: Callable[[str], None],
+) -> None:
+    """Fit to the steps of ``data``, which ran on nodes of ``cluster``; save and print what was found.
+
+    Raises:
+        ValueError: The cluster has several kinds of nodes, a file is malformed, or ``recompute`` is unknown.
+    """
+    groups = load_cluster(cluster).groups
+    if len(groups) > 1:
+        kinds = ", ".join(group.node.name for group in groups)
+        raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
+    if recompute not in (None, *Recompute):
+        raise ValueError(f"--recomputation {recompute}: there are {', '.join(Recompute)}")
+    steps = read_steps(data)
+    most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
+    if most > there:
+        raise ValueError(
+            f"{data} has steps on {most} devices, and {cluster} has {there}: calibrate on the cluster that "
+            "they ran on"
+        )
+    setting = Setting(groups[0].node, vocabulary, flash)
+    again = assumed_recompute(steps, setting) if recompute is None else Recompute(recompute)
+    setting = replace(setting, recompute=again)
+    found = calibrate(steps, setting)
+    found.save(out)
+    echo(_report(found, setting))
+
+
+def _report(found: Calibration, setting: Setting) -> str:
+    """Each coefficient beside what it was taken to be, and the errors of steps that were left out."""
+    lines = [f"{'coefficient':<20}{'published':>14}{'fitted':>14}"]
+    for field in fields(PUBLISHED):
+        if field.name != "corrections":
+            before, after = getattr(PUBLISHED, field.name), getattr(found.rates, field.name)
+            lines.append(f"{field.name:<20}{before:>14.4g}{after:>14.4g}")
+    links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
+    for kind, (before, after) in links.items():
+        if after is not None:
+            lines += [
+                f"{f'{kind} {name}':<20}{getattr(before, name):>14.4g}{getattr(after, name):>14.4g}"
+                for name in ("bandwidth", "latency")
+            ]
+            if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
+                lines.append(f"the {kind} comes out faster than specified: these steps tell little of it")
+    attention = "never writes" if found.flash else "writes"
+    lines.append(
+        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
+        f"{setting.recompute}, whose attention {attention} its scores; left out of the fit, in "
+        f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
+        f"{found.median_error:.1%}"
+    )
+    return "\n".join(lines)

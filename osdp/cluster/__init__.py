@@ -1,0 +1,17 @@
+"""The planner before there is a cluster: layers instead of operators, no torch but in ``runnable``.
+
+Start at :mod:`osdp.cluster.search.layouts`.
+
+- ``hardware``: machines with accelerators that may differ, their links and prices
+- ``file``: cluster files, YAML or JSON; ``gpus.json`` has the known accelerators
+- ``transformer``: a transformer by its few numbers
+- ``known_transformers``: transformers by name
+- ``infer_shape``: those numbers, from a ModelDesc
+- ``layer_profile``: measured seconds of a transformer's layers
+- ``plan``: how a transformer is laid over a cluster, and what a step of that takes
+- ``cost``: what a layout costs
+- ``search``: which layout is best
+- ``calibration``: coefficients of the time model, from measured steps
+- ``export``: tables, launch scripts, and files of other frameworks
+- ``runnable``: from a layout to a plan that runs
+"""

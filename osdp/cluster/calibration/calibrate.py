@@ -1,0 +1,335 @@
+"""Calibration: fit the coefficients of the time model to measured steps.
+
+With r_i the relative errors of the steps and x_j the logarithms of the coefficients, the fit minimises ::
+
+    sum_i r_i^2 / sqrt(r_i^2 + d^2) / s  +  sum_j ((x_j - p_j) / w_j)^2
+
+The first sum is close to the absolute errors, so that outliers that no coefficient explains do not distort
+the others; s is a typical error. The second sum is a prior: it keeps each coefficient near its published
+value (p), as firmly as that is known (w). A coefficient that the measurements do not determine stays at its
+published value, so that small models predict large ones by physics where not by measurement. The remaining
+residuals are interpolated between the measured layers (:mod:`osdp.cluster.cost.corrections`). Solved by
+Levenberg-Marquardt steps (Moré, "The Levenberg-Marquardt algorithm", 1978) from p: a local optimum, not
+proven global; the same rows give the same answer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp import codec
+from osdp.cluster.calibration.measured_step import MeasuredStep
+from osdp.cluster.calibration.step_model import Setting, StepModel
+from osdp.cluster.cost.corrections import Correction, LayerCase, corrections_of
+from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.hardware import Cluster, Wire
+
+Floats = NDArray[np.float64]
+
+#: Relative error below which errors count squared, and a typical relative error: d and s above.
+_SMALL, _TYPICAL = 0.02, 0.05
+#: Prior standard deviation of each coefficient's logarithm: w above.
+_SPREAD = {
+    "matrix_share": 0.15,
+    "unaligned_share": 0.5,
+    "memory_share": 0.25,
+    "call_seconds": 0.3,
+    "blend": 0.5,
+    "sum_seconds": 1.0,
+    "step_seconds": 1.0,
+    "inside_bandwidth": 0.4,
+    "inside_latency": 0.5,
+    "outside_bandwidth": 0.4,
+    "outside_latency": 0.5,
+}
+#: Start values of coefficients without a published value: almost no effect.
+_START = {
+    "blend": 0.2,
+    "sum_seconds": 3e-5,
+    "step_seconds": 5e-4,
+    "inside_latency": 1e-6,
+    "outside_latency": 1e-6,
+}
+#: Minimum relative deviation of steps with the same layer, whatever else differs between them.
+_ALONE = 0.02
+#: Levenberg-Marquardt: maximum iterations, relative gain at which to stop, and step of finite differences.
+_MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Coefficients and links that fit measured steps best.
+
+    Attributes:
+        rates: Efficiencies of devices and hosts.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; unchanged if no step ran on several nodes.
+    """
+
+    rates: Rates
+    inside: Wire
+    outside: Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Coefficients fitted to measured steps, and their cross-validation error.
+
+    Attributes:
+        node: Name of the kind of node that the steps ran on.
+        rates: Efficiencies of devices and hosts.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; ``None`` if no step ran on several nodes.
+        steps: Number of steps in the fit.
+        mean_error: Mean absolute relative error of held-out steps.
+        median_error: Median absolute relative error of held-out steps.
+        folds: Number of folds of the cross-validation.
+        flash: Whether attention scores were never written in those steps (FlashAttention).
+    """
+
+    node: str
+    rates: Rates
+    inside: Wire
+    outside: Wire | None
+    steps: int
+    mean_error: float
+    median_error: float
+    folds: int
+    flash: bool
+
+    def save(self, path: str | Path) -> None:
+        """Write it to ``path`` as JSON."""
+        codec.save(self, path)
+
+    def applied(self, cluster: Cluster) -> Cluster:
+        """The cluster with the fitted links.
+
+        Raises:
+            ValueError: It has nodes of a kind that the steps did not run on.
+        """
+        others = [group.node.name for group in cluster.groups if group.node.name != self.node]
+        if others:
+            raise ValueError(
+                f"the calibration is of nodes {self.node!r}, the cluster has {', '.join(others)} too; "
+                "measure steps there, or plan without it"
+            )
+        (group,) = cluster.groups
+        node = replace(group.node, inside=self.inside, outside=self.outside or group.node.outside)
+        return Cluster((replace(group, node=node),))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        """The calibration saved at ``path``."""
+        return codec.load(cls, path)
+
+
+def calibrate(
+    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, folds: int = 5
+) -> Calibration:
+    """Fit the coefficients to all of ``steps``, and estimate their error by cross-validation.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        folds: Number of folds of the cross-validation.
+
+    Raises:
+        ValueError: There are fewer steps than folds, or fewer folds than two.
+    """
+    errors = np.abs(cross_validation(steps, setting, rates=rates, folds=folds))
+    found = fit(steps, setting, rates=rates)
+    return Calibration(
+        node=setting.node.name,
+        rates=found.rates,
+        inside=found.inside,
+        outside=found.outside if StepModel(steps, setting).crosses else None,
+        steps=len(steps),
+        mean_error=float(errors.mean()),
+        median_error=float(np.median(errors)),
+        folds=folds,
+        flash=setting.flash,
+    )
+
+
+def fit(
+    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, corrected: bool = True
+) -> Fitted:
+    """Fit the coefficients, and the links in and between nodes, to ``steps``.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        corrected: Whether to interpolate the remaining residuals.
+
+    Raises:
+        ValueError: There are no steps.
+    """
+    if not steps:
+        raise ValueError("a calibration needs at least 1 measured step, got none")
+    return _fit(StepModel(steps, setting), rates, corrected)
+
+
+def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, fitted: Fitted) -> Floats:
+    """Modelled over measured seconds, minus one; shape ``(steps,)``."""
+    model = StepModel(steps, setting)
+    seconds = model.seconds(fitted.rates, fitted.inside, fitted.outside)
+    errors: Floats = seconds / model.measured - 1.0
+    return errors
+
+
+def cross_validation(
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    *,
+    rates: Rates = PUBLISHED,
+    folds: int = 5,
+    corrected: bool = True,
+) -> Floats:
+    """Relative error of each step, predicted by a fit to the other folds of a random division.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        folds: Number of folds.
+        corrected: Whether to interpolate the remaining residuals.
+
+    Returns:
+        Relative errors, shape ``(steps,)``.
+
+    Raises:
+        ValueError: There are fewer steps than folds, or fewer folds than two.
+    """
+    if not 2 <= folds <= len(steps):
+        raise ValueError(
+            f"{len(steps)} steps cannot be divided into {folds} folds: at least {max(folds, 2)} steps and 2 "
+            "folds are needed"
+        )
+    # A fixed seed, so that the same rows give the same error.
+    part = np.random.default_rng(0).permutation(len(steps)) % folds
+    errors = np.empty(len(steps))
+    for fold in range(folds):
+        held = part == fold
+        errors[held] = _held_out(steps, setting, held, rates, corrected)
+    return errors
+
+
+def leave_out(
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    held: Callable[[MeasuredStep], bool],
+    *,
+    rates: Rates = PUBLISHED,
+) -> Floats:
+    """Relative errors of the steps that ``held`` selects, predicted by a fit to all others.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        held: Whether to hold out a step.
+        rates: Prior coefficients.
+
+    Returns:
+        Relative errors of the held-out steps, in order.
+
+    Raises:
+        ValueError: It selects all steps or none.
+    """
+    picked = np.array([held(step) for step in steps])
+    if picked.all() or not picked.any():
+        raise ValueError(
+            f"{int(picked.sum())} of {len(steps)} steps are left out; at least 1 must be left out and 1 kept"
+        )
+    return _held_out(steps, setting, picked, rates)
+
+
+def _held_out(
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    held: NDArray[np.bool_],
+    rates: Rates,
+    corrected: bool = True,
+) -> Floats:
+    """Relative errors of the steps in ``held``, predicted by a fit to the others."""
+    others = [step for step, out in zip(steps, held, strict=True) if not out]
+    fitted = fit(others, setting, rates=rates, corrected=corrected)
+    picked = [step for step, out in zip(steps, held, strict=True) if out]
+    return relative_errors(picked, setting, fitted)
+
+
+def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
+    """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
+    # 1. The prior, in logarithms; links between nodes only if some step used them.
+    node = model.setting.node
+    prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
+    prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
+    if model.crosses:
+        prior |= {"outside_bandwidth": node.outside.bandwidth, "outside_latency": node.outside.latency}
+    names = tuple(prior)
+    start = np.log([prior[name] or _START[name] for name in names])
+    spread = np.array([_SPREAD[name] for name in names])
+    measured = model.measured
+
+    # 2. Residuals: weighted errors of the steps, then distances from the prior; (rows + coefficients,).
+    def coefficients(x: Floats) -> Fitted:
+        found = dict(zip(names, np.exp(x).tolist(), strict=True))
+        inside = Wire(found.pop("inside_bandwidth"), found.pop("inside_latency"))
+        outside = node.outside
+        if model.crosses:
+            outside = Wire(found.pop("outside_bandwidth"), found.pop("outside_latency"))
+        return Fitted(Rates(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
+
+    def residuals(x: Floats) -> Floats:
+        now = coefficients(x)
+        error = model.seconds(now.rates, now.inside, now.outside) / measured - 1.0
+        # The square of ``weighed`` is a step's term of the objective above.
+        weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
+        return np.concatenate([weighed, (x - start) / spread])
+
+    # 3. Fit, then explain what is left by corrections per layer.
+    found = coefficients(_least_squares(residuals, start))
+    if not corrected:
+        return found
+    return replace(found, rates=replace(found.rates, corrections=_corrections(model, found)))
+
+
+def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
+    """Corrections of the residuals that the coefficients leave, one for each measured layer."""
+    logs = np.log(model.measured / model.seconds(fitted.rates, fitted.inside, fitted.outside))
+    cases = [LayerCase(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
+    rows: dict[LayerCase, list[float]] = {}
+    for case, log in zip(cases, logs.tolist(), strict=True):
+        rows.setdefault(case, []).append(log)
+    means = np.array([np.mean(found) for found in rows.values()])
+    # Standard errors of the means; a single step is as uncertain as steps of one layer differ at least.
+    deviations = np.array([max(float(np.std(found)), _ALONE) / len(found) ** 0.5 for found in rows.values()])
+    return corrections_of(tuple(rows), means, deviations)
+
+
+def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """Minimize the sum of squared residuals from ``start`` (Levenberg-Marquardt); a local minimum."""
+    x, now, damping = start, residuals(start), 1e-3
+    for _ in range(_MAX_STEPS):
+        # Jacobian by forward differences, (residuals, coefficients).
+        slopes = np.stack([residuals(x + _DIFFERENCE * unit) - now for unit in np.eye(len(x))], axis=1)
+        slopes /= _DIFFERENCE
+        square, gradient = slopes.T @ slopes, slopes.T @ now
+        # Raise the damping until a step improves; give up where only tiny steps are left.
+        while damping < 1e6:
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -gradient)
+            tried = residuals(x + step)
+            if tried @ tried < now @ now:
+                break
+            damping *= 4
+        else:
+            return x
+        gained = 1 - (tried @ tried) / (now @ now)
+        x, now, damping = x + step, tried, damping / 4
+        if gained < _ENOUGH:
+            break
+    return x

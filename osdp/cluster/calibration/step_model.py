@@ -1,0 +1,127 @@
+"""Modelled seconds of measured steps, which a calibration compares with the measurements."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.calibration.measured_step import MeasuredStep
+from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
+from osdp.cluster.cost.rates import Rates
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.stage_table import SlotStages
+from osdp.cluster.hardware import Cluster, NodeGroup, NodeType, Wire
+from osdp.cluster.plan import Layout, Recompute, Workload
+from osdp.cluster.transformer import TransformerShape
+from osdp.plan.dims import Degrees
+
+Floats = NDArray[np.float64]
+
+#: Tolerated ratio of estimated memory to the device's for a step that is known to have run.
+_DOUBT = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Settings that measured steps share and that are not columns of their CSV file.
+
+    Attributes:
+        node: Type of the machines, the same for all.
+        vocabulary: Entries of the embedding.
+        flash: Whether attention scores were never written (FlashAttention).
+        recompute: Activation recomputation.
+    """
+
+    node: NodeType
+    vocabulary: int = 50257
+    flash: bool = False
+    recompute: Recompute = Recompute.NONE
+
+
+class StepModel:
+    """Layouts of measured steps, to be evaluated with many sets of coefficients."""
+
+    def __init__(self, steps: Sequence[MeasuredStep], setting: Setting) -> None:
+        self.steps = tuple(steps)
+        self.setting = setting
+        self.layouts = tuple(_layout(step, setting.recompute) for step in self.steps)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether any step ran on several nodes."""
+        return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
+
+    def seconds(self, rates: Rates, inside: Wire, outside: Wire) -> Floats:
+        """Modelled seconds of each step, shape ``(rows,)``.
+
+        Args:
+            rates: Coefficients of the time model.
+            inside: Link between devices of a node.
+            outside: Link between a node and the network.
+        """
+        # Steps of one layer size on one cluster share their layer times.
+        node = replace(self.setting.node, inside=inside, outside=outside)
+        priced: dict[tuple[int, ...], EvenSteps] = {}
+        found = np.empty(len(self.steps))
+        for row, (step, layout) in enumerate(zip(self.steps, self.layouts, strict=True)):
+            key = (step.hidden, step.heads, step.sequence, num_nodes(step, node))
+            if key not in priced:
+                priced[key] = EvenSteps(_prices(step, self.setting, node, rates))
+            found[row] = priced[key].seconds(layout, step.layers)
+        return found
+
+    @property
+    def measured(self) -> Floats:
+        """Measured seconds of each step, shape ``(rows,)``."""
+        return np.array([step.seconds for step in self.steps])
+
+
+def num_nodes(step: MeasuredStep, node: NodeType) -> int:
+    """Number of nodes that a step ran on."""
+    return math.ceil(step.devices / node.devices)
+
+
+def _prices(
+    step: MeasuredStep, setting: Setting, node: NodeType, rates: Rates | None = None
+) -> ClusterPrices:
+    shape = TransformerShape(
+        name="measured",
+        layers=step.layers,
+        hidden=step.hidden,
+        heads=step.heads,
+        sequence=step.sequence,
+        vocabulary=setting.vocabulary,
+        positions=step.sequence,
+    )
+    cluster = Cluster((NodeGroup(node, num_nodes(step, node)),))
+    workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash)
+    return ClusterPrices(cluster, workload, *((rates,) if rates else ()))
+
+
+def _layout(step: MeasuredStep, recompute: Recompute) -> Layout:
+    degrees = Degrees(step.pp, step.dp, step.tp)
+    return Layout(degrees, step.samples, step.microbatches, recompute=recompute)
+
+
+def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recompute:
+    """Recomputation that measured steps must have used, if all used the same and none is specified.
+
+    None, unless a step would then have needed more memory than its devices have, even if the estimate is a
+    fifth too high; in that case full recomputation of every layer.
+    """
+    needed = (_needed(step, _layout(step, Recompute.NONE), setting) for step in steps)
+    return Recompute.FULL if any(part > _DOUBT for part in needed) else Recompute.NONE
+
+
+def _needed(step: MeasuredStep, layout: Layout, setting: Setting) -> float:
+    """Memory of the fullest stage, as a fraction of the device's.
+
+    Only the first and last stage are checked: they hold the most microbatches and the head.
+    """
+    prices = _prices(step, setting, setting.node)
+    stages = SlotStages(prices, layout, even_slot(prices, layout))
+    bounds = even_bounds(step.layers, step.pp)
+    taken = (stages.stage(bounds[rank], bounds[rank + 1], rank).bytes for rank in {0, step.pp - 1})
+    return max(stage.total / stage.limit for stage in taken)

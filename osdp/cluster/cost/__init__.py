@@ -1,0 +1,20 @@
+"""What a layout of a transformer on a cluster costs. Pure functions of values.
+
+Start at :func:`osdp.cluster.cost.step.price`.
+
+- ``step``: seconds and bytes of one layout, which the planner ranks by
+- ``layer_work``: what one rank computes, keeps and exchanges for a layer
+- ``layer_time``: seconds of a layer: a roofline with a floor of launches
+- ``matmul``: operations of a matrix product, rounded up to tiles and waves
+- ``rates``: shares of its specification that a device reaches
+- ``corrections``: what measured steps add to these rates
+- ``measured_layers``: measured seconds, carried to other batches and degrees
+- ``ring``: collectives over links of a cluster
+- ``slot_links``: devices of a stage, and the links between them
+- ``stage``: seconds and bytes of every stage a chain may be cut into
+- ``layer_runs``: stages made of runs of layers that are stored alike
+- ``mixed_runs``: the best one or two runs that fit
+- ``stage_table``: all stages of a layout on one kind of slot
+- ``schedule``: bubble of a schedule, and microbatches in flight
+- ``even_step``: the step of a homogeneous cluster, fast
+"""

@@ -1,0 +1,164 @@
+"""Time and memory of stages that consist of runs of items with one strategy per run.
+
+Many stages are evaluated at once: the starts and ends of runs are arrays of one shape, and all results have
+that shape, too. Bytes are rounded up run by run, so that a stage evaluated alone needs exactly the same
+memory as in a batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.cost.schedule import head_in_flight, in_flight
+from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
+from osdp.cluster.plan import Layout, Recompute, Slot, Way
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One run in each of several stages.
+
+    Attributes:
+        way: Index of the strategy of its items.
+        start: First item of each run.
+        stop: Item after the last one.
+        parameters: Parameter count it adds to its stage; a weight that both runs use counts in the first.
+    """
+
+    way: int
+    start: Indices
+    stop: Indices
+    parameters: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Memory of stages in bytes, by the parts of :class:`osdp.cluster.plan.StageBytes`."""
+
+    weights: Floats
+    gradients: Floats
+    states: Floats
+    activations: Floats
+    working: Floats
+    update: Floats
+
+    def total(self, reserve: int) -> Floats:
+        """Peak memory, with the formula of ``StageBytes.total``."""
+        always = self.weights + self.gradients + self.states + reserve
+        total: Floats = always + np.maximum(self.activations + self.working, self.update)
+        return total
+
+
+def ways_of(layout: Layout, *, flash: bool) -> tuple[Way, ...]:
+    """Allowed strategies of the items of a layout.
+
+    Args:
+        layout: The layout; a choice that is made item by item is ``None`` there.
+        flash: Whether attention scores are never written, so that selective recomputation saves nothing.
+    """
+    zeros = (layout.zero,) if layout.zero is not None else tuple(range(4))
+    again: tuple[Recompute, ...] = tuple(Recompute)
+    if layout.recompute is not None:
+        again = (layout.recompute,)
+    elif flash:
+        again = (Recompute.NONE, Recompute.FULL)
+    return tuple(Way(zero, recompute) for recompute in again for zero in zeros)
+
+
+class RunPrices:
+    """Costs of stages by their runs, for one layout on one kind of slot."""
+
+    def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
+        self.prices, self.layout = prices, layout
+        self.home = prices.home(layout, slot)
+        self.ways = ways_of(layout, flash=prices.workload.flash)
+        self._layouts = [layout.living(way) for way in self.ways]
+        #: Costs of all stages with all items in one strategy, by strategy index.
+        self.priced = [prices.stage_prices(living, slot) for living in self._layouts]
+        #: Microbatches in flight by pipeline rank; shape ``(pp,)``.
+        self.held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
+        border = prices.border_bytes(layout)
+        #: Buffers at both boundaries of a stage, each for one tensor that is sent and one that is received;
+        #: shape ``(I + 1, I + 1)``.
+        self.borders: Floats = 2 * (border[:, None] + border[None, :])
+
+    def whole(self, way: int, start: Indices, stop: Indices) -> list[Part]:
+        """Stages whose items all have one strategy."""
+        return [Part(way, start, stop, self.priced[way].parameters[start, stop])]
+
+    def split(self, ways: tuple[int, int], start: Indices, cut: Indices, stop: Indices) -> list[Part]:
+        """Stages of two runs."""
+        parameters = self.priced[0].parameters
+        first, both = parameters[start, cut], parameters[start, stop]
+        return [Part(ways[0], start, cut, first), Part(ways[1], cut, stop, both - first)]
+
+    def seconds(self, parts: Sequence[Part]) -> Floats:
+        """Seconds per microbatch, without transfers between stages."""
+        return _sum([self.priced[part.way].seconds[part.start, part.stop] for part in parts])
+
+    def gradients(self, parts: Sequence[Part]) -> Floats:
+        """Seconds of collectives after the last microbatch."""
+        return _sum(
+            [
+                self.prices.gradient_seconds(
+                    self._layouts[part.way], self.home, part.parameters, self._backward(part)
+                )
+                for part in parts
+            ]
+        )
+
+    def update(self, parts: Sequence[Part]) -> Floats:
+        """Seconds of the optimizer step."""
+        return _sum(
+            [
+                self.prices.update_seconds(self._layouts[part.way], self.home, part.parameters)
+                for part in parts
+            ]
+        )
+
+    def items(self, parts: Sequence[Part]) -> tuple[ItemPrices, ...]:
+        """Costs of each item of one stage."""
+        return tuple(
+            self.priced[part.way].items[item]
+            for part in parts
+            for item in self.prices.items[int(part.start) : int(part.stop)]
+        )
+
+    def sizes(self, parts: Sequence[Part], rank: Indices) -> Sizes:
+        """Memory of stages at pipeline ranks ``rank``, by part."""
+        prices, layout = self.prices, self.layout
+        weights = gradients = states = working = update = np.zeros(())
+        for part in parts:
+            own, way = self.priced[part.way], self.ways[part.way]
+            of_weight, of_gradient, of_state = prices.parameter_bytes(way, layout)
+            weights = weights + np.ceil(part.parameters * of_weight)
+            gradients = gradients + np.ceil(part.parameters * of_gradient)
+            states = states + np.ceil(part.parameters * of_state)
+            # Items run one after the other, so that their transient memory is a maximum, not a sum.
+            working = np.maximum(working, own.working[part.start, part.stop])
+            held = part.parameters / prices.shards_of_states(way, layout)
+            update = update + np.ceil(held * prices.workload.update_bytes)
+        working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
+        return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
+
+    def activations(self, parts: Sequence[Part], rank: Indices) -> Floats:
+        """Bytes saved for backward by all microbatches in flight."""
+        held, heads = self.held[rank], head_in_flight(self.layout)
+        kept = []
+        for part in parts:
+            own = self.priced[part.way]
+            layers, logits = own.kept[part.start, part.stop], own.logits[part.start, part.stop]
+            kept.append(np.ceil(layers * held + logits * heads))
+        return _sum(kept)
+
+    def _backward(self, part: Part) -> Floats:
+        found: Floats = self.priced[part.way].backward[part.start, part.stop]
+        return found
+
+
+def _sum(values: Sequence[Floats]) -> Floats:
+    return values[0] if len(values) == 1 else values[0] + values[1]

@@ -1,0 +1,255 @@
+"""Matrix products, memory traffic, activations and all-reduces of a transformer item on one rank.
+
+Tensor parallelism is that of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3): each layer
+all-reduces its output once for attention and once for the feed-forward block, in forward and in backward.
+Bytes saved for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
+``s b h (10 + 24 / t + 5 a s / (h t))`` are separated here, to support feed-forward widths other than ``4 h``
+and attention that never writes its scores (Dao et al., arXiv:2205.14135).
+"""
+
+from dataclasses import dataclass
+
+from osdp.cluster.transformer import Item, TransformerShape
+
+#: Bytes of a number in half and in single precision; losses are computed in single precision.
+HALF, SINGLE = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A batch of ``count`` matrix products ``(rows, inner) @ (inner, columns)``.
+
+    Numbers have ``width`` bytes each.
+
+    ``fused`` marks a product inside a kernel that never reads or writes attention scores (FlashAttention, Dao
+    et al., arXiv:2205.14135); the bytes of its other operands are counted with those of the layer.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+    fused: bool = False
+    width: int = HALF
+
+    @property
+    def flops(self) -> float:
+        """FLOPs: multiplications and additions."""
+        return 2.0 * self.count * self.rows * self.columns * self.inner
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of both factors and the result, each moved once."""
+        if self.fused:
+            return 0
+        rows, columns, inner = self.rows, self.columns, self.inner
+        return self.width * self.count * (rows * inner + columns * inner + rows * columns)
+
+    @property
+    def gradients(self) -> "tuple[Gemm, Gemm]":
+        """The products that compute the gradients of both factors."""
+        return (
+            Gemm(self.rows, self.inner, self.columns, self.count, self.fused, self.width),
+            Gemm(self.inner, self.columns, self.rows, self.count, self.fused, self.width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Work of one rank for one microbatch of one item; a backward has two products for each of a forward.
+
+    Attributes:
+        gemms: Matrix products of a forward.
+        attention: The subset of ``gemms`` that computes attention scores and the weighted sum of values;
+            selective recomputation repeats these.
+        moved_bytes: Bytes read and written in a forward by all other operators.
+        backward_bytes: Bytes read and written in a backward by all other operators, including gradient
+            accumulation.
+        kernels: Kernels launched by a forward.
+        sums: All-reduces over the tensor-parallel ranks in a forward; a backward has the same number.
+        summed_bytes: Bytes of each all-reduce.
+        kept_bytes: Bytes saved for backward.
+        score_bytes: Part of ``kept_bytes`` that selective recomputation does not save.
+        input_bytes: Bytes saved if the item is fully recomputed: its input.
+        working_bytes: Transient bytes of its own backward, in addition to those saved.
+        output_bytes: Bytes of its output, the input of the next item.
+        cache_bytes: Keys and values of a slice, which later slices of the sequence attend to.
+    """
+
+    gemms: tuple[Gemm, ...]
+    attention: tuple[Gemm, ...]
+    moved_bytes: int
+    backward_bytes: int
+    kernels: int
+    sums: int
+    summed_bytes: int
+    kept_bytes: int
+    score_bytes: int
+    input_bytes: int
+    working_bytes: int
+    output_bytes: int
+    cache_bytes: int = 0
+
+
+def layer_work(
+    shape: TransformerShape,
+    item: Item,
+    samples: int,
+    tp: int,
+    *,
+    flash: bool = True,
+    slices: int = 1,
+    width: int = HALF,
+) -> LayerWork:
+    """Work of one item on one token slice of a microbatch.
+
+    Every slice is counted like the last one, which attends to all keys. For whole sequences of causal models,
+    flash attention computes half of the scores.
+
+    Args:
+        shape: The model.
+        item: Kind of item.
+        samples: Samples of a microbatch.
+        tp: Tensor-parallel degree.
+        flash: Whether attention scores are never written (FlashAttention).
+        slices: Number of equal token slices per sequence.
+        width: Bytes of an activation or a weight in the compute dtype.
+    """
+    tokens = samples * shape.sequence // slices
+    match item:
+        case Item.EMBEDDING | Item.TARGET_EMBEDDING:
+            return _embedding(shape, item, tokens, tp, width)
+        case Item.HEAD:
+            return _head(shape, tokens, tp, width)
+        case Item.LAYER | Item.CROSS_LAYER:
+            return _layer(shape, item, samples, tp, flash, slices, width)
+
+
+def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
+    stream = tokens * shape.hidden * width
+    indices = 8 * tokens  # int64
+    # The gradient of an embedding is dense in autograd, and added to the accumulated one.
+    weight = -(-shape.vocabulary // tp) * shape.hidden * width
+    return LayerWork(
+        gemms=(),
+        attention=(),
+        moved_bytes=8 * stream,
+        backward_bytes=5 * stream + 4 * weight,
+        kernels=5,
+        sums=int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=indices,
+        score_bytes=0,
+        input_bytes=indices,
+        working_bytes=stream,
+        # The encoder's output is passed on together with the decoder's own stream.
+        output_bytes=stream * (2 if item is Item.TARGET_EMBEDDING else 1),
+    )
+
+
+def _layer(
+    shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int, width: int
+) -> LayerWork:
+    """Work of a layer with one attention, or two in a cross-attention layer."""
+    # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
+    attentions = 2 if item is Item.CROSS_LAYER else 1
+    s, length = shape.sequence, shape.sequence // slices
+    tokens = samples * length
+    stream = tokens * shape.hidden * width
+    heads = shape.heads // tp
+    queries = heads * shape.width
+    keys = max(shape.key_heads // tp, 1) * shape.width
+    inner = shape.inner // tp
+    ups = 2 if shape.gated else 1
+    # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
+    seen = s // 2 if flash and shape.causal and slices == 1 else s
+    scores = (
+        Gemm(length, seen, shape.width, samples * heads, flash, width),
+        Gemm(length, shape.width, seen, samples * heads, flash, width),
+    ) * attentions
+    gemms = (
+        *(
+            Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
+            Gemm(tokens, shape.hidden, queries, width=width),
+        )
+        * attentions,
+        *scores,
+        Gemm(tokens, ups * inner, shape.hidden, width=width),
+        Gemm(tokens, shape.hidden, inner, width=width),
+    )
+    wide = tokens * width
+    # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
+    # tensors inside the feed-forward block.
+    attention_kept = wide * (2 * queries + 2 * keys)
+    feed_kept = wide * inner * (ups + 1 + int(shape.gated))
+    # Per score: its probability before and after dropout, and a mask of one byte.
+    score_bytes = 0 if flash else samples * heads * length * s * (2 * width + 1) * attentions
+    # Whole on each rank, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
+    masks = tokens * shape.hidden
+    stream_kept = (attentions + 1) * (2 * stream + masks)
+    kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
+    # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
+    # keys, values and attention's output.
+    moved = (attentions + 1) * (5 * stream + masks)
+    moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
+    # Backward: the same, plus sums of bias gradients and of both branches of each residual.
+    back = (attentions + 1) * (9 * stream + masks)
+    back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
+    # The activation function, then softmax and dropout of the scores.
+    moved += wide * inner * (ups + 1)
+    back += wide * inner * (3 * ups + 1)
+    fused = flash or _softmax_is_fused(samples * heads, s)
+    if not flash:
+        scores_written = samples * heads * length * s * attentions
+        # One kernel for scale, mask and softmax, or separate ones in float32: cast up, scale, mask, softmax,
+        # cast down.
+        moved += scores_written * (5 + (4 if fused else 36))
+        back += scores_written * (5 + (6 if fused else 40))
+    # Each weight's gradient is accumulated into that of the earlier microbatches.
+    back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
+    kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
+    input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
+    return LayerWork(
+        gemms=gemms,
+        attention=scores,
+        moved_bytes=moved,
+        backward_bytes=back,
+        kernels=kernels,
+        sums=(attentions + 1) * int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=kept,
+        score_bytes=score_bytes,
+        input_bytes=input_bytes,
+        working_bytes=2 * stream + wide * (ups * inner + queries + 2 * keys),
+        output_bytes=input_bytes,
+        cache_bytes=2 * wide * keys,
+    )
+
+
+def _softmax_is_fused(matrices: int, sequence: int) -> bool:
+    """Whether Megatron-LM's fused kernel supports score matrices of this size (its ``fused_softmax.py``)."""
+    return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
+
+
+def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWork:
+    """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
+    stream = tokens * shape.hidden * width
+    vocabulary = -(-shape.vocabulary // tp)
+    logits = tokens * vocabulary
+    return LayerWork(
+        gemms=(Gemm(tokens, vocabulary, shape.hidden, width=width),),
+        attention=(),
+        # The softmax reads the logits twice and writes them once, and so does its backward.
+        moved_bytes=2 * stream + 3 * logits * width,
+        backward_bytes=3 * stream + 3 * logits * width + 3 * vocabulary * shape.hidden * width,
+        kernels=8,
+        # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
+        sums=int(tp > 1),
+        summed_bytes=stream,
+        kept_bytes=2 * stream + logits * (width + SINGLE),
+        score_bytes=0,
+        input_bytes=stream,
+        working_bytes=logits * SINGLE,
+        output_bytes=0,
+    )

@@ -1,0 +1,289 @@
+"""Mixed ZeRO and recomputation strategies within a stage: the best one or two runs of items that fit.
+
+Among all choices that fit, a stage takes the one with the minimum ``m t + e``: *m* microbatches of *t*
+seconds each, plus *e* seconds at the end of the step. A choice is one run of items with a single strategy, or
+two runs, in which the strategy that needs more memory gets as many items as fit (found by bisection)::
+
+    start              cut                 stop
+      |  first strategy |  second strategy  |
+
+Two runs are optimal up to a fraction of an item: where items are alike, the linear relaxation of a
+multiple-choice knapsack has an optimal solution with two strategies (Sinha and Zoltners, "The multiple-choice
+knapsack problem", 1979). Stages with the same number of items of each kind are evaluated only once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.cost.layer_runs import Indices, RunPrices
+from osdp.cluster.cost.schedule import head_in_flight
+from osdp.cluster.cost.stage import Floats
+from osdp.cluster.transformer import LAYERS
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Best runs of every possible stage, sorted by pipeline rank.
+
+    Arrays have one entry per possible stage, shape ``(S,)``, unless stated otherwise.
+
+    Attributes:
+        size: Number of items of the chain.
+        start: First item of each stage.
+        stop: Item after its last one.
+        offsets: Position of the first stage of each pipeline rank, then ``S``; shape ``(pp + 1,)``.
+        first: Strategy index of the first run.
+        second: Strategy index of the second run.
+        cut: First item of the second run; ``stop`` if there is only one run.
+        seconds: Seconds per microbatch.
+        end: Seconds after the last microbatch.
+        total: Peak memory in bytes.
+    """
+
+    size: int
+    start: Indices
+    stop: Indices
+    offsets: Indices
+    first: Indices
+    second: Indices
+    cut: Indices
+    seconds: Floats
+    end: Floats
+    total: Floats
+
+    def spread(self, values: Floats, rank: int, rest: float) -> Floats:
+        """Values of one pipeline rank as a matrix ``[start, stop]``, filled with ``rest`` elsewhere."""
+        own = slice(self.offsets[rank], self.offsets[rank + 1])
+        found = np.full((self.size + 1, self.size + 1), rest)
+        found[self.start[own], self.stop[own]] = values[own]
+        return found
+
+    def runs(self, start: int, stop: int, rank: int) -> tuple[tuple[int, int], int]:
+        """Strategy indices of both runs of one stage, and the first item of the second run."""
+        own = np.arange(self.offsets[rank], self.offsets[rank + 1])
+        at = own[(self.start[own] == start) & (self.stop[own] == stop)]
+        if not len(at):
+            raise ValueError(
+                f"a stage of items {start} to {stop - 1} at pipeline rank {rank} leaves no item for one of "
+                "the other stages; choose bounds that give every stage at least 1 item"
+            )
+        where = int(at[0])
+        return (int(self.first[where]), int(self.second[where])), int(self.cut[where])
+
+
+def mixture(runs: RunPrices) -> Mixture:
+    """Best runs of every stage of a layout; where nothing fits, the runs with the smallest excess of memory.
+
+    Args:
+        runs: Costs of the layout on one kind of slot.
+    """
+    # 1. List all S possible stages and keep one representative of each class of equal ones.
+    every = _possible(len(runs.prices.items), len(runs.held))
+    first_of, like = _alike(runs, *every)
+    start, stop, rank = (bound[first_of] for bound in every)  # (num_classes,) each
+    # 2. Try every strategy, and every pair of strategies, on all representatives at once.
+    best, needed = np.full(len(start), np.inf), np.full(len(start), np.inf)
+    seconds, end = np.full(len(start), np.inf), np.zeros(len(start))
+    first, second, cut = np.zeros_like(start), np.zeros_like(start), stop.copy()
+    for one, other in _pairs(runs):
+        where, parts = stop, runs.whole(one, start, stop)
+        if one != other:
+            where = _cuts(runs, one, other, start, stop, rank)
+            parts = runs.split((one, other), start, where, stop)
+        total = runs.sizes(parts, rank).total(runs.prices.workload.reserve)
+        if one != other:
+            # A cut at an end of the stage is one run, which its own pair covers.
+            total = np.where((where > start) & (where < stop), total, np.inf)
+        there, after = runs.seconds(parts), runs.gradients(parts) + runs.update(parts)
+        fits = total <= runs.home.limit
+        value = np.where(fits, runs.layout.microbatches * there + after, np.inf)
+        # Prefer the faster of those that fit; as long as none does, the one that needs less memory.
+        better = (value < best) | (np.isinf(best) & (total < needed))
+        best = np.where(better, value, best)
+        for known, new in ((needed, total), (seconds, there), (end, after)):
+            np.copyto(known, new, where=better)
+        for chosen, now in ((first, one), (second, other), (cut, where)):
+            np.copyto(chosen, now, where=better)
+    # 3. Copy the result of each representative to the stages of its class; cuts are relative to the start.
+    return Mixture(
+        size=len(runs.prices.items),
+        start=every[0],
+        stop=every[1],
+        offsets=np.searchsorted(every[2], np.arange(len(runs.held) + 1)),
+        first=first[like],
+        second=second[like],
+        cut=every[0] + (cut - start)[like],
+        seconds=seconds[like],
+        end=end[like],
+        total=needed[like],
+    )
+
+
+def _possible(items: int, pp: int) -> tuple[Indices, Indices, Indices]:
+    """First item, end and pipeline rank of all stages that leave at least one item for every other stage."""
+    found = []
+    for rank in range(pp):
+        # Earlier and later stages take at least one item each; the first and last touch the chain's ends.
+        starts = np.arange(rank, 1 if rank == 0 else items)
+        stops = np.arange(items if rank == pp - 1 else rank + 1, items - (pp - 1 - rank) + 1)
+        grid = np.stack([axis.ravel() for axis in np.meshgrid(starts, stops, indexing="ij")])
+        grid = grid[:, grid[0] < grid[1]]
+        found.append(np.vstack([grid, np.full(grid.shape[1], rank)]))
+    start, stop, rank_of = np.hstack(found)
+    return start, stop, rank_of
+
+
+def _alike(runs: RunPrices, start: Indices, stop: Indices, rank: Indices) -> tuple[Indices, Indices]:
+    """Classes of stages with equal item counts and equal boundary tensors.
+
+    Returns:
+        The first stage of each class, shape ``(num_classes,)``, and the class of each stage, shape ``(S,)``.
+    """
+    items = runs.prices.items
+    borders = np.unique(runs.prices.border_bytes(runs.layout), return_inverse=True)[1]
+    # One integer per stage in a mixed radix: rank, boundary before, boundary after, count of each item kind.
+    key = (rank * (len(items) + 1) + borders[start]) * (len(items) + 1) + borders[stop]
+    for kind in runs.prices.kinds:
+        before = np.concatenate([[0], np.cumsum([item is kind for item in items])])
+        key = key * (int(before[-1]) + 1) + before[stop] - before[start]
+    _, first, like = np.unique(key, return_index=True, return_inverse=True)
+    return first, like
+
+
+def _pairs(runs: RunPrices) -> list[tuple[int, int]]:
+    """Strategies to try for a stage: ``(i, i)`` for one run, ``(i, j)`` and ``(j, i)`` for two.
+
+    Only strategies on the Pareto front of bytes and seconds at some pipeline rank count.
+    """
+    nbytes, value = layer_points(runs)
+    pairs: set[tuple[int, int]] = set()
+    for column in range(nbytes.shape[1]):
+        order = sorted(range(len(value)), key=lambda way: (nbytes[way, column], value[way], way))
+        front = [way for at, way in enumerate(order) if all(value[way] < value[o] for o in order[:at])]
+        pairs |= {(way, way) for way in front} | set(permutations(front, 2))
+    return sorted(pairs)
+
+
+def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
+    """Bytes of a layer, shape ``(strategies, pp)``, and the seconds it adds to a step, ``(strategies,)``."""
+    nbytes, value = np.zeros((len(runs.ways), len(runs.held))), np.zeros(len(runs.ways))
+    where = _first_layer(runs)
+    for number, priced in enumerate(runs.priced):
+        layer = priced.items[runs.prices.items[where]]
+        parts = runs.whole(number, np.array(where), np.array(where + 1))
+        nbytes[number] = _bytes_each(runs, number) * layer.parameters + layer.kept * runs.held
+        value[number] = runs.layout.microbatches * layer.seconds + float(
+            runs.gradients(parts) + runs.update(parts)
+        )
+    return nbytes, value
+
+
+def _first_layer(runs: RunPrices) -> int:
+    """Index of the first layer in the chain; it stands for all of them."""
+    return next(at for at, item in enumerate(runs.prices.items) if item in LAYERS)
+
+
+def lower_hull(nbytes: Floats, value: Floats) -> list[int]:
+    """Indices of the points on the lower convex hull of value over bytes, by ascending bytes."""
+    order = sorted(range(len(nbytes)), key=lambda way: (nbytes[way], value[way], way))
+    hull: list[int] = []
+    for way in order:
+        if hull and value[way] >= value[hull[-1]]:
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], way, nbytes, value):
+            hull.pop()
+        hull.append(way)
+    return hull
+
+
+def _is_above(left: int, middle: int, right: int, nbytes: Floats, value: Floats) -> bool:
+    """Whether the middle point is on or above the line through the other two."""
+    across = (nbytes[right] - nbytes[left]) * (value[middle] - value[left])
+    return bool(across >= (nbytes[middle] - nbytes[left]) * (value[right] - value[left]))
+
+
+def _cuts(runs: RunPrices, one: int, other: int, start: Indices, stop: Indices, rank: Indices) -> Indices:
+    """Cut between two runs that gives the strategy with the higher memory use as many items as fit.
+
+    With ``P1`` and ``P2`` the bytes of all items before a position under the first and second strategy, a
+    stage cut at *c* fits if ::
+
+        P1[c] - P1[start] + P2[stop] - P2[c] + (bytes that do not depend on c)  <=  limit
+
+    Only ``added[c] = P1[c] - P2[c]`` varies; the sign of its step over a layer gives the direction.
+
+    Args:
+        runs: Costs of the layout on one kind of slot.
+        one: Strategy index of the first run.
+        other: Strategy index of the second run.
+        start: First item of each stage, shape ``(num_stages,)``.
+        stop: Item after its last one, likewise.
+        rank: Its pipeline rank, likewise.
+
+    Returns:
+        The cut of each stage, shape ``(num_stages,)``; ``start`` or ``stop`` if two runs do not fit.
+    """
+    # 1. Which strategy saves memory decides from which side the cut moves.
+    before, after = _prefix(runs, one), _prefix(runs, other)  # (pp, I + 1)
+    added = before - after
+    layer = _first_layer(runs)
+    saves = (added[:, layer + 1] < added[:, layer])[rank]  # (num_stages,): the first strategy needs less
+    # 2. Memory left for ``added``. With two runs, the first never has the stage's last item, the second
+    # never its first.
+    working = np.maximum(
+        runs.priced[one].working[start, stop - 1], runs.priced[other].working[start + 1, stop]
+    )
+    room = runs.home.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
+    room -= after[rank, stop] - before[rank, start]
+    # Prefix sums count a tied weight once per item that uses it, but a stage stores it once.
+    numbers = _numbers(runs)
+    twice = numbers[stop] - numbers[start] - runs.priced[0].parameters[start, stop]
+    room += twice * min(_bytes_each(runs, one), _bytes_each(runs, other))
+
+    # 3. If the first strategy saves memory, take the first cut that fits, otherwise the last one that does.
+    def settled(cut: Indices) -> NDArray[np.bool_]:
+        fits = added[rank, cut] <= room
+        return np.where(saves, fits, ~fits)
+
+    low = _first(settled, start + 1, stop)
+    return np.where(saves, low, low - 1)
+
+
+def _prefix(runs: RunPrices, way: int) -> Floats:
+    """Bytes of all items before each position, by pipeline rank; shape ``(pp, I + 1)``."""
+    priced = runs.priced[way]
+    found: Floats = (
+        _bytes_each(runs, way) * _numbers(runs)[None, :]
+        + priced.kept[0][None, :] * runs.held[:, None]
+        + priced.logits[0][None, :] * head_in_flight(runs.layout)
+    )
+    return found
+
+
+def _bytes_each(runs: RunPrices, way: int) -> float:
+    """Bytes of weight, gradient and optimizer states per parameter with a strategy."""
+    return sum(runs.prices.parameter_bytes(runs.ways[way], runs.layout))
+
+
+def _numbers(runs: RunPrices) -> Floats:
+    """Parameter count of all items before each position, as if nothing were tied; shape ``(I + 1,)``."""
+    items = runs.priced[0].items
+    return np.concatenate([[0.0], np.cumsum([float(items[item].parameters) for item in runs.prices.items])])
+
+
+def _first(settled: Callable[[Indices], NDArray[np.bool_]], low: Indices, high: Indices) -> Indices:
+    """First index of each range ``low .. high - 1`` at which a monotonic predicate is true, else ``high``.
+
+    A bisection of all ranges at once.
+    """
+    low, high = low.copy(), np.maximum(low, high)
+    while (low < high).any():
+        middle = (low + high) // 2
+        true = settled(middle)
+        high = np.where(true & (low < high), middle, high)
+        low = np.where(~true & (low < high), middle + 1, low)
+    return low

@@ -1,0 +1,80 @@
+"""Efficiencies of devices (share of the specification that they reach) and the host time per operator call.
+
+These are the coefficients of the time model; :mod:`osdp.cluster.calibration.calibrate` fits them to measured
+steps. Without measurements they are :data:`PUBLISHED`, taken from published measurements.
+
+    seconds of a pass = (device^p + host^p)^(1/p)
+
+The host calls operators while the device runs earlier ones, so that the slower of the two sets the time. The
+exponent p is how well they overlap: for infinity the slower one alone counts (a roofline with a floor), for 1
+they run one after the other. ``blend`` is 1/p.
+"""
+
+from dataclasses import dataclass
+
+from osdp.cluster.cost.corrections import Correction
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Coefficients of the time model of a step.
+
+    Attributes:
+        matrix_share: Share of a device's specified FLOP/s reached by matrix products that fill it.
+        unaligned_share: Share of that reached by products whose rows do not allow the widest loads.
+        memory_share: Share of the specified memory bandwidth reached by everything else.
+        call_seconds: Host seconds per operator call of a forward; its backward takes as long again.
+        blend: 1/p as above, from 0 to 1.
+        sum_seconds: Seconds of each tensor-parallel all-reduce in addition to the link's latency: ranks wait
+            for the slowest one.
+        step_seconds: Fixed seconds per step: data loading, training loop, gradient scaler.
+        corrections: Residuals of measured layers.
+    """
+
+    matrix_share: float
+    unaligned_share: float
+    memory_share: float
+    call_seconds: float
+    blend: float = 0.0
+    sum_seconds: float = 0.0
+    step_seconds: float = 0.0
+    corrections: tuple[Correction, ...] = ()
+
+    def __post_init__(self) -> None:
+        shares = ("matrix_share", "unaligned_share", "memory_share")
+        wrong = [name for name in shares if not getattr(self, name) > 0]
+        wrong += [n for n in ("call_seconds", "sum_seconds", "step_seconds") if not getattr(self, n) >= 0]
+        wrong += [] if 0 <= self.blend <= 1 else ["blend"]
+        if wrong:
+            raise ValueError(
+                f"shares must be positive, seconds 0 or more and blend in 0..1; wrong: {', '.join(wrong)} "
+                f"of {self}"
+            )
+
+    def together(self, device: float, host: float) -> float:
+        """Seconds of a pass whose kernels take ``device`` seconds and whose calls take ``host`` seconds."""
+        longer, shorter = max(device, host), min(device, host)
+        if self.blend == 0 or shorter <= 0:
+            return longer
+        return float(longer * (1.0 + (shorter / longer) ** (1.0 / self.blend)) ** self.blend)
+
+
+#: Share of kernels' best rates that remains in sustained training: with it, the four steps with one stage of
+#: table 1 in Narayanan et al. (SC 2021; 32 to 256 A100, 1.7 to 18.4 billion parameters) are predicted right
+#: on average, at the best microbatch for each. ``tests/cluster/cost/test_published_steps.py`` checks all ten.
+_SUSTAINED = 0.91
+
+#: - Matrices: an A100-SXM's best shape of thousands was 267.9 of 312 TFLOP/s (mag-/gpu_benchmark on GitHub,
+#:   2024, which lists 792 of 989 for H100-SXM).
+#: - Unaligned: GPT-2 124M on A100 trained about 25 % faster with a vocabulary of 50,304 instead of 50,257
+#:   (A. Karpathy on nanoGPT, 3 February 2023); 31 % of its operations are logits: 0.31 / (0.31 + 0.25).
+#: - Memory: 0.75 at 10 MB, between 0.6 at 1 MB and 0.9 from 100 MB, the range of a layer's tensors (calculon,
+#:   systems/a100_80g.json, SC 2023).
+#: - Calls: a layer's forward of GPT-2 XL with one sample on four A100, far from filling them, took 1.453 ms
+#:   in Megatron-LM (FASOP's profile, HPDC 2024), for 18 operators.
+PUBLISHED = Rates(
+    matrix_share=_SUSTAINED * 267.9 / 312,
+    unaligned_share=0.31 / (0.31 + 0.25),
+    memory_share=_SUSTAINED * 0.75,
+    call_seconds=1.453e-3 / 18,
+)

@@ -1,0 +1,379 @@
+"""Time and memory of every stage that a chain of items can be cut into, on one kind of slot.
+
+A stage is a contiguous part ``a .. b - 1`` of the chain. A sum over its items is computed as the number of
+items of each kind times the cost of that kind. All stages are thereby evaluated at once, as arrays of shape
+``(I + 1, I + 1)`` indexed ``[a, b]``, and equal stages have equal costs to the last bit.
+
+Bytes of weights, gradients and optimizer states under ZeRO are those of Rajbhandari et al. (SC 2020,
+arXiv:1910.02054, section 5). Communication volumes are those of the collectives actually run: gradients are
+reduced in ``reduce_bytes`` and weights gathered in ``weight_bytes`` per number; ZeRO 2 and 3 reduce-scatter
+gradients after every microbatch, and ZeRO 3 all-gathers weights for every forward and every backward.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.cost.corrections import LayerCase, correction_factor
+from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
+from osdp.cluster.cost.layer_work import LayerWork, layer_work
+from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
+from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.cost.slot_links import Home, home_of
+from osdp.cluster.hardware import Cluster, Gpu
+from osdp.cluster.layer_profile import LayerBytes, LayerProfile
+from osdp.cluster.plan import Layout, Recompute, Slot, Way, Workload
+from osdp.cluster.transformer import Item, TransformerShape
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPrices:
+    """Costs of one item of the chain on one kind of slot; seconds per microbatch, and bytes.
+
+    Attributes:
+        compute: Forward and backward.
+        again: Forwards recomputed in the backward.
+        backward: Backward part of ``compute``.
+        tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
+        shards: Exposed all-gathers and reduce-scatters of each microbatch.
+        parameters: Parameter count on a rank before data-parallel sharding.
+        kept: Bytes saved from its forward to its backward.
+        working: Transient bytes during its own backward.
+    """
+
+    compute: float
+    again: float
+    backward: float
+    tensor: float
+    shards: float
+    parameters: int
+    kept: int
+    working: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per microbatch."""
+        return self.compute + self.again + self.tensor + self.shards
+
+
+@dataclass(frozen=True)
+class StagePrices:
+    """Costs of all stages of a chain of ``I`` items on one kind of slot, with one strategy for all items.
+
+    Arrays are indexed ``[start, stop]`` and have shape ``(I + 1, I + 1)``.
+
+    Attributes:
+        home: The slot's devices and links.
+        items: Costs of each kind of item.
+        seconds: Seconds per microbatch, forward and backward, without transfers between stages.
+        parameters: Parameter count on a rank before data-parallel sharding.
+        kept: Bytes saved for backward per microbatch in flight, without those of the head.
+        logits: Bytes saved by the head per microbatch that it has in flight.
+        working: Maximum transient bytes of any item, without the buffers of transfers between stages.
+        backward: Seconds of a backward's compute.
+        end: Seconds after the last microbatch: gradient collectives and the optimizer step.
+    """
+
+    home: Home
+    items: Mapping[Item, ItemPrices]
+    seconds: Floats
+    parameters: Floats
+    kept: Floats
+    logits: Floats
+    working: Floats
+    backward: Floats
+    end: Floats
+
+
+class ClusterPrices:
+    """Costs of one workload on one cluster; intermediate results that layouts share are cached."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        rates: Rates = PUBLISHED,
+        profiles: Sequence[LayerProfile] = (),
+        traced: Sequence[LayerBytes] = (),
+    ) -> None:
+        self.cluster = cluster
+        self.profiles = tuple(profiles)
+        #: Activations of this model as traced, for devices without a measured profile.
+        self.traced = tuple(traced)
+        #: Measured profiles of this model, by the name of the device.
+        self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
+        self.workload = workload
+        self.rates = rates
+        self.items = workload.shape.items
+        self.kinds = tuple(dict.fromkeys(self.items))
+        #: Number of items of each kind in each stage, in the order of ``kinds``; ``(I + 1, I + 1)`` each.
+        self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
+        tied = workload.shape.tied_items
+        self._tied: Floats = sum(
+            (count for kind, count in zip(self.kinds, self._counts, strict=True) if kind in tied),
+            np.zeros_like(self._counts[0]),
+        )
+        self._homes: dict[tuple[int, int, Slot], Home] = {}
+        self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
+        self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
+        self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
+        self._factors: dict[tuple[int, int], float] = {}
+
+    def work(self, item: Item, layout: Layout) -> LayerWork:
+        """Work of one rank for one item on one token slice of a microbatch."""
+        key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
+        if key not in self._work:
+            self._work[key] = self._work_of(*key, self.workload.shape)
+        return self._work[key]
+
+    def _work_of(self, item: Item, samples: int, tp: int, slices: int, shape: TransformerShape) -> LayerWork:
+        load = self.workload
+        return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
+
+    def home(self, layout: Layout, slot: Slot) -> Home:
+        """Devices and links of a slot."""
+        key = (layout.degrees.tp, layout.degrees.dp, slot)
+        if key not in self._homes:
+            self._homes[key] = home_of(self.cluster, layout, slot)
+        return self._homes[key]
+
+    def border_bytes(self, layout: Layout) -> Floats:
+        """Bytes of a token slice sent forward over the boundary before each item; shape ``(I + 1,)``."""
+        outputs = [self.work(item, layout).output_bytes for item in self.items]
+        return np.array([0.0, *outputs[:-1], 0.0])
+
+    def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
+        """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot."""
+        home = self.home(layout, slot)
+        items = self.item_prices(layout, slot)
+        parameters = self._summed([item.parameters for item in items.values()])
+        backward = self._summed([item.backward for item in items.values()])
+        # A stage with several of the tied items stores their weight once.
+        parameters -= np.maximum(self._tied - 1, 0) * self.tied_numbers(layout)
+        working = np.zeros_like(parameters)
+        for count, item in zip(self._counts, items.values(), strict=True):
+            working = np.maximum(working, (count > 0) * self.working_bytes(layout, item))
+        return StagePrices(
+            home=home,
+            items=items,
+            seconds=self._summed([item.seconds for item in items.values()]),
+            parameters=parameters,
+            kept=self._summed([item.kept * (kind is not Item.HEAD) for kind, item in items.items()]),
+            logits=self._summed([item.kept * (kind is Item.HEAD) for kind, item in items.items()]),
+            working=working,
+            backward=backward,
+            end=self.end_seconds(layout, home, parameters, backward),
+        )
+
+    def item_prices(self, layout: Layout, slot: Slot) -> dict[Item, ItemPrices]:
+        """Costs of each kind of item, in order of first appearance in the chain."""
+        degrees, way = layout.degrees, layout.way
+        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot)
+        if key not in self._items:
+            home = self.home(layout, slot)
+            self._items[key] = {item: self._item(item, layout, home) for item in self.kinds}
+        return self._items[key]
+
+    def tied_numbers(self, layout: Layout) -> int:
+        """Parameter count of a tied embedding's weight on one rank."""
+        shape = self.workload.shape
+        return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
+
+    def gradient_seconds(
+        self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float
+    ) -> Floats:
+        """Exposed seconds of the collectives at the end of a step.
+
+        ZeRO 0 all-reduces gradients, ZeRO 1 reduce-scatters them; ZeRO 1 and 2 then all-gather the updated
+        weights. ZeRO 2 and 3 have reduced their gradients in every microbatch.
+
+        Args:
+            layout: Degrees and sharding.
+            home: Devices and links of the slot.
+            parameters: Parameter count on a rank before data-parallel sharding; any shape.
+            backward: Seconds of the last backward, behind which reductions can hide.
+
+        Returns:
+            Seconds, in the shape of ``parameters``.
+        """
+        if layout.degrees.dp == 1:
+            return np.zeros_like(parameters)
+        load, ring = self.workload, home.data
+        reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
+        scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
+        fixed = ring.scatter_seconds(0.0)
+        zero = layout.way.zero
+        # In units of one reduce-scatter; an all-reduce costs two.
+        scatters = {0: 2, 1: 1}.get(zero, 0)
+        reduction = scatters * (fixed + reduced * scale)
+        exposed = reduction - load.overlap * np.minimum(reduction, backward)
+        if zero in (1, 2):
+            exposed = exposed + fixed + gathered * scale
+        return np.where(parameters > 0, exposed, 0.0)
+
+    def update_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+        """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
+        load = self.workload
+        moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
+        held = parameters / self.shards_of_states(layout.way, layout)
+        slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
+        seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
+        return seconds
+
+    def shards_of_states(self, way: Way, layout: Layout) -> int:
+        """Number of ranks over which optimizer states are sharded."""
+        return layout.degrees.dp if way.zero else 1
+
+    def parameter_bytes(self, way: Way, layout: Layout) -> tuple[float, float, float]:
+        """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
+        load, dp = self.workload, layout.degrees.dp
+        sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
+        weight, gradient, state = (size / dp if way.zero >= stage else size for size, stage in sizes)
+        return weight, gradient, state
+
+    def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+        """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
+        work, slices, recompute = (
+            self._work_there(item, layout, home),
+            layout.token_slices,
+            layout.way.recompute,
+        )
+        slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
+        # 1. Compute: a stage on several kinds of devices runs at the pace of the slowest.
+        forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
+        layer = item in (Item.LAYER, Item.CROSS_LAYER)
+        full = layer and recompute is Recompute.FULL
+        again = forward if full else 0.0
+        if layer and recompute is Recompute.SELECTIVE:
+            again = max(s.attention for s in slowest)
+        # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
+        sums = work.sums * (3 if full else 2) * self._factor(layout)
+        # 3. Memory: recomputation saves activations but makes them part of the item's transient memory.
+        kept = work.kept_bytes
+        if full:
+            kept = min(work.input_bytes, work.kept_bytes)
+        elif recompute is Recompute.SELECTIVE:
+            kept -= work.score_bytes
+        parameters = self.workload.shape.parameters(item, layout.degrees.tp)
+        return ItemPrices(
+            compute=slices * (forward + backward),
+            again=slices * again,
+            backward=slices * backward,
+            tensor=slices * sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
+            shards=self._shards(layout, home, parameters, slices * forward, slices * (backward + again)),
+            parameters=parameters,
+            kept=slices * kept + _cache_bytes(work, slices),
+            working=work.working_bytes + (work.kept_bytes - kept),
+        )
+
+    def _work_there(self, item: Item, layout: Layout, home: Home) -> LayerWork:
+        """Work of an item with the activations measured on the slot's devices, or else traced.
+
+        With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
+        """
+        work, shape = self.work(item, layout), self.workload.shape
+
+        def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
+            return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
+
+        where = (item, layout.samples, shape.sequence, layout.degrees.tp)
+        found = []
+        for gpu in home.gpus:
+            profile = self._profiles.get(gpu.name)
+            known = self.traced if profile is None else profile.activations
+            found.append(with_measured_bytes(work, known, *where, modelled))
+        return replace(
+            work,
+            kept_bytes=max(each.kept_bytes for each in found),
+            score_bytes=min(each.score_bytes for each in found),
+            working_bytes=max(each.working_bytes for each in found),
+        )
+
+    def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
+        """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
+        key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
+        if key not in self._seconds:
+            modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
+            self._seconds[key] = self._measured(item, layout, gpu) or modelled
+        return self._seconds[key]
+
+    def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+        """Seconds from the profile of a device; ``None`` if it has none of the item."""
+        if gpu.name not in self._profiles:
+            return None
+
+        shape, tp = self.workload.shape, layout.degrees.tp
+
+        def modelled(samples: int, sequence: int, tp: int) -> LayerSeconds:
+            work = self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
+            return layer_seconds(work, gpu, self.rates)
+
+        profile = self._profiles[gpu.name]
+        whole = measured_seconds(profile, item, layout.samples, shape.sequence, tp, modelled)
+        if whole is None or layout.token_slices == 1:
+            return whole
+        # Profiles measure whole sequences: scale to a slice by the modelled ratio.
+        of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
+        return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
+
+    def _factor(self, layout: Layout) -> float:
+        """Correction factor of the modelled seconds, interpolated from measured layers."""
+        shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
+        if key not in self._factors:
+            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, case)
+        return self._factors[key]
+
+    def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
+        """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
+        load, zero = self.workload, layout.way.zero
+        if zero < 2 or layout.degrees.dp == 1 or not parameters:
+            return 0.0
+        scatter = home.data.scatter_seconds(parameters * load.reduce_bytes)
+        gather = home.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
+        return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
+
+    def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
+        """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
+        load, zero = self.workload, layout.way.zero
+        if layout.degrees.dp == 1:
+            return item.working
+        # Gradients of this item, and those of the item before while they are reduced
+        # (osdp.cost.sharding.simulate).
+        whole = 2 * load.reduce_bytes * item.parameters if zero >= 2 else 0
+        # This item's weights, and those of the next item while they are prefetched.
+        return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
+
+    def _summed(self, values: Sequence[float]) -> Floats:
+        """Sum of a value per kind of item over the items of every stage; ``(I + 1, I + 1)``."""
+        total = np.zeros_like(self._counts[0])
+        for count, value in zip(self._counts, values, strict=True):
+            total += count * value
+        return total
+
+    def end_seconds(self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float) -> Floats:
+        """Seconds after the last microbatch: gradient collectives and the optimizer step."""
+        exchanged = self.gradient_seconds(layout, home, parameters, backward)
+        exchanged += self.update_seconds(layout, home, parameters)
+        return exchanged
+
+
+def _cache_bytes(work: LayerWork, slices: int) -> int:
+    """Bytes kept in addition to activations with token slices: all keys and values, and their gradients."""
+    return 0 if slices == 1 else 2 * slices * work.cache_bytes
+
+
+def _exposed(communication: float, compute: float, overlap: float) -> float:
+    """Seconds of communication that compute does not hide."""
+    return communication - overlap * min(communication, compute)
+
+
+def _count(items: Sequence[Item], kind: Item) -> Floats:
+    """Number of items of a kind in ``start .. stop - 1``, indexed ``[start, stop]``; ``(I + 1, I + 1)``."""
+    prefix = np.concatenate([[0.0], np.cumsum(np.array([item is kind for item in items], dtype=float))])
+    count: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+    return count

@@ -1,0 +1,116 @@
+"""All stages of a layout on one kind of slot: tables for the search, and the full costs of one stage."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.cost.layer_runs import Part, RunPrices, Sizes
+from osdp.cluster.cost.mixed_runs import Mixture, mixture
+from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
+from osdp.cluster.plan import Layout, Run, Slot, StageBytes
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Tables of all stages at one pipeline rank, indexed ``[start, stop]``; shape ``(I + 1, I + 1)`` each.
+
+    Attributes:
+        seconds: Seconds per microbatch, without transfers between stages.
+        end: Seconds after the last microbatch.
+        fits: Whether the stage fits in memory.
+    """
+
+    seconds: Floats
+    end: Floats
+    fits: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Time and memory of one stage.
+
+    Attributes:
+        runs: Its items, grouped into runs with one strategy.
+        items: Costs of each of its items.
+        seconds: Seconds per microbatch, without transfers between stages.
+        gradients: Seconds of collectives after the last microbatch.
+        optimizer: Seconds of the optimizer step.
+        bytes: Its memory.
+    """
+
+    runs: tuple[Run, ...]
+    items: tuple[ItemPrices, ...]
+    seconds: float
+    gradients: float
+    optimizer: float
+    bytes: StageBytes
+
+    @property
+    def end(self) -> float:
+        """Seconds after the last microbatch."""
+        return self.gradients + self.optimizer
+
+
+class SlotStages:
+    """Costs of all stages of one layout on one kind of slot."""
+
+    def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
+        self._runs = RunPrices(prices, layout, slot)
+        self.home = self._runs.home
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return mixture(self._runs)
+
+    def at(self, rank: int) -> Stretches:
+        """Tables of all stages at a pipeline rank."""
+        if self._runs.layout.by_item:
+            found = self._mixture
+            return Stretches(
+                found.spread(found.seconds, rank, np.inf),
+                found.spread(found.end, rank, 0.0),
+                found.spread(found.total, rank, np.inf) <= self.home.limit,
+            )
+        # With one strategy only the activations depend on the pipeline rank; the rest is shared by all.
+        own, sizes = self._runs.priced[0], self._sizes
+        activations = self._runs.activations(self._all, np.array(rank))
+        total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
+        return Stretches(own.seconds, own.end, total <= self.home.limit)
+
+    @cached_property
+    def _all(self) -> list[Part]:
+        """All stages of the chain with the first strategy; arrays broadcast to ``(I + 1, I + 1)``."""
+        index = np.arange(len(self._runs.borders))
+        return self._runs.whole(0, index[:, None], index[None, :])
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        """Memory of all stages, with the activations of pipeline rank 0."""
+        return self._runs.sizes(self._all, np.array(0))
+
+    def stage(self, start: int, stop: int, rank: int) -> Stage:
+        """The stage of items ``start .. stop - 1`` at a pipeline rank."""
+        # Arrays of shape (): the formulas are those that fill the tables, to the last bit.
+        runs, (first, last) = self._runs, (np.array(start), np.array(stop))
+        parts = runs.whole(0, first, last)
+        if runs.layout.by_item:
+            ways, cut = self._mixture.runs(start, stop, rank)
+            parts = runs.whole(ways[0], first, last)
+            if cut < stop:
+                parts = runs.split(ways, first, np.array(cut), last)
+        gradients, optimizer = float(runs.gradients(parts)), float(runs.update(parts))
+        sizes = runs.sizes(parts, np.array(rank))
+        return Stage(
+            runs=tuple(Run(runs.ways[part.way], int(part.stop)) for part in parts),
+            items=runs.items(parts),
+            seconds=float(runs.seconds(parts)),
+            gradients=gradients,
+            optimizer=optimizer,
+            bytes=StageBytes(
+                **{field.name: int(getattr(sizes, field.name)) for field in fields(sizes)},
+                reserve=runs.prices.workload.reserve,
+                limit=self.home.limit,
+            ),
+        )

@@ -1,0 +1,258 @@
+"""Export of cluster plans to other frameworks: Megatron-LM, DeepSpeed, Accelerate and torchtitan.
+
+The notes of each export list what the framework cannot express. Names of options are those of Megatron-LM's
+``arguments.py``, DeepSpeed's configuration JSON, Accelerate's FSDP configuration and torchtitan's
+``job_config.py`` in 2026.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from osdp.cluster.cost.schedule import stages_per_rank
+from osdp.cluster.cost.step import nodes_of
+from osdp.cluster.export.table import describe
+from osdp.cluster.plan import ClusterPlan, Recompute, chunks, num_layers
+from osdp.cluster.transformer import TransformerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Configuration file of another framework.
+
+    Attributes:
+        file: Name of the file.
+        text: Its content.
+        notes: Parts of the plan that the framework cannot express.
+    """
+
+    file: str
+    text: str
+    notes: tuple[str, ...]
+
+
+def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
+    """Export a plan to every framework."""
+    return (
+        megatron(plan, shape),
+        deepspeed(plan, shape),
+        accelerate(plan, shape),
+        torchtitan(plan, shape),
+    )
+
+
+def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Arguments of Megatron-LM's pretraining scripts."""
+    # 1. Dimensions, degrees and batch.
+    layout, degrees = plan.thriftiest, plan.layout.degrees
+    words: dict[str, int | str] = {
+        "num-layers": shape.layers + shape.decoder_layers,
+        "hidden-size": shape.hidden,
+        "ffn-hidden-size": shape.inner,
+        "num-attention-heads": shape.heads,
+        "seq-length": shape.sequence,
+        "max-position-embeddings": max(shape.positions, shape.sequence),
+        "vocab-size": shape.vocabulary,
+        "tensor-model-parallel-size": degrees.tp,
+        "pipeline-model-parallel-size": degrees.pp,
+        "micro-batch-size": layout.samples,
+        "global-batch-size": layout.samples * layout.microbatches * degrees.dp,
+    }
+    flags = ["bf16"]
+    if shape.key_heads != shape.heads:
+        words |= {"num-query-groups": shape.key_heads}
+        flags.append("group-query-attention")
+    if shape.head_width:
+        words |= {"kv-channels": shape.head_width}
+    if not shape.positions and not shape.decoder_layers:
+        words |= {"position-embedding-type": "rope"}
+    if shape.gated:
+        flags.append("swiglu")
+        words |= {"normalization": "RMSNorm"}
+    if not shape.biases:
+        flags.append("disable-bias-linear")
+    if not shape.tied:
+        flags.append("untie-embeddings-and-output-weights")
+    text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
+    # 2. Recomputation.
+    notes = []
+    zero = layout.way.zero
+    again = {run.way.recompute for stage in plan.runs for run in stage}
+    if again == {Recompute.NONE, Recompute.FULL}:
+        # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
+        # applies to each of a rank's stages.
+        stages = stages_per_rank(layout.schedule)
+        most = max(-(-number // stages) for number in _recomputed(plan, shape))
+        text.append("--recompute-granularity full --recompute-method block")
+        text.append(f"--recompute-num-layers {most}")
+        notes.append("a different number of recomputed layers per stage: the maximum is written for all")
+    elif layout.recompute is Recompute.FULL:
+        text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif layout.recompute is Recompute.SELECTIVE:
+        text.append("--recompute-granularity selective")
+    # 3. Sharding, stages and schedule.
+    if zero:
+        text.append("--use-distributed-optimizer")
+    if zero > 1:
+        notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
+    if not shape.causal and not shape.decoder_layers:
+        notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
+    if shape.decoder_layers:
+        notes.append("an encoder-decoder: its stages must be specified by hand")
+    elif degrees.pp > 1:
+        text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
+    if layout.schedule not in ("1f1b", "interleaved"):
+        notes.append(f"schedule {layout.schedule}: it runs 1F1B")
+    if layout.schedule == "interleaved" and layout.microbatches % degrees.pp:
+        notes.append(
+            f"interleaved with {layout.microbatches} microbatches, not a multiple of {degrees.pp} stages"
+        )
+    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_unsaid(plan)))
+
+
+def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
+    """Stages in Megatron-LM's notation: embedding E, layers t, loss L."""
+    stages = ["t" * number for number in chunks(plan, shape)]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    return "|".join(stages)
+
+
+def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """DeepSpeed's configuration."""
+    del shape
+    layout, degrees = plan.thriftiest, plan.layout.degrees
+    config: dict[str, object] = {
+        "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
+        "train_micro_batch_size_per_gpu": layout.samples,
+        "gradient_accumulation_steps": layout.microbatches,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": layout.zero},
+    }
+    notes = []
+    if degrees.pp > 1:
+        notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
+        if layout.way.zero > 1:
+            config["zero_optimization"] = {"stage": 1}
+            notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
+        if layout.schedule != "1f1b":
+            notes.append(f"schedule {layout.schedule}: it runs 1F1B")
+    if degrees.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": degrees.tp}
+    if layout.recompute is not Recompute.NONE:
+        config["activation_checkpointing"] = {"partition_activations": False}
+        notes.append("recomputation: call deepspeed.checkpointing in the model")
+    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_unsaid(plan)))
+
+
+def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Accelerate's FSDP configuration."""
+    del shape
+    # Accelerate has no pipelines for training: the ranks of all stages become data-parallel ones, and
+    # accumulation shrinks accordingly.
+    layout, degrees = plan.thriftiest, plan.layout.degrees
+    replicas = degrees.dp * degrees.pp
+    steps, rest = divmod(layout.microbatches, degrees.pp)
+    nodes = sum(nodes_of(plan.slots))
+    recomputed = str(layout.recompute is Recompute.FULL).lower()
+    lines = [
+        "compute_environment: LOCAL_MACHINE",
+        "distributed_type: FSDP",
+        "mixed_precision: bf16",
+        f"num_machines: {nodes}",
+        f"num_processes: {degrees.world_size}",
+        "fsdp_config:",
+        "  fsdp_version: 2",
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        f"  fsdp_reshard_after_forward: {str(layout.zero == 3).lower()}",
+        f"  fsdp_activation_checkpointing: {recomputed}",
+    ]
+    if degrees.tp > 1:
+        lines += [
+            "parallelism_config:",
+            f"  parallelism_config_tp_size: {degrees.tp}",
+            f"  parallelism_config_dp_shard_size: {replicas}",
+        ]
+    notes = [f"gradient accumulation: {max(steps, 1)} steps, in Accelerator(...)"]
+    if nodes > 1:
+        notes.append("machine_rank and main_process_ip: pass them to accelerate launch on each node")
+    if degrees.pp > 1:
+        notes.append(f"{degrees.pp} stages: it has no pipelines for training, so these ranks shard data")
+    if rest or not steps:
+        notes.append(
+            f"the global batch: {layout.microbatches} microbatches cannot be divided among {degrees.pp} "
+            "times as many data-parallel ranks"
+        )
+    if layout.way.zero < 2:
+        notes.append(f"ZeRO {layout.zero}: gradients are sharded as well (ZeRO 2)")
+    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_unsaid(plan)))
+
+
+def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
+    """Command-line overrides of torchtitan's configuration."""
+    layout, degrees = plan.thriftiest, plan.layout.degrees
+    sharded = layout.way.zero > 0
+    words = {
+        "parallelism.tensor_parallel_degree": degrees.tp,
+        "parallelism.pipeline_parallel_degree": degrees.pp,
+        "parallelism.data_parallel_shard_degree": degrees.dp if sharded else 1,
+        "parallelism.data_parallel_replicate_degree": 1 if sharded else degrees.dp,
+        "parallelism.fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+        "training.seq_len": shape.sequence,
+        "training.local_batch_size": layout.samples * (layout.microbatches if degrees.pp > 1 else 1),
+        "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
+        "activation_checkpoint.mode": layout.recomputation,
+    }
+    notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and similar ones"]
+    if degrees.pp > 1:
+        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+        words["parallelism.pipeline_parallel_schedule"] = names.get(layout.schedule, "1F1B")
+        words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples
+        words["parallelism.module_fqns_per_model_part"] = json.dumps(_modules(chunks(plan, shape)))
+        if layout.schedule not in names:
+            notes.append(f"schedule {layout.schedule}: 1F1B is written")
+    if layout.zero == 1:
+        notes.append("ZeRO 1: gradients are sharded as well (ZeRO 2)")
+    if layout.recompute is Recompute.SELECTIVE:
+        notes.append("selective recomputation: its own choice of operators, not the attention scores")
+    if shape.tied and degrees.pp > 1:
+        notes.append("a tied embedding in several stages: not supported there")
+    text = " \\\n".join(f"--{name} '{value}'" for name, value in words.items()) + "\n"
+    return Export("torchtitan_overrides.sh", text, (*notes, *_unsaid(plan)))
+
+
+def _modules(layers: Sequence[int]) -> list[list[str]]:
+    """Module names of each stage in torchtitan's models."""
+    parts, first = [], 0
+    for number in layers:
+        parts.append([f"layers.{index}" for index in range(first, first + number)])
+        first += number
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+    """Number of fully recomputed layers of each stage."""
+    found = []
+    for (start, _), runs in zip(pairwise(plan.bounds), plan.runs, strict=True):
+        first, number = start, 0
+        for run in runs:
+            full = run.way.recompute is Recompute.FULL
+            number += full * num_layers(shape.items[first : run.stop])
+            first = run.stop
+        found.append(number)
+    return found
+
+
+def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
+    """Notes on what none of the frameworks can express."""
+    notes = []
+    if plan.layout.by_item:
+        ways = " / ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
+        notes.append(f"strategies chosen item by item ({ways}): one is written for all")
+    if len({slot.nodes for slot in plan.slots}) > 1:
+        notes.append("the nodes of each stage: start the nodes in the order of the launch sheet")
+    if plan.layout.token_slices > 1:
+        notes.append(f"{plan.layout.token_slices} token slices: stages process whole sequences")
+    return tuple(notes)

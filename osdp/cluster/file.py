@@ -1,0 +1,332 @@
+"""Cluster files: YAML or JSON descriptions of nodes, read into a :class:`osdp.cluster.hardware.Cluster`.
+
+::
+
+    nodes:
+      - gpu: A100            # a name in osdp/cluster/gpus.json, or in gpus: below
+        count: 1             # number of such nodes
+        devices: 4           # GPUs per node
+        network: 40 Gbit/s   # of the whole node
+        name: our A100       # optional: distinguishes groups of nodes with the same GPU
+        memory: 80 GiB       # optional: of each device, if it differs from the data file
+        link: 230 GB/s       # optional: bandwidth of collectives between two devices, in one direction
+        latency: 6.0e-6      # optional: seconds per step of a collective inside the node
+        network_latency: 1.4e-5   # optional: the same between nodes
+        price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: to plan by cost
+    gpus:                    # optional: kinds that are not in the data file, or that replace one there
+      Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
+"""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
+from osdp.text import parse_bytes
+from osdp.text_file import DEEPEST, parse_json, quoted, read_text
+
+#: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
+#: 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between
+#: nodes: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
+LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
+
+#: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in
+#: the same data are 14 steps and 8 us of bytes. Between nodes: NCCL's own estimate of a ring step over the
+#: network (src/graph/tuning.cc, hwLatencies of NET, ring, Simple).
+STEP_LATENCY, NETWORK_LATENCY = 6e-6, 14e-6
+
+#: Maximum size of a cluster file in bytes; one entry can describe a thousand nodes.
+_LARGEST = 2**20
+
+#: Maximum number of nodes of a kind, and of devices per node.
+_MOST = 10**6
+
+_NODE_FIELDS = (
+    "gpu",
+    "count",
+    "devices",
+    "network",
+    "link",
+    "latency",
+    "network_latency",
+    "memory",
+    "price",
+    "name",
+)
+_GPU_FIELDS = ("tflops", "memory", "memory_bandwidth", "multiprocessors", "link", "link_kind", "source")
+_PRICE_FIELDS = ("per_hour", "date", "source")
+_RATE = re.compile(r"\s*([0-9.eE+]+)\s*([KMGT])(B|bit)/s\s*")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A part of the file: its value, and for error messages its name and the line of each of its fields."""
+
+    value: Any
+    name: str
+    file: str
+    lines: Mapping[tuple[str | int, ...], int]
+    path: tuple[str | int, ...] = ()
+
+    def at(self, key: str | int) -> "_Place":
+        """The field or list element ``key`` of this part."""
+        name = f"{self.name}[{key}]" if isinstance(key, int) else f"{self.name}.{key}".lstrip(".")
+        return _Place(self.value[key], name, self.file, self.lines, (*self.path, key))
+
+    def wrong(self, message: str) -> ValueError:
+        """An error that names the file, this part, and its line or that of the nearest part around it."""
+        line = next(
+            (
+                self.lines[self.path[:end]]
+                for end in range(len(self.path), -1, -1)
+                if self.path[:end] in self.lines
+            ),
+            None,
+        )
+        where = f"{self.file}, line {line}" if line else self.file
+        return ValueError(f"{where}: {self.name or 'the file'}: {message}")
+
+    def fields(self, known: Sequence[str], needed: Sequence[str]) -> Mapping[str, Any]:
+        if not isinstance(self.value, dict):
+            raise self.wrong(f"must have the fields {', '.join(needed)}, got {quoted(self.value)}")
+        for field in self.value:
+            if field not in known:
+                raise self.at(field).wrong(
+                    f"unknown field; there are {', '.join(known)}{_nearest(field, known)}"
+                )
+        if missing := [field for field in needed if field not in self.value]:
+            raise self.wrong(f"{', '.join(missing)} missing; no default is assumed, please specify it")
+        return self.value
+
+    def number(self, *, whole: bool = False) -> float:
+        value = self.value
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if whole else (int, float))
+            or not 0 < value < math.inf
+        ):
+            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {quoted(value)}")
+        most = _MOST if whole else 1e30
+        if value > most:
+            raise self.wrong(f"must be at most {most:g}, got {quoted(value)}")
+        return value
+
+    def rate(self) -> float:
+        match = _RATE.fullmatch(str(self.value))
+        try:
+            amount = float(match[1]) if match else 0.0
+        except ValueError:
+            amount = 0.0
+        if match is None or not 0 < amount < 1e30:
+            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {quoted(self.value)}")
+        bits = 8 if match[3] == "bit" else 1
+        return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
+
+    def size(self) -> int:
+        if not isinstance(self.value, str) or self.value.strip().isdigit():
+            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {quoted(self.value)}")
+        try:
+            return parse_bytes(self.value)
+        except (TypeError, ValueError) as error:
+            raise self.wrong(str(error)) from error
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Load a cluster file.
+
+    Args:
+        path: YAML, or JSON if it ends in ``.json``: in the format above, or as written by
+            :meth:`osdp.cluster.hardware.Cluster.save`.
+
+    Raises:
+        ValueError: The file is malformed, or a field is missing or unknown; the message has line and field.
+        ImportError: It is YAML and PyYAML is not installed.
+    """
+    file = str(path)
+    text = read_text(path, _LARGEST)
+    plain, lines = (_json(text, file), {}) if file.endswith(".json") else _yaml(text, file)
+    if isinstance(plain, dict) and "groups" in plain:  # written by Cluster.save
+        from osdp import codec
+
+        return codec.load(Cluster, path)
+    root = _Place(plain, "", file, lines)
+    given = root.fields(("nodes", "gpus"), ("nodes",))
+    gpus = {name: _Place(spec, name, "osdp/cluster/gpus.json", {}) for name, spec in known_gpus().items()}
+    if "gpus" in given:
+        own = root.at("gpus")
+        if not isinstance(own.value, dict):
+            raise own.wrong(f"must be names with their specs, got {quoted(own.value)}")
+        gpus |= {str(name): own.at(name) for name in own.fields(tuple(own.value or ()), ())}
+    nodes = root.at("nodes")
+    if not isinstance(nodes.value, list) or not nodes.value:
+        raise nodes.wrong("must be a list of nodes, each with gpu, count, devices and network")
+    try:
+        return Cluster(tuple(_group(nodes.at(index), gpus) for index in range(len(nodes.value))))
+    except ValueError as error:
+        raise error if str(error).startswith(file) else nodes.wrong(str(error)) from error
+
+
+def known_gpus() -> dict[str, dict[str, Any]]:
+    """GPU specifications that ship with the library, by name."""
+    text = resources.files("osdp").joinpath("cluster/gpus.json").read_text(encoding="utf8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def make_gpu(name: str, spec: Mapping[str, Any]) -> Gpu:
+    """A GPU from its specification, in the format of cluster files.
+
+    Args:
+        name: Name of the GPU.
+        spec: Fields as under ``gpus:`` of a cluster file.
+
+    Raises:
+        ValueError: A field is missing or malformed.
+    """
+    return _gpu(name, _Place(spec, name, "specs", {}))
+
+
+def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
+    fields = node.fields(_NODE_FIELDS, ("gpu", "count", "devices", "network"))
+    name = str(fields["gpu"])
+    if name not in gpus:
+        raise node.at("gpu").wrong(
+            f"unknown GPU {quoted(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
+            "describe it under gpus:"
+        )
+    spec = gpus[name]
+    gpu = _gpu(name, spec)
+    if "memory" in fields:
+        gpu = Gpu(
+            gpu.name,
+            gpu.flops,
+            node.at("memory").size(),
+            gpu.memory_bandwidth,
+            gpu.multiprocessors,
+            gpu.source,
+        )
+    devices = int(node.at("devices").number(whole=True))
+    if "link" in fields:
+        link = node.at("link").rate()
+    elif "link" in spec.value:
+        link = spec.at("link").rate() * LINK_SHARE
+    elif devices == 1:
+        link = gpu.memory_bandwidth
+    else:
+        raise node.wrong(
+            f"link missing: the bandwidth between the {devices} devices of a node is unknown; add link: "
+            "such as 230 GB/s"
+        )
+    latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
+    far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
+    network = node.at("network").rate() * NETWORK_SHARE
+    kind = NodeType(
+        name=str(fields.get("name", name)),
+        gpu=gpu,
+        devices=devices,
+        inside=Wire(link, latency),
+        outside=Wire(network, far),
+        price=_price(node.at("price")) if "price" in fields else None,
+    )
+    return NodeGroup(kind, int(node.at("count").number(whole=True)))
+
+
+def _gpu(name: str, spec: _Place) -> Gpu:
+    fields = spec.fields(_GPU_FIELDS, ("tflops", "memory", "memory_bandwidth"))
+    return Gpu(
+        name=name,
+        flops=spec.at("tflops").number() * 1e12,
+        memory=spec.at("memory").size(),
+        memory_bandwidth=spec.at("memory_bandwidth").rate(),
+        multiprocessors=int(fields.get("multiprocessors", 0)),
+        source=str(fields.get("source", "")),
+    )
+
+
+def _price(price: _Place) -> Price:
+    fields = price.fields(_PRICE_FIELDS, _PRICE_FIELDS)
+    try:
+        date.fromisoformat(str(fields["date"]))
+    except ValueError as error:
+        raise price.at("date").wrong(
+            f"must be a day such as 2026-01-31, got {quoted(fields['date'])}"
+        ) from error
+    return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
+
+
+def _nearest(name: Any, known: Sequence[str]) -> str:
+    same = [other for other in known if other.lower() == str(name).lower()]
+    close = same or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _json(text: str, file: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        separator = ", " if str(error).startswith("line ") else ": "
+        raise ValueError(f"{file}{separator}{error}") from error
+
+
+class _Refused(ValueError):
+    """Valid YAML that cluster files do not support."""
+
+
+def _require_simple(events: Iterable[Any], file: str) -> None:
+    """Refuse aliases and deep nesting, by which a short file can expand without end."""
+    depth = 0
+    for event in events:
+        kind, line = type(event).__name__, event.start_mark.line + 1
+        if kind == "AliasEvent":
+            raise _Refused(f"{file}, line {line}: *{event.anchor} is an alias; write out its value")
+        depth += kind.endswith("StartEvent") and kind[:4] in ("Sequ", "Mapp")
+        depth -= kind.endswith("EndEvent") and kind[:4] in ("Sequ", "Mapp")
+        if depth > DEEPEST:
+            raise _Refused(f"{file}, line {line}: is nested deeper than {DEEPEST} levels")
+
+
+def _yaml(text: str, file: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
+    """The content of a YAML file, and the line of every field by its path."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            "cluster files in YAML need PyYAML: pip install 'osdp[cli]', or write JSON"
+        ) from error
+    try:
+        _require_simple(yaml.parse(text, Loader=yaml.SafeLoader), file)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{file}{line}: {problem}") from error
+    except _Refused:
+        raise
+    except ValueError as error:  # days that do not exist, numbers with thousands of digits
+        raise ValueError(f"{file}: {error}") from error
+    # YAML keeps the last of repeated fields silently, so that the node tree is walked for them, too.
+    lines: dict[tuple[str | int, ...], int] = {}
+    todo: list[tuple[tuple[str | int, ...], Any]] = [((), root)] if root is not None else []
+    while todo:
+        path, node = todo.pop()
+        lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if (*path, key.value) in lines:
+                    raise ValueError(
+                        f"{file}, line {key.start_mark.line + 1}: {key.value} is written twice in one place"
+                    )
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                todo.append(((*path, key.value), value))
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [((*path, index), value) for index, value in enumerate(node.value)]
+    return plain, lines

@@ -1,0 +1,205 @@
+"""Cluster: machines with accelerators, possibly of several kinds, the links inside and between them, prices.
+
+A *node* is one machine. Each step of a transfer over a link takes ``latency + bytes / bandwidth`` (Hockney,
+Parallel Computing 20(3), 1994); :mod:`osdp.cluster.cost.ring` defines the steps of a collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from osdp import codec
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of accelerator.
+
+    Attributes:
+        name: Its name in cluster files and profiles.
+        flops: Specified dense 16-bit FLOP/s of its matrix units, with 32-bit accumulation.
+        memory: Bytes of memory that it reports.
+        memory_bandwidth: Specified memory bandwidth in bytes per second.
+        multiprocessors: Number of streaming multiprocessors; 0 if unknown.
+        source: Source of the numbers.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    multiprocessors: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in ("flops", "memory", "memory_bandwidth") if getattr(self, name) <= 0]
+        if wrong:
+            raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A link in one direction, while the other direction is in use as well.
+
+    Attributes:
+        bandwidth: Bytes per second that collectives reach: per device inside a node, per node between nodes.
+        latency: Seconds of each step of a collective, and of each message, in addition to its bytes.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.latency < 0:
+            raise ValueError(
+                f"a link needs a positive bandwidth and a latency of 0 or more, not {self.bandwidth} bytes/s "
+                f"and {self.latency} s"
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of one message of ``nbytes``."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Price of a node.
+
+    Attributes:
+        per_hour: Dollars per hour for one node.
+        date: Date of the price, in ISO 8601 format.
+        source: Source of the price.
+    """
+
+    per_hour: float
+    date: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.per_hour <= 0 or not self.date or not self.source:
+            raise ValueError(f"a price needs a positive per_hour, a date and a source, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """A kind of machine.
+
+    Attributes:
+        name: Name of the kind; by default that of its GPU.
+        gpu: Its accelerators.
+        devices: Number of accelerators.
+        inside: Link between two of its devices.
+        outside: Link between the machine and the network, shared by all its devices.
+        price: Its price; ``None`` if unknown.
+    """
+
+    name: str
+    gpu: Gpu
+    devices: int
+    inside: Wire
+    outside: Wire
+    price: Price | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"node {self.name!r} has {self.devices} devices; it needs at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """A number of machines of one kind."""
+
+    node: NodeType
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"got {self.count} nodes of {self.node.name!r}; at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of one or several kinds; each can reach every other.
+
+    Attributes:
+        groups: Machines by kind; each kind is listed once.
+    """
+
+    groups: tuple[NodeGroup, ...]
+
+    def __post_init__(self) -> None:
+        names = [group.node.name for group in self.groups]
+        if not names:
+            raise ValueError("a cluster needs at least one node")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"each kind of node must be listed once, these are repeated: {', '.join(twice)}. Add up "
+                "their counts, or give nodes that differ a 'name' each"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Number of accelerators of all nodes."""
+        return sum(group.count * group.node.devices for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of nodes of each kind."""
+        return tuple(group.count for group in self.groups)
+
+    @property
+    def dollars_per_second(self) -> float | None:
+        """Price of all nodes together; ``None`` if the price of any is unknown."""
+        prices = [group.node.price for group in self.groups]
+        if any(price is None for price in prices):
+            return None
+        return sum(
+            group.count * price.per_hour / 3600
+            for group, price in zip(self.groups, prices, strict=True)
+            if price is not None
+        )
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Kinds of nodes whose price is unknown."""
+        return tuple(group.node.name for group in self.groups if group.node.price is None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all fields."""
+        return codec.fingerprint(self)
+
+    def part(self, counts: Sequence[int]) -> "Cluster":
+        """The part of the cluster with ``counts`` nodes of each kind; kinds without nodes are dropped.
+
+        Raises:
+            ValueError: There are fewer nodes of a kind, or no nodes are left.
+        """
+        for group, count in zip(self.groups, counts, strict=True):
+            if not 0 <= count <= group.count:
+                raise ValueError(f"{count} nodes of {group.node.name!r} requested, there are {group.count}")
+        kept = zip(self.groups, counts, strict=True)
+        return Cluster(tuple(replace(group, count=count) for group, count in kept if count))
+
+    def edges(self) -> tuple[tuple[str, str, float], ...]:
+        """Links as (end, end, bytes per second): devices to their node, nodes to the network."""
+        found: list[tuple[str, str, float]] = []
+        for group in self.groups:
+            for index in range(group.count):
+                name = f"{group.node.name}-{index}"
+                found.append((name, "network", group.node.outside.bandwidth))
+                found += [
+                    (f"{name}/{device}", name, group.node.inside.bandwidth)
+                    for device in range(group.node.devices)
+                ]
+        return tuple(found)
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster to ``path`` as JSON."""
+        codec.save(self, path)

@@ -1,0 +1,195 @@
+"""Transformer shapes by model name, from a Hugging Face Transformers configuration, or from dimensions."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster.transformer import TransformerShape
+from osdp.text_file import quoted, read_json
+
+
+def _gpt2(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:
+    return TransformerShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, sequence=1024, vocabulary=50257, positions=1024
+    )
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    inner: int,
+    *,
+    keys: int = 0,
+    sequence: int = 4096,
+    vocabulary: int = 32000,
+) -> TransformerShape:
+    return TransformerShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=vocabulary,
+        feed_forward=inner, kv_heads=keys, gated=True, biases=False, tied=False,
+    )  # fmt: skip
+
+
+def _t5(name: str, layers: int, hidden: int, heads: int, inner: int, width: int = 64) -> TransformerShape:
+    return TransformerShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, sequence=512, vocabulary=32128,
+        feed_forward=inner, head_width=width, biases=False, causal=False, decoder_layers=layers,
+    )  # fmt: skip
+
+
+#: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT
+#: (Devlin et al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5
+#: (Raffel et al., 2020).
+SHAPES: dict[str, TransformerShape] = {
+    shape.name: shape
+    for shape in (
+        _gpt2("gpt2", 12, 768, 12),
+        _gpt2("gpt2-medium", 24, 1024, 16),
+        _gpt2("gpt2-large", 36, 1280, 20),
+        _gpt2("gpt2-xl", 48, 1600, 25),
+        replace(_gpt2("gpt3-175b", 96, 12288, 96), sequence=2048, positions=2048),
+        TransformerShape(
+            name="bert-large", layers=24, hidden=1024, heads=16, sequence=512, vocabulary=30522,
+            positions=512,
+            causal=False,
+        ),
+        _llama("llama2-7b", 32, 4096, 32, 11008),
+        _llama("llama2-13b", 40, 5120, 40, 13824),
+        _llama("llama2-70b", 80, 8192, 64, 28672, keys=8),
+        _llama("llama3-8b", 32, 4096, 32, 14336, keys=8, sequence=8192, vocabulary=128256),
+        _llama("llama3-70b", 80, 8192, 64, 28672, keys=8, sequence=8192, vocabulary=128256),
+        _t5("t5-large", 24, 1024, 16, 4096),
+        _t5("t5-3b", 24, 1024, 32, 16384, 128),
+    )
+}  # fmt: skip
+
+#: Field names of Transformers configurations for each field of a shape; the first one present counts.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"),
+    "vocabulary": ("vocab_size",),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_width": ("head_dim", "d_kv"),
+    "sequence": ("max_position_embeddings", "n_positions", "n_ctx"),
+    "decoder_layers": ("num_decoder_layers",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Properties of a Transformers ``model_type`` that its configuration does not contain."""
+
+    gated: bool = False
+    biases: bool = True
+    learnt_positions: bool = True
+    tied: bool = True
+    causal: bool = True
+
+
+_LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False)
+_KINDS = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "opt"), _Kind()),
+    "gptj": _Kind(learnt_positions=False, tied=False),
+    **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
+    "t5": _Kind(biases=False, learnt_positions=False, causal=False),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
+    **dict.fromkeys(("gemma", "gemma2"), replace(_LLAMA_LIKE, tied=True)),
+}
+
+
+def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> TransformerShape:
+    """Look up the shape of a model.
+
+    Args:
+        model: A name in :data:`SHAPES`, or a JSON file with a Transformers configuration or the fields of a
+            :class:`TransformerShape`.
+        overrides: Fields of the shape to change.
+
+    Raises:
+        ValueError: The model or a field is unknown; the message lists the known ones and the closest match.
+    """
+    if model.endswith(".json"):
+        content = read_json(model)
+        if not isinstance(content, dict):
+            raise ValueError(f"{model}: must be a JSON object with a configuration, got {quoted(content)}")
+        try:
+            shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
+        except (TypeError, ArithmeticError, LookupError) as error:  # fields with values that are no numbers
+            raise ValueError(f"{model}: {error}") from error
+    elif model in SHAPES:
+        shape = SHAPES[model]
+    else:
+        close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.3)
+        raise ValueError(
+            f"unknown model {model!r}; there are {', '.join(SHAPES)}"
+            + (f"; did you mean {close[0]}?" if close else "")
+            + " A JSON file with a configuration is accepted as well"
+        )
+    return changed(shape, overrides or {})
+
+
+def changed(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
+    """A copy of the shape with some fields changed.
+
+    Raises:
+        ValueError: A field is unknown, or has the wrong type.
+    """
+    known = [field.name for field in dataclass_fields(TransformerShape)]
+    if unknown := sorted(set(overrides) - set(known)):
+        raise ValueError(f"a model has no {', '.join(unknown)}; there are {', '.join(known)}")
+    return replace(shape, **overrides)
+
+
+def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:
+    """Make a shape from a Transformers configuration, or from the fields of a shape.
+
+    Args:
+        config: The configuration.
+        name: Name of the shape if the configuration has none.
+        sequence: Tokens per sample if the configuration has none.
+
+    Raises:
+        ValueError: A number is missing, or the ``model_type`` is unknown.
+    """
+    own = {field.name for field in dataclass_fields(TransformerShape)}
+    if "layers" in config:
+        return TransformerShape(**{"name": name, **{key: config[key] for key in own & set(config)}})
+    found = {
+        field: next(config[key] for key in keys if config.get(key) is not None)
+        for field, keys in _FIELDS.items()
+        if any(config.get(key) is not None for key in keys)
+    }
+    if sequence is not None:
+        found.setdefault("sequence", sequence)
+    needed = ("layers", "hidden", "heads", "vocabulary", "sequence")
+    if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
+        raise ValueError(
+            f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
+        )
+    word = str(config.get("model_type", ""))
+    if word not in _KINDS or config.get("num_local_experts"):
+        raise ValueError(
+            f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
+            f"{', '.join(_KINDS)}, none with experts. Specify the fields of a TransformerShape instead "
+            f"({', '.join(sorted(own))}), if they describe the model"
+        )
+    kind = _KINDS[word]
+    if not config.get("is_encoder_decoder"):
+        found.pop("decoder_layers", None)
+    elif "decoder_layers" not in found:
+        found["decoder_layers"] = config.get("decoder_layers", found["layers"])
+    return TransformerShape(
+        name=str(config.get("name", name)),
+        **found,
+        gated=kind.gated or str(config.get("feed_forward_proj", "")).startswith("gated"),
+        biases=kind.biases,
+        positions=found["sequence"] if kind.learnt_positions else 0,
+        tied=bool(config.get("tie_word_embeddings", kind.tied)),
+        causal=kind.causal,
+    )

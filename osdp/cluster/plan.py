@@ -1,0 +1,336 @@
+"""ClusterPlan: parallel layout of a transformer on a cluster, with its predicted time and memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from osdp import codec
+from osdp.cluster.transformer import LAYERS, Item, TransformerShape
+from osdp.plan.dims import Degrees
+
+CLUSTER_PLAN_VERSION = 2
+
+#: Name of a choice that is made item by item.
+MIXED = "mixed"
+
+
+class Recompute(StrEnum):
+    """Activation recomputation of layers.
+
+    - ``NONE``: all activations are saved for backward.
+    - ``SELECTIVE``: attention scores are recomputed.
+    - ``FULL``: whole layers are recomputed from their input.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Sharding and recomputation strategy of items on the data-parallel ranks of a stage.
+
+    Attributes:
+        zero: ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 also gradients, 3 also
+            weights.
+        recompute: Activation recomputation.
+    """
+
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive items of a stage with the same strategy.
+
+    Attributes:
+        way: Their strategy.
+        stop: Index in the chain of the item after the last one.
+    """
+
+    way: Way
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Model, batch and precision of a training run; bytes are per parameter.
+
+    The defaults are mixed precision with Adam as counted by Rajbhandari et al. (ZeRO, SC 2020, section 3.1):
+    16-bit weights and gradients, a 32-bit copy of the weights and two moments.
+
+    Attributes:
+        shape: The model.
+        global_batch: Samples per step.
+        weight_bytes: Bytes of a weight in the compute dtype, in which it is gathered, and of each number of
+            an activation.
+        gradient_bytes: Bytes of a gradient while it is accumulated.
+        reduce_bytes: Bytes of a gradient while it is reduced.
+        state_bytes: Bytes of optimizer states.
+        update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
+            default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
+        flash: Whether attention scores are never written (FlashAttention).
+        overlap: Fraction of the communication of gradients and gathered weights that concurrent compute
+            hides, from 0 to 1, as far as there is as much compute.
+        reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
+            kernels alone took 1.3 GB where all were loaded (Hugging Face, "Model training anatomy"), and take
+            less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
+            beyond ``torch.cuda.memory_reserved()``.
+    """
+
+    shape: TransformerShape
+    global_batch: int
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    reduce_bytes: int = 2
+    state_bytes: int = 12
+    update_bytes: int = 4
+    flash: bool = True
+    overlap: float = 0.0
+    reserve: int = 2**30
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ValueError(f"a step needs at least 1 sample, got a global batch of {self.global_batch}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap must be in 0..1, got {self.overlap}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallelism and batch of a step, before the chain is cut into stages and these are placed.
+
+    Attributes:
+        degrees: Number of ranks along each axis.
+        samples: Samples per microbatch on one data-parallel rank.
+        microbatches: Microbatches per step on one data-parallel rank.
+        schedule: Name of the pipeline schedule.
+        recompute: Activation recomputation; ``None`` if it is chosen item by item.
+        zero: ZeRO stage (:class:`Way`); ``None`` if it is chosen item by item.
+        token_slices: Number of equal slices per sequence, which the stages process as a pipeline.
+    """
+
+    degrees: Degrees
+    samples: int
+    microbatches: int
+    schedule: str = "1f1b"
+    recompute: Recompute | None = Recompute.NONE
+    zero: int | None = 0
+    token_slices: int = 1
+
+    @property
+    def way(self) -> Way:
+        """Strategy of all items.
+
+        Raises:
+            ValueError: Strategies are chosen item by item.
+        """
+        if self.zero is None or self.recompute is None:
+            raise ValueError(
+                f"strategies of {self} are chosen item by item; see the runs of its plan for each item's"
+            )
+        return Way(self.zero, self.recompute)
+
+    @property
+    def by_item(self) -> bool:
+        """Whether strategies are chosen item by item."""
+        return self.zero is None or self.recompute is None
+
+    @property
+    def sharding(self) -> str:
+        """Name of its ZeRO stage."""
+        return MIXED if self.zero is None else f"zero{self.zero}"
+
+    @property
+    def recomputation(self) -> str:
+        """Name of its recomputation."""
+        return MIXED if self.recompute is None else self.recompute.value
+
+    def living(self, way: Way) -> "Layout":
+        """The same layout with one strategy for all items."""
+        return replace(self, zero=way.zero, recompute=way.recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Nodes that one stage runs on.
+
+    Attributes:
+        nodes: Number of nodes of each kind of the cluster; one in total if the stage shares a node with
+            neighbouring stages.
+        shares: Number of stages on these nodes, including this one.
+    """
+
+    nodes: tuple[int, ...]
+    shares: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Breakdown of a step's time, in seconds.
+
+    The first six are those of the slowest stage, for all microbatches.
+
+    Attributes:
+        compute: Forwards and backwards, without recomputation.
+        recompute: Recomputed forwards.
+        tensor: All-reduces over tensor-parallel ranks.
+        shards: Exposed all-gathers of weights and reduce-scatters of gradients in each microbatch.
+        sends: Transfers to and from the stage before it.
+        bubble: Idle time while it waits for other stages.
+        gradients: Collectives at the end of the step, on the stage with the longest end.
+        optimizer: Optimizer step of that stage.
+        embedding: All-reduce of the gradients of a tied embedding that several stages hold.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    shards: float
+    sends: float
+    bubble: float
+    gradients: float
+    optimizer: float
+    embedding: float
+
+    @property
+    def pipeline(self) -> float:
+        """Seconds until the last backward has ended."""
+        return self.compute + self.recompute + self.tensor + self.shards + self.sends + self.bubble
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.pipeline + self.gradients + self.optimizer + self.embedding
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Memory of each device of a stage, in bytes.
+
+    ::
+
+        forward and backward:  weights | gradients | states | reserve | activations | working
+        optimizer step:        weights | gradients | states | reserve | update
+
+    Attributes:
+        weights: Parameters.
+        gradients: Their gradients.
+        states: Optimizer states.
+        activations: Activations saved by all microbatches in flight.
+        working: Maximum transient memory during a backward.
+        update: Temporary memory of the optimizer step, when activations are freed.
+        reserve: Memory used by the framework.
+        limit: Memory of the stage's smallest device.
+    """
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    working: int
+    update: int
+    reserve: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """Peak memory."""
+        always = self.weights + self.gradients + self.states + self.reserve
+        return always + max(self.activations + self.working, self.update)
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """A parallel layout of a model on a cluster, with its stages, their placement, time and memory.
+
+    Attributes:
+        model: Name of the model.
+        cluster: Fingerprint of the cluster.
+        layout: Degrees, batch, schedule, recomputation and sharding.
+        bounds: Stage boundaries in the chain of the model: stage *s* has the items ``bounds[s] ..
+            bounds[s + 1] - 1``. With the interleaved schedule, those of all stages of a rank together.
+        slots: Slot of each stage.
+        seconds: Predicted time of a step.
+        stages: Predicted memory of each stage.
+        runs: Runs of items with one strategy in each stage, if strategies are chosen item by item; otherwise
+            empty.
+        dollars_per_second: Price of all nodes; ``None`` if a price is unknown.
+        optimal: Whether the plan is proven the best of its space, in which layouts with strategies chosen
+            item by item have the runs that :mod:`osdp.cluster.cost.mixed_runs` gives each stage.
+        version: Version of this format.
+    """
+
+    model: str
+    cluster: str
+    layout: Layout
+    bounds: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    seconds: StepSeconds
+    stages: tuple[StageBytes, ...]
+    runs: tuple[tuple[Run, ...], ...] = ()
+    dollars_per_second: float | None = None
+    optimal: bool = False
+    version: int = CLUSTER_PLAN_VERSION
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.seconds.total
+
+    @property
+    def peak(self) -> StageBytes:
+        """Memory of the stage with the smallest headroom."""
+        return min(self.stages, key=lambda stage: stage.limit - stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its devices."""
+        return all(stage.total <= stage.limit for stage in self.stages)
+
+    @property
+    def thriftiest(self) -> Layout:
+        """Most memory-saving uniform layout: the highest ZeRO stage and recomputation of any item."""
+        if not self.layout.by_item:
+            return self.layout
+        ways = [run.way for stage in self.runs for run in stage]
+        again = max((way.recompute for way in ways), key=list(Recompute).index)
+        return self.layout.living(Way(max(way.zero for way in ways), again))
+
+    @property
+    def dollars_per_step(self) -> float | None:
+        """Predicted cost of a step in dollars; ``None`` if a price is unknown."""
+        return None if self.dollars_per_second is None else self.dollars_per_second * self.step_seconds
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to ``path`` as JSON."""
+        codec.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ClusterPlan":
+        """The plan saved at ``path``."""
+        return codec.load(cls, path)
+
+
+def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+    """Number of layers of each stage, without embeddings and head."""
+    return [num_layers(shape.items[start:stop]) for start, stop in pairwise(plan.bounds)]
+
+
+def num_layers(items: Sequence[Item]) -> int:
+    """Number of layers among items."""
+    return sum(item in LAYERS for item in items)
+
+
+def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+    """Layers of every stage in the order of the model; interleaved, each rank's are split into two stages."""
+    layers = layers_of(plan, shape)
+    if plan.layout.schedule != "interleaved":
+        return layers
+    # The first stage has the embedding and the last one the head, so these have the smaller halves.
+    first = [number - number // 2 if rank else number // 2 for rank, number in enumerate(layers)]
+    return [*first, *(number - half for number, half in zip(layers, first, strict=True))]

@@ -1,0 +1,334 @@
+"""Runnable plans from cluster plans: the same stages, degrees, batch and sharding for a real model.
+
+The cluster planner estimates a transformer from its dimensions. Here the model itself is traced and cut at
+the layout's stage boundaries, and each stage is planned operator by operator with the modes that the layout's
+ZeRO stage allows. ZeRO 1 and 2 become ``SHARD_GRAD_OP``, the closest mode of the runtime; if that does not
+fit, all modes are allowed.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.api import make_plan
+from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.cost.ring import Ring
+from osdp.cluster.cost.slot_links import Home, home_of
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.layer_profile import LayerBytes, layer_bytes
+from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Workload, chunks
+from osdp.errors import InfeasibleError
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
+from osdp.model.dataflow import Flow
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Mode, Plan
+from osdp.plan.token_slices import TokenSlices
+from osdp.profiler.roofline import estimate
+from osdp.rank_model import one_rank
+from osdp.search.options import Rules
+from osdp.search.pipeline.planner import plan_at
+from osdp.search.sharding.planner import Candidate
+from osdp.tracing.dataflow import trace_flow
+from osdp.tracing.sample_batch import SampleBatch
+
+_MODES = {
+    0: (Mode.NO_SHARD,),
+    1: (Mode.SHARD_GRAD_OP,),
+    2: (Mode.SHARD_GRAD_OP,),
+    3: (Mode.FULL_SHARD,),
+}
+_ANY = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+
+
+def runnable_plan(
+    plan: ClusterPlan,
+    cluster: Cluster,
+    workload: Workload,
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    kind: str = "cuda",
+    optimizer: str = "AdamW",
+    rates: Rates = PUBLISHED,
+) -> Plan | PipelinePlan:
+    """Make the plan that ``OSDP(model, ..., plan=...)`` runs.
+
+    Args:
+        plan: The cluster plan.
+        cluster: The cluster it was made for.
+        workload: The workload it was made for.
+        model: The model; may be on ``meta``. Its blocks must be the layers of the workload's shape.
+        sample_inputs: A batch of one microbatch of the layout.
+        kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
+        optimizer: Name of a ``torch.optim`` class.
+        rates: Efficiencies of the devices.
+
+    Returns:
+        The plan; its notes list where it differs from the layout.
+
+    Raises:
+        InfeasibleError: A stage does not fit in memory according to the trace.
+        ValueError: The model's blocks are not the layout's layers, or the model cannot be cut at the stage
+            boundaries, or its sequences not into token slices.
+    """
+    layout = plan.layout
+    if layout.token_slices > 1:
+        _require_sliceable(model, layout.token_slices)
+    device = device_of_stage(plan, cluster, workload, kind, rates)
+    half = _half(workload, kind)
+    training = Training(
+        optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
+    )
+    model_desc = _described(model, sample_inputs, half)
+    # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
+    wanted = _ANY if layout.zero is None else _MODES[layout.zero]
+    for modes in dict.fromkeys((wanted, _ANY)):
+        rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
+        try:
+            if layout.degrees.pp == layout.degrees.tp == 1:
+                made: Plan | PipelinePlan = _flat(model_desc, device, training, rules)
+            else:
+                made = _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
+            return _noted(made, layout, modes)
+        except InfeasibleError:
+            if modes == _ANY:
+                raise
+    raise AssertionError("unreachable")
+
+
+def traced_layers(
+    model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
+) -> tuple[LayerBytes, ...]:
+    """Traced activation bytes of the items of a model, for the cost model of its layouts.
+
+    Args:
+        model: The model; may be on ``meta``.
+        sample_inputs: A batch.
+        workload: Its workload.
+        kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        ValueError: Its blocks are not the layers of the workload's shape.
+    """
+    half = _half(workload, kind)
+    desc = _described(model, sample_inputs, half)
+    shape, blocks = workload.shape, len(desc.block_segments)
+    if blocks != shape.layers + shape.decoder_layers:
+        raise ValueError(
+            f"{shape.name} has {shape.layers + shape.decoder_layers} layers and {desc.name} {blocks} blocks"
+        )
+    # Activation bytes do not depend on the device's speed and memory.
+    device = DeviceInfo(memory_limit=1, kind=kind, flops=1.0, memory_bandwidth=1.0)
+    profile = estimate(desc, device, Training(param_dtype=half, local_batch=desc.local_batch))
+    return layer_bytes(desc, profile, shape.layers)
+
+
+def _half(workload: Workload, kind: str) -> str | None:
+    """Compute dtype of a workload; ``None`` for the model's own dtype."""
+    return None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
+
+
+def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
+    """Describe a model as computed in ``dtype``; parameters keep the model's own dtype."""
+    desc = ModelDesc.from_module(model, sample_inputs)
+    if dtype is None:
+        return desc
+    return with_work_of(desc, ModelDesc.from_module(_narrow(model, dtype), sample_inputs))
+
+
+def _narrow(model: nn.Module, dtype: str) -> nn.Module:
+    """A copy of the model in another dtype."""
+    return deepcopy(model).to(getattr(torch, dtype))
+
+
+def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
+    """A description with the work and activations of the same model in another dtype.
+
+    Args:
+        desc: Description in the model's own dtype.
+        other: Description in the compute dtype.
+
+    Raises:
+        ValueError: The two do not have the same segments.
+    """
+    if [s.module for s in desc.segments] != [s.module for s in other.segments]:
+        raise ValueError(
+            f"{desc.name} runs {len(desc.segments)} segments in its own dtype and {len(other.segments)} in "
+            "the one it is trained in; both must run the same modules in the same order"
+        )
+    segments = tuple(
+        replace(segment, forward=like.forward, backward=like.backward, saved_bytes=like.saved_bytes)
+        for segment, like in zip(desc.segments, other.segments, strict=True)
+    )
+    return replace(desc, segments=segments)
+
+
+def _require_sliceable(model: nn.Module, slices: int) -> None:
+    # Imported here, because only layouts with token slices need transformers.
+    from osdp.integrations.huggingface.slice_cache import check_sliceable
+
+    try:
+        check_sliceable(model)
+    except ValueError as error:
+        raise ValueError(
+            f"the layout has {slices} token slices, which this model does not support; plan with "
+            f"--token-slices 1: {error}"
+        ) from error
+
+
+def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
+    """The plan with notes on where it differs from its layout."""
+    stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
+    if layout.by_item:
+        made = _with_note(
+            made, "sharding and recomputation are chosen operator by operator, not layer by layer"
+        )
+    if layout.zero is not None and modes == _ANY:
+        made = _with_note(
+            made, f"ZeRO {layout.zero} everywhere does not fit by the trace; modes are chosen by operator"
+        )
+    elif layout.zero in (1, 2):
+        made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
+    if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
+        made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
+    return made
+
+
+def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: Rules) -> Plan:
+    strategy = rules.allowed[0] if len(rules.allowed) == 1 else None
+    return make_plan(
+        None, model_desc, device, training=training, strategy=strategy, recompute=rules.recompute, slices=()
+    )
+
+
+def _staged(
+    plan: ClusterPlan,
+    workload: Workload,
+    model: nn.Module,
+    sample_inputs: Any,
+    model_desc: ModelDesc,
+    device: DeviceInfo,
+    training: Training,
+    rules: Rules,
+) -> PipelinePlan:
+    """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
+    # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
+    batch = SampleBatch.of(sample_inputs)
+    part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
+    if part.shared is not None and training.param_dtype is not None:
+        narrow = _narrow(model, training.param_dtype)
+        whole = ModelDesc.from_module(narrow, sample_inputs)
+        half = one_rank(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
+        part = replace(part, desc=with_work_of(part.desc, half.desc))
+    # 2. Cut the trace at the layout's boundaries and plan the stages there.
+    profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
+    flow = trace_flow(model, batch)
+    found = plan_at(
+        step_bounds(flow, model_desc, chunks(plan, workload.shape)),
+        model_desc,
+        flow,
+        Candidate(training, profiled(training)),
+        device,
+        rules,
+        plan.layout.degrees,
+        plan.layout.schedule,
+        part.shared,
+    )
+    slices = plan.layout.token_slices
+    if slices == 1:
+        return found
+    return replace(found, token_slices=TokenSlices.uniform(workload.shape.sequence, slices))
+
+
+def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
+    """First step of the dataflow in each stage, followed by the number of steps.
+
+    Args:
+        flow: Dataflow of the model.
+        model_desc: Its description, which lists its blocks.
+        layers: Number of blocks in each stage; steps before the first block go with the first stage, those
+            after the last block with the last stage.
+
+    Raises:
+        ValueError: The number of blocks is not that of the layout's layers.
+    """
+    blocks = [block for block in dict.fromkeys(op.block for op in model_desc.operators) if block is not None]
+    starts = [
+        next((at for at, step in enumerate(flow.steps) if f"{step.module}.".startswith(f"{block}.")), None)
+        for block in blocks
+    ]
+    found = [start for start in starts if start is not None]
+    if len(found) != sum(layers):
+        raise ValueError(
+            f"the layout has {sum(layers)} layers and {model_desc.name} has {len(found)} blocks that it can "
+            "be cut between; make the cluster plan with the dimensions of this model"
+        )
+    # A stage starts with the first step of its first block; the first and last stage take both ends.
+    after = found[-1] + 1
+    edges = [*found, after]
+    return (0, *(edges[count] for count in list(accumulate(layers))[:-1]), len(flow.steps))
+
+
+def device_of_stage(
+    plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str, rates: Rates = PUBLISHED
+) -> DeviceInfo:
+    """Data-parallel devices of the first stage, with the slowdowns and memory limits of the other stages.
+
+    Links are the slowest of all stages.
+    """
+    # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
+    # of each kind, for which the slowest of all stages counts.
+    by_slot = {slot: home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
+    homes = list(by_slot.values())
+    pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
+    slowdowns = tuple(pace[0] / flops for flops in pace)
+    limits = tuple(by_slot[slot].limit - workload.reserve for slot in plan.slots)
+    gpus = homes[0].gpus
+    dp = plan.layout.degrees.dp
+    return DeviceInfo(
+        memory_limit=min(limits),
+        kind=kind,
+        nodes=dp,
+        devices_per_node=1,
+        links=_links([home.data for home in homes]) if dp > 1 else (),
+        blocking=False,
+        overlap=workload.overlap,
+        stage_link=_stage_link(homes),
+        tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
+        copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
+        flops=pace[0] * rates.matrix_share,
+        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
+        slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
+        rank_limits=limits if len(set(limits)) > 1 else (),
+    )
+
+
+def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
+    """Latency and bandwidth of each collective over the slowest of the rings."""
+    size = rings[0].size
+    links = []
+    for collective in COLLECTIVES:
+        # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
+        times = 2 if collective == "all_reduce" else 1
+        latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
+        bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times
+        links.append(Link(collective, "world", size, latency, bandwidth))
+    return tuple(links)
+
+
+def _stage_link(homes: Sequence[Home]) -> StageLink:
+    return StageLink(
+        max(home.between.latency for home in homes), min(home.between.bandwidth for home in homes)
+    )
+
+
+def _with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
+    """The plan with one more note."""
+    return replace(made, notes=(*made.notes, note))

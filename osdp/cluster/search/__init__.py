@@ -1,0 +1,11 @@
+"""The best layouts of a transformer on a cluster, proven. Pure search over values.
+
+Start at :mod:`osdp.cluster.search.layouts`.
+
+- ``layouts``: branch and bound over the space of layouts
+- ``space``: degrees, batches, schedules, recomputation, ZeRO stages, places
+- ``bound``: a lower bound of any arrangement of a layout
+- ``placement``: which stage goes to which place
+- ``objectives``: least time, least cost, either under a limit, or the front of both
+- ``infeasible``: why there is no layout
+"""

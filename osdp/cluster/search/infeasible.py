@@ -1,0 +1,147 @@
+"""Error messages for an empty result: the divisor that fails, or the memory, cost or time that is missing."""
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.objectives import Objective, Wish, best_plans, parts_of
+from osdp.cluster.search.space import (
+    Family,
+    Space,
+    cells_of,
+    families,
+    slices_fault,
+    tensor_fault,
+    way_faults,
+)
+from osdp.errors import InfeasibleError, LargeOperator
+from osdp.plan.shard_math import part_sizes
+
+
+def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> None:
+    """Check that at least one layout exists, on all nodes or on a part of them.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        parts: Whether nodes may be left out.
+
+    Raises:
+        ValueError: No layout exists; the message lists every divisor that fails.
+    """
+    cluster, load = prices.cluster, prices.workload
+    if any(any(families(cluster, counts, load, space)) for counts in parts_of(prices, parts)):
+        return
+    # 1. Every degree and batch size by itself.
+    world, faults = cluster.num_devices, []
+    for tp in space.tp:
+        if fault := tensor_fault(load.shape, tp):
+            faults.append(fault)
+        faults += [
+            f"tp={tp} does not divide the {group.node.devices} devices of {group.node.name}"
+            for group in cluster.groups
+            if group.node.devices % tp
+        ]
+    faults += [
+        f"microbatches of {samples} do not divide the global batch of {load.global_batch}"
+        for samples in space.samples
+        if load.global_batch % samples
+    ]
+    for dp in space.dp:
+        if load.global_batch % dp:
+            faults.append(f"dp={dp} does not divide the global batch of {load.global_batch}")
+        faults += [
+            f"{samples} samples of a microbatch do not divide the {load.global_batch // dp} samples of each "
+            f"of dp={dp} ranks"
+            for samples in space.samples
+            if load.global_batch % dp == 0 and load.global_batch // dp % samples
+        ]
+    # 2. The product of the degrees.
+    given = {
+        name: values[0] for name, values in (("tp", space.tp), ("pp", space.pp), ("dp", space.dp)) if values
+    }
+    if given and (
+        world % math.prod(given.values()) or (len(given) == 3 and math.prod(given.values()) != world)
+    ):
+        product = " x ".join(f"{name}={value}" for name, value in given.items())
+        faults.append(f"{product} does not make the {world} devices there are")
+    # 3. Stages, token slices and strategies.
+    for pp in space.pp:
+        if pp > len(prices.items):
+            faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
+    faults += [fault for slices in space.token_slices if (fault := slices_fault(load.shape, slices))]
+    faults += way_faults(space, load, world)
+    if (
+        space.tp
+        and space.dp
+        and not faults
+        and cells_of(cluster, cluster.counts, space.tp[0] * space.dp[0]) is None
+    ):
+        faults.append(f"stages of tp x dp = {space.tp[0] * space.dp[0]} devices leave nodes over")
+    raise ValueError("no layout is possible: " + ("; ".join(faults) or "the degrees exclude each other"))
+
+
+def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
+    """Exception that explains why the search returned no plan.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        wish: Objective and limits of the search.
+
+    Returns:
+        ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, otherwise
+        ``InfeasibleError`` with the layout that comes closest to fitting.
+    """
+    # 1. A limit on time or cost: search again without it, for the minimum of what is limited.
+    if wish.step_dollars < math.inf or wish.step_seconds < math.inf:
+        by_time = wish.step_seconds < math.inf
+        objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
+        free = best_plans(
+            prices,
+            space,
+            replace(wish, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf),
+        )
+        if free.plans:
+            best = free.plans[0]
+            dollars = best.dollars_per_step
+            cost = "" if dollars is None else f" for ${dollars:.4g}"
+            limits = [f"{wish.step_seconds:.4g} s"] if wish.step_seconds < math.inf else []
+            limits += [f"${wish.step_dollars:.4g}"] if wish.step_dollars < math.inf else []
+            return ValueError(
+                f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
+                f"{best.step_seconds:.4g} s{cost}"
+            )
+    # 2. Memory: the layout with the smallest shortfall, with evenly divided stages.
+    known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
+    plans = [plan for family in known for plan in _even(prices, family)]
+    least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)
+    shape = prices.workload.shape
+    each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
+    layout = least.layout
+    return InfeasibleError(
+        limit=least.peak.limit,
+        best_peak=least.peak.total,
+        largest=[
+            LargeOperator(name, size) for name, size in sorted(each.items(), key=lambda pair: -pair[1])[:3]
+        ],
+        suggestions=(
+            f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
+            f"dp={layout.degrees.dp}, microbatches of {layout.samples}, {layout.sharding}, "
+            f"recompute {layout.recomputation}, {layout.token_slices} token slices",
+            "more nodes, or devices with more memory",
+            "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",
+        ),
+    )
+
+
+def _even(prices: ClusterPrices, family: Family) -> list[ClusterPlan]:
+    """All layouts of a family with evenly divided stages, placed in the order of the cells."""
+    cells = zip(family.cells.slots, family.cells.counts, family.cells.stages, strict=True)
+    slots = [slot for slot, count, stages in cells for _ in range(count * stages)]
+    sizes = part_sizes(len(prices.items), family.plain.degrees.pp)
+    bounds = (0, *accumulate(sizes))
+    return [price(prices, way, bounds, slots) for way in family.ways]

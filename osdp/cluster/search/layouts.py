@@ -1,0 +1,211 @@
+"""Best layouts of a transformer on a cluster, proven optimal: branch and bound over the space of layouts.
+
+1. Each family of layouts gets a loose lower bound, and each layout of a promising family a tight one
+   (:mod:`osdp.cluster.search.bound`).
+2. In the order of these bounds, layouts are arranged exactly: cut into stages and placed on the cluster
+   (:mod:`osdp.cluster.search.placement`).
+3. The search ends when the next bound is no better than the worst of the ``top`` layouts found: no remaining
+   layout can be better, which is the proof.
+
+GPipe takes as long as 1F1B and never less memory, and is skipped where 1F1B is allowed. A layout whose
+strategies are chosen item by item is arranged with the stages that :mod:`osdp.cluster.cost.mixed_runs` makes
+of its items; if all items get the same strategy, the result equals a uniform layout, which is listed on its
+own.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cluster.cost.schedule import bubble_share, stages_per_rank
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.stage_table import SlotStages, Stretches
+from osdp.cluster.cost.step import border_seconds, embedding_seconds, price, wrap_seconds
+from osdp.cluster.plan import ClusterPlan, Layout, Slot
+from osdp.cluster.search.bound import family_bound, lower_bound
+from osdp.cluster.search.placement import CellKind, Problem, place
+from osdp.cluster.search.space import Cells, Family, Space, families
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search for layouts.
+
+    Attributes:
+        plans: The best layouts that fit, best first; each with its best stages and placement.
+        candidates: Number of layouts in the space.
+        placements: Number of layouts times the distinct orders of their cells.
+        arranged: Number of layouts arranged exactly; all others are proven not to be better.
+    """
+
+    plans: tuple[ClusterPlan, ...]
+    candidates: int
+    placements: int
+    arranged: int
+
+
+def best_layouts(
+    prices: ClusterPrices,
+    space: Space,
+    *,
+    counts: Sequence[int] | None = None,
+    top: int = 1,
+    upper: float = math.inf,
+    advance: Callable[[int, int], None] | None = None,
+) -> Found:
+    """The ``top`` best layouts that fit; the first is proven best.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        counts: Number of nodes of each kind, all of which are used; those of the cluster if ``None``.
+        top: Number of layouts to return.
+        upper: Step seconds; layouts that are not faster are of no interest.
+        advance: Progress callback, called with the number of layouts done and of all layouts to do so far.
+
+    Returns:
+        At most ``top`` plans, possibly none.
+    """
+    counts = prices.cluster.counts if counts is None else counts
+    known = list(families(prices.cluster, counts, prices.workload, space))
+    # Entries (bound, family, layout in the family), by bound; layout -1 stands for the whole family. At equal
+    # bounds the order of enumeration decides, so that the same input gives the same plan.
+    heap = [(family_bound(prices, family), index, -1) for index, family in enumerate(known)]
+    heapify(heap)
+    best: list[tuple[float, int, int, ClusterPlan]] = []
+    arranged = 0
+    while heap:
+        bound, index, number = heappop(heap)
+        ceiling = min(upper, best[-1][0]) if len(best) == top else upper
+        if bound >= ceiling or math.isinf(bound):
+            break
+        family = known[index]
+        if number < 0:
+            # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
+            for number, way in enumerate(family.ways):
+                if way.schedule != "gpipe" or "1f1b" not in space.schedules:
+                    heappush(heap, (lower_bound(prices, way, family.cells), index, number))
+            continue
+        way = family.ways[number]
+        plan = arrange(prices, way, family.cells, upper=ceiling)
+        arranged += 1
+        if plan is not None and not _is_listed(plan, way, family):
+            insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
+            del best[top:]
+        if advance is not None:
+            advance(arranged, arranged + len(heap))
+    return Found(
+        plans=tuple(replace(plan, optimal=not rank) for rank, (*_, plan) in enumerate(best)),
+        candidates=sum(len(family.ways) for family in known),
+        placements=sum(len(family.ways) * family.cells.num_orders for family in known),
+        arranged=arranged,
+    )
+
+
+def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
+    """Every layout of the space with its best arrangement; if none fits, the best one ignoring memory."""
+    for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
+        for way in family.ways:
+            plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
+            if plan is not None and not _is_listed(plan, way, family):
+                yield plan
+
+
+def _is_listed(plan: ClusterPlan, way: Layout, family: Family) -> bool:
+    """Whether an arrangement turned out to be another layout of the family, which is listed on its own."""
+    return plan.layout != way and plan.layout in family.ways
+
+
+def arrange(
+    prices: ClusterPrices, layout: Layout, cells: Cells, *, upper: float = math.inf, limited: bool = True
+) -> ClusterPlan | None:
+    """The best stages and placement of one layout.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        layout: The layout.
+        cells: Slots for its stages, all of which are used.
+        upper: Step seconds; an arrangement that is not faster is of no interest.
+        limited: Whether stages must fit in memory.
+
+    Returns:
+        The plan, evaluated by :func:`osdp.cluster.cost.step.price`; ``None`` if nothing fits and is faster
+        than ``upper``.
+    """
+    # 1. Tables of all stages on each kind of slot, and the seconds that no arrangement changes.
+    by_slot = {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
+    homes = {slot: stages.home for slot, stages in by_slot.items()}
+    fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
+    share = bubble_share(layout)
+    # 2. Cut and place.
+    problem = Problem(
+        cells=tuple(
+            _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
+            for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True)
+        ),
+        bottleneck=layout.microbatches - share,
+        share=share,
+    )
+    found = place(problem, upper - fixed)
+    if found is None:
+        return None
+    # 3. Evaluate the arrangement; one strategy for all items is a uniform layout after all.
+    slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
+    plan = price(prices, layout, found.bounds, slots, stages=by_slot)
+    ways = {run.way for stage in plan.runs for run in stage}
+    if len(ways) > 1 or not layout.by_item:
+        return plan
+    return replace(plan, layout=layout.living(ways.pop()), runs=())
+
+
+def _cell_kind(
+    prices: ClusterPrices,
+    layout: Layout,
+    by_slot: Mapping[Slot, SlotStages],
+    slot: Slot,
+    count: int,
+    stages: int,
+    limited: bool,
+) -> CellKind:
+    """The cells of one kind as the placement problem takes them."""
+    own = by_slot[slot]
+    border = prices.border_bytes(layout)
+    wrap = wrap_seconds(prices, layout, {slot: stages.home for slot, stages in by_slot.items()})
+
+    def borders(before: SlotStages, *, same_node: bool) -> Floats:
+        return np.array(
+            [
+                border_seconds(layout, before.home, own.home, nbytes, same_node=same_node) if nbytes else 0.0
+                for nbytes in border.tolist()
+            ]
+        )
+
+    first = np.arange(len(border))
+    possible = first[None, :] - first[:, None] >= stages_per_rank(layout.schedule)
+    known: dict[int, tuple[Floats, Floats]] = {}
+
+    def at(rank: int) -> Stretches:
+        found = own.at(rank)
+        # Uniform layouts share one array of seconds among all pipeline ranks; keep it shared here, because
+        # the placement caches by array identity.
+        if id(found.seconds) not in known:
+            known[id(found.seconds)] = (found.seconds, np.where(possible, found.seconds, np.inf))
+        seconds = known[id(found.seconds)][1]
+        if rank == 0 and wrap:
+            seconds = seconds + wrap
+        return Stretches(seconds, found.end, found.fits | (not limited))
+
+    return CellKind(
+        count=count,
+        stages=stages,
+        at=at,
+        inside=borders(own, same_node=True),
+        after=tuple(borders(before, same_node=False) for before in by_slot.values()),
+    )

@@ -1,0 +1,156 @@
+"""Objectives of the cluster planner: minimum time, minimum cost, either under a limit, or the Pareto front.
+
+On a part of the cluster that costs *r* dollars per second, a step of *t* seconds costs *r t*. The fastest
+layout on a part is therefore also the cheapest on it, and the best layouts of every part are enough for all
+objectives. A part whose lower bounds show that it cannot improve on the best known plans is abandoned early.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import product
+
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.layouts import Found, best_layouts
+from osdp.cluster.search.space import Space
+
+_ROUNDING = 1e-12
+
+
+class Objective(StrEnum):
+    """Quantity to minimize: time or cost of a step."""
+
+    TIME = "time"
+    COST = "cost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Objective and limits of a search.
+
+    Attributes:
+        objective: Quantity to minimize.
+        top: Number of layouts to return.
+        parts: Whether nodes may be left out.
+        step_dollars: Maximum cost of a step in dollars; infinite for no limit.
+        step_seconds: Maximum time of a step in seconds; infinite for no limit.
+    """
+
+    objective: Objective = Objective.TIME
+    top: int = 1
+    parts: bool = False
+    step_dollars: float = math.inf
+    step_seconds: float = math.inf
+
+    @property
+    def needs_prices(self) -> bool:
+        """Whether the prices of all nodes must be known."""
+        return self.objective is Objective.COST or self.step_dollars < math.inf
+
+
+def best_plans(
+    prices: ClusterPrices, space: Space, wish: Wish, advance: Callable[[int, int], None] | None = None
+) -> Found:
+    """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        wish: Objective and limits.
+        advance: Progress callback, called with the number of parts done and of all parts; if there is only
+            one part, with the numbers of its layouts.
+
+    Raises:
+        ValueError: The price of a node is needed and unknown.
+    """
+    if wish.needs_prices:
+        require_prices(prices)
+    best: list[ClusterPlan] = []
+    totals = [0, 0, 0]
+    parts = parts_of(prices, wish.parts)
+    for done, counts in enumerate(parts):
+        rate = prices.cluster.part(counts).dollars_per_second
+        upper = wish.step_seconds
+        if rate is not None:
+            upper = min(upper, wish.step_dollars / rate)
+        # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
+        upper *= 1 + _ROUNDING
+        if len(best) == wish.top:
+            worst = _value(best[-1], wish)
+            upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)
+        # Report progress by layouts if there is one part, by parts otherwise.
+        watch = advance if len(parts) == 1 else None
+        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper, advance=watch)
+        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
+        best = sorted([*best, *found.plans], key=lambda plan: _value(plan, wish))[: wish.top]
+        if advance is not None and len(parts) > 1:
+            advance(done + 1, len(parts))
+    return Found(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
+
+
+def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], None] | None = None) -> Found:
+    """Pareto front of time and cost over all parts of the cluster; fastest first.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        space: Allowed choices.
+        advance: Progress callback, called with the number of parts done and of all parts.
+
+    Raises:
+        ValueError: The price of a node is unknown.
+    """
+    require_prices(prices)
+    front: list[ClusterPlan] = []
+    totals = [0, 0, 0]
+    parts = parts_of(prices, True)
+    for done, counts in enumerate(parts):
+        rate = prices.cluster.part(counts).dollars_per_second or 0.0
+        # A step that takes longer than this is slower and costs more than a plan on the front.
+        upper = min((max(plan.step_seconds, _cost(plan) / rate) for plan in front), default=math.inf)
+        found = best_layouts(prices, space, counts=counts, upper=upper)
+        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
+        front = not_beaten([*front, *found.plans])
+        if advance is not None:
+            advance(done + 1, len(parts))
+    return Found(tuple(front), *totals)
+
+
+def not_beaten(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
+    """The plans that no other plan dominates in time and cost; fastest first."""
+    front: list[ClusterPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.step_seconds, _cost(plan))):
+        if not front or _cost(plan) < _cost(front[-1]):
+            front.append(plan)
+    return front
+
+
+def parts_of(prices: ClusterPrices, parts: bool) -> list[tuple[int, ...]]:
+    """Parts of the cluster to search, as the number of nodes of each kind; the whole cluster first."""
+    whole = prices.cluster.counts
+    if not parts:
+        return [whole]
+    return [counts for counts in product(*(range(count, -1, -1) for count in whole)) if any(counts)]
+
+
+def require_prices(prices: ClusterPrices) -> None:
+    """Raise ``ValueError`` if the price of a node is unknown."""
+    if unknown := prices.cluster.unpriced:
+        raise ValueError(
+            f"the price of {', '.join(unknown)} is unknown, and none is assumed: add price: {{per_hour: ..., "
+            "date: ..., source: ...} to these nodes of the cluster file"
+        )
+
+
+def _numbers(found: Found) -> tuple[int, int, int]:
+    return found.candidates, found.placements, found.arranged
+
+
+def _value(plan: ClusterPlan, wish: Wish) -> float:
+    return plan.step_seconds if wish.objective is Objective.TIME else _cost(plan)
+
+
+def _cost(plan: ClusterPlan) -> float:
+    cost = plan.dollars_per_step
+    return math.inf if cost is None else cost

@@ -1,0 +1,269 @@
+"""Space of layouts: degrees, batches, schedules, recomputation, ZeRO stages, and slots of stages.
+
+Every stage has ``tp x dp`` devices. It takes whole nodes, or a whole number of stages share a node::
+
+    stages of 8 devices:   [node 4 GPUs][node 4 GPUs]        2 nodes per stage
+    stages of 2 devices:   [s0 s1][s2 s3]                    2 stages share a node of 4 GPUs
+
+A stage is placed on nodes of one kind, except that left-over nodes of several kinds may form a stage
+together. This loses nothing: a stage on several kinds runs at the pace of the slowest device and within the
+memory of the smallest, and where the node counts divide, any assignment of nodes to stages can be replaced by
+one of whole stages to kinds that each of them already had (transportation problems with integral margins have
+integral solutions).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from osdp.cluster.cost.layer_work import SINGLE
+from osdp.cluster.cost.schedule import stages_per_rank
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.plan import Layout, Recompute, Slot, Workload
+from osdp.cluster.transformer import TransformerShape
+from osdp.plan.dims import Degrees
+from osdp.plan.schedules import RECIPES
+
+#: Schedules that need at least as many microbatches as pipeline ranks to work as intended.
+LATE = ("interleaved", "zb-h1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Allowed choices; an empty tuple allows every value that divides.
+
+    Attributes:
+        tp: Tensor-parallel degrees.
+        pp: Pipeline degrees.
+        dp: Data-parallel degrees.
+        samples: Samples per microbatch.
+        schedules: Names of schedules.
+        recompute: Activation recomputation; ``None`` stands for a choice item by item.
+        zero: ZeRO stages; ``None`` likewise.
+        token_slices: Numbers of slices that the sequences of causal models may be cut into, with ``1f1b`` or
+            ``gpipe``, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for every
+            slice).
+    """
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    dp: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
+    recompute: tuple[Recompute | None, ...] = (*Recompute, None)
+    zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
+    token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Slots for all stages of a layout, grouped into cells.
+
+    A cell is the smallest unit that is placed as a whole: the nodes of one stage, or one node that several
+    stages share. All tuples have one entry per kind of cell.
+
+    Attributes:
+        slots: Slot of a stage in a cell of this kind.
+        counts: Number of cells of this kind.
+        stages: Number of stages in a cell of this kind.
+    """
+
+    slots: tuple[Slot, ...]
+    counts: tuple[int, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def num_orders(self) -> int:
+        """Number of distinct orders of the cells."""
+        found, total = 1, 0
+        for count in self.counts:
+            total += count
+            found *= math.comb(total, count)
+        return found
+
+
+def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None:
+    """Divide nodes into cells for stages of ``size`` devices.
+
+    Args:
+        cluster: The kinds of nodes.
+        counts: Number of nodes of each kind, all of which are used.
+        size: Devices per stage.
+
+    Returns:
+        The cells; ``None`` if nodes would be left over.
+    """
+    kinds = len(counts)
+    slots: list[Slot] = []
+    numbers: list[int] = []
+    stages: list[int] = []
+    # 1. Cells of one kind: several stages in a node, or several nodes for a stage.
+    rest = [0] * kinds
+    for kind, count in enumerate(counts):
+        devices = cluster.groups[kind].node.devices
+        if not count:
+            continue
+        if devices % size == 0:
+            taken, shares, cells, rest[kind] = 1, devices // size, count, 0
+        elif size % devices == 0:
+            taken, shares = size // devices, 1
+            cells, rest[kind] = divmod(count, taken)
+        else:
+            return None
+        if cells:
+            slots.append(Slot(tuple(taken * (other == kind) for other in range(kinds)), shares))
+            numbers.append(cells)
+            stages.append(shares)
+    # 2. Stages of left-over nodes of several kinds.
+    for left in _mixed(cluster, rest, size):
+        slots.append(Slot(left))
+        numbers.append(1)
+        stages.append(1)
+    # 3. All nodes must be used.
+    whole = [0] * kinds
+    for slot, number in zip(slots, numbers, strict=True):
+        whole = [have + number * more for have, more in zip(whole, slot.nodes, strict=True)]
+    return Cells(tuple(slots), tuple(numbers), tuple(stages)) if whole == list(counts) else None
+
+
+def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """Stages that the left-over nodes fill, taking kinds in order; yields the nodes of each kind."""
+    left = list(rest)
+    while sum(left):
+        taken, missing = [0] * len(left), size
+        for kind, count in enumerate(left):
+            taken[kind] = min(count, missing // cluster.groups[kind].node.devices)
+            missing -= taken[kind] * cluster.groups[kind].node.devices
+        if missing:
+            return
+        yield tuple(taken)
+        left = [have - used for have, used in zip(left, taken, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layouts that differ in schedule, recomputation and ZeRO stage only.
+
+    Attributes:
+        plain: Their layout with 1F1B and without recomputation and ZeRO; it need not be in the space.
+        ways: The layouts that are in the space.
+        cells: Slots for their stages.
+    """
+
+    plain: Layout
+    ways: tuple[Layout, ...]
+    cells: Cells
+
+
+def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Family]:
+    """All layouts of the space on ``counts`` nodes of each kind, in a fixed order."""
+    used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
+    world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
+    shape, batch = workload.shape, workload.global_batch
+    for tp in _divisors(math.gcd(*(node.devices for node in used))):
+        if (space.tp and tp not in space.tp) or tensor_fault(shape, tp):
+            continue
+        for dp in _divisors(math.gcd(world // tp, batch)):
+            pp = world // tp // dp
+            if (space.dp and dp not in space.dp) or (space.pp and pp not in space.pp):
+                continue
+            cells = cells_of(cluster, counts, tp * dp) if pp <= len(shape.items) else None
+            if cells is None:
+                continue
+            for samples in _divisors(batch // dp):
+                if space.samples and samples not in space.samples:
+                    continue
+                for slices in space.token_slices:
+                    # Token slices shorten the pipeline bubble, and one stage has none.
+                    if slices > 1 and (pp == 1 or slices_fault(shape, slices)):
+                        continue
+                    degrees = Degrees(pp, dp, tp)
+                    plain = Layout(degrees, samples, batch // dp // samples, token_slices=slices)
+                    if ways := tuple(_ways(workload, space, plain)):
+                        yield Family(plain, ways, cells)
+
+
+def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
+    shape, degrees = workload.shape, plain.degrees
+    for schedule in space.schedules if degrees.pp > 1 else ("1f1b",):
+        if stages_per_rank(schedule) > 1 and (
+            shape.decoder_layers or stages_per_rank(schedule) * degrees.pp > len(shape.items)
+        ):
+            continue
+        if schedule in LATE and plain.microbatches < degrees.pp:
+            continue
+        for zero, recompute in _choices(workload, space, degrees.dp):
+            if plain.token_slices > 1 and not (
+                RECIPES[schedule].slices and recompute is Recompute.NONE and zero in (0, 1)
+            ):
+                continue
+            # ZB-H1 computes weight gradients apart, where they can be neither reduced nor cast.
+            alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
+            if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
+                yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
+
+
+def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None, Recompute | None]]:
+    """Pairs of ZeRO stage and recomputation: uniform strategies first, then choices item by item.
+
+    A choice item by item includes every uniform value, so that ``None`` replaces them there.
+    """
+    zeros = list(space.zero) if dp > 1 else [0]
+    again = [way for way in space.recompute if way is not Recompute.SELECTIVE or not workload.flash]
+    found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
+    mixed_zeros = [None] if None in zeros else zeros
+    mixed_again = [None] if None in again else again
+    return found + [(zero, way) for way in mixed_again for zero in mixed_zeros if zero is None or way is None]
+
+
+def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
+    """Reasons why the schedules, strategies and token slices of a space exclude each other."""
+    faults = []
+    if min(space.token_slices, default=1) > 1:
+        if Recompute.NONE not in space.recompute:
+            faults.append("token slices cannot be combined with recomputation")
+        if not {0, 1}.intersection(space.zero):
+            faults.append("token slices need ZeRO 0 or 1: 2 and 3 would communicate for every slice")
+        if not any(RECIPES[schedule].slices for schedule in space.schedules):
+            faults.append(f"token slices cannot be combined with {', '.join(space.schedules)}")
+    for schedule in space.schedules if len(space.schedules) == 1 else ():
+        items, stages = len(workload.shape.items), stages_per_rank(schedule)
+        if stages > 1 and workload.shape.decoder_layers:
+            faults.append(f"{schedule} does not support encoder-decoders such as {workload.shape.name}")
+        for pp in space.pp:
+            if stages * pp > items:
+                faults.append(
+                    f"{schedule} needs {stages} x pp={pp} stages, more than the {items} items there are"
+                )
+            for samples in space.samples:
+                tp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.dp))
+                dp = dp if space.dp else world // pp // tp
+                microbatches = workload.global_batch // max(dp, 1) // samples
+                if schedule in LATE and microbatches < pp:
+                    faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
+    return faults
+
+
+def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
+    """Reason why a tensor-parallel degree is not possible; ``None`` if it is."""
+    for what, number in (("heads", shape.heads), ("inner features", shape.inner)):
+        if number % tp:
+            return f"tp={tp} does not divide the {number} {what} of {shape.name}"
+    if shape.key_heads % tp:
+        return f"tp={tp} does not divide the {shape.key_heads} key-value heads of {shape.name}"
+    return None
+
+
+def slices_fault(shape: TransformerShape, slices: int) -> str | None:
+    """Reason why sequences cannot be cut into ``slices`` equal token slices; ``None`` if they can."""
+    if slices == 1:
+        return None
+    if not shape.causal or shape.decoder_layers:
+        return f"{slices} token slices: {shape.name} is not causal, every token attends to all others"
+    if shape.sequence % slices:
+        return f"{slices} token slices do not divide the {shape.sequence} tokens of a sequence"
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

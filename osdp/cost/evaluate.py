@@ -1,0 +1,252 @@
+"""``evaluate``: predicted time and peak memory of a plan.
+
+Every solver's answer and every benchmark's prediction is computed by this simulation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from osdp.cost.sharding.memory import Moment
+from osdp.cost.sharding.problem import RootPrice, Situation, build_situation, price_root
+from osdp.cost.sharding.simulate import Outcome, judge
+from osdp.cost.sharding.strategies import (
+    FULL_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    ROOT,
+    SHARD_GRAD_OP,
+    WAY_OF,
+    WIRE,
+    is_recomputed,
+    kept_of,
+    plain,
+    sliced_way,
+)
+from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.units import Units
+from osdp.errors import PlanMismatchError
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import Profile
+from osdp.model.description import ModelDesc, Operator
+from osdp.model.training import Training
+from osdp.plan.plan import Mode, Plan, Prediction, Unit
+
+
+def evaluate(
+    plan: Plan, profile: Profile, device: DeviceInfo, training: Training, model_desc: ModelDesc
+) -> Prediction:
+    """Simulate one step of ``plan``.
+
+    Args:
+        plan: The plan; only its units and modes are used, not its own prediction.
+        profile: Segment times and bytes at the training's local batch.
+        device: The devices.
+        training: Optimizer, dtypes, batch.
+        model_desc: The model.
+
+    Returns:
+        Seconds and bytes on the worst rank.
+
+    Raises:
+        PlanMismatchError: The plan was made for another model or world size.
+        ValueError: The profile was made for another model.
+    """
+    situation = build_situation(
+        model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch
+    )
+    units, root = price_plan(situation, plan)
+    return prediction(situation, judge(situation, units, root))
+
+
+def prediction(situation: Situation, outcome: Outcome) -> Prediction:
+    """The simulated step as the ``Prediction`` of a plan."""
+    # Communication that compute does not hide.
+    communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
+    return Prediction(
+        step_seconds=outcome.seconds,
+        compute_seconds=outcome.compute_seconds,
+        communication_seconds=communication,
+        optimizer_seconds=outcome.optimizer_seconds,
+        peak_bytes=int(-(-outcome.peak // 1)),
+        peak_moment=describe_moment(situation, outcome.moment),
+        state_bytes=int(-(-outcome.state // 1)),
+    )
+
+
+def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
+    """Costs of the plan's units over the chain, and of its operators outside it.
+
+    Raises:
+        PlanMismatchError: The plan's operators are not the model's, or a unit is not contiguous.
+    """
+    # 1. Places of the operators: in the chain, or outside it.
+    roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
+    situation = replace(situation, root_wire=_wire_of(situation, roots[0]) if roots else 0)
+    timeline = situation.timeline
+    position = {operator.name: k for k, operator in enumerate(timeline.chain)}
+    outside = {operator.name: operator for operator in timeline.root}
+    faults = _differences(plan, {*position, *outside}, situation)
+    slices = {decision.operator: decision.slices for decision in plan.decisions}
+    kept = {decision.operator: decision.slices_kept for decision in plan.decisions}
+    # 2. Each unit becomes (first operator, one past the last, strategy) in the chain, or joins the root; all
+    #    faults are collected.
+    chained: list[tuple[int, int, int]] = []
+    sharded: list[Operator] = []
+    replicated: list[Operator] = []
+    for unit in plan.units:
+        places = sorted(position[name] for name in unit.operators if name in position)
+        beside = [outside[name] for name in unit.operators if name in outside]
+        if unit.root or beside:
+            faults += [
+                f"operator {n!r} belongs to the root unit and cannot run in slices"
+                for n in unit.operators
+                if slices[n] > 1
+            ]
+            if unit.offloaded:
+                faults.append(
+                    f"unit {', '.join(unit.operators)} has operators of the root unit and cannot be offloaded"
+                )
+            (sharded if unit.mode.sharded else replicated).extend(beside)
+            chained.extend((k, k + 1, situation.root_way) for k in places)
+        elif places and places[-1] - places[0] + 1 != len(places):
+            faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
+        elif places:
+            faults += _slice_faults(situation, unit, slices)
+            count = slices[unit.operators[0]] if unit.mode.sharded else 1
+            num_kept = kept[unit.operators[0]]
+            try:
+                way = sliced_way(count, num_kept) if count > 1 else _way_of(situation, unit)
+            except PlanMismatchError as error:
+                faults += error.differences
+            else:
+                chained.append((places[0], places[-1] + 1, way))
+    # 3. Recomputation of blocks, and the faults that show only then.
+    chained = [_again(situation, plan, unit) for unit in chained]
+    faults += _kept_faults(situation, chained)
+    faults += _recompute_faults(situation, plan, chained)
+    if faults:
+        raise PlanMismatchError(faults)
+    chained.sort()
+    # 4. Costs of the units and of the root.
+    starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
+    units = price_units(situation.prices, starts, stops, ways, situation.device)
+    has_unit = bool(sharded) or any(plain(way) == ROOT for way in ways)
+    return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+
+
+def _way_of(situation: Situation, unit: Unit) -> int:
+    """Strategy of a unit that FSDP2 shards, or of a replicated one."""
+    way = FULL_SHARD if unit.mode is Mode.HYBRID_SHARD else WAY_OF[unit.mode]
+    return way + OFFLOADED * unit.offloaded + WIRE * _wire_of(situation, unit)
+
+
+def _wire_of(situation: Situation, unit: Unit) -> int:
+    """Index of a unit's shard group.
+
+    Raises:
+        PlanMismatchError: The links of its shard group are unknown.
+    """
+    wires = [prices.wire for prices in situation.prices.by_wire]
+    hybrid = unit.mode is Mode.HYBRID_SHARD
+    number = next(
+        (
+            index
+            for index, wire in enumerate(wires)
+            if (wire.hybrid, wire.group_size, wire.route) == (hybrid, unit.group_size, unit.route)
+            or (unit.mode is Mode.NO_SHARD and index == 0)
+        ),
+        None,
+    )
+    if number is None:
+        known = ", ".join(str(size) for size in situation.device.group_sizes) or "none"
+        raise PlanMismatchError(
+            [
+                f"unit {', '.join(unit.operators)} uses a {unit.route} route with groups of "
+                f"{unit.group_size or 'all ranks'}; DeviceInfo has links for groups of {known}, and "
+                "DeviceInfo.detect(group_sizes=...) measures others"
+            ]
+        )
+    return number
+
+
+def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:
+    """Faults of a unit's slices: operators that cannot run in slices."""
+    cut = [name for name in unit.operators if slices[name] > 1]
+    if not cut:
+        return []
+    operators = {operator.name: operator for operator in situation.timeline.chain}
+    faults = [f"operator {name!r} cannot run in slices" for name in cut if operators[name].cut is None]
+    if len(unit.operators) > 1 or not unit.mode.sharded:
+        faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
+    return faults
+
+
+def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    """Faults of operators that keep slices gathered where that has no use."""
+    for start, _, way in units:
+        operator = situation.timeline.chain[start]
+        name = operator.name
+        if kept_of(way) and operator.cut is not None and not operator.cut.in_backward:
+            yield f"operator {name!r} keeps slices gathered, but needs none of them in backward"
+        if kept_of(way) and is_recomputed(way):
+            yield f"operator {name!r} keeps slices gathered, but is recomputed, which gathers them again"
+        if kept_of(way) and situation.timeline.others:
+            yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
+
+
+def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
+    """``unit`` with the RECOMPUTED flag if its block is recomputed."""
+    start, stop, way = unit
+    block = situation.timeline.chain[start].block
+    return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
+
+
+def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[int, int, int]]) -> list[str]:
+    """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
+    chain, again = situation.timeline.chain, situation.timeline.recompute
+    blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
+    faults = [
+        f"module {name!r} is not a block that can be recomputed"
+        for name in plan.recomputed
+        if name not in blocks
+    ]
+    for start, stop, way in units:
+        # FSDP2 would gather a part of a recomputed block twice.
+        whole = bool(again.possible[start]) and again.until[start] == 2 * stop
+        if is_recomputed(way) and plain(way) in (SHARD_GRAD_OP, FULL_SHARD) and not whole:
+            faults.append(
+                f"operator {chain[start].name!r} is in a sharded unit that is only part of a recomputed block"
+            )
+    return faults
+
+
+def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]:
+    decided = set(plan.modes)
+    faults = [f"the plan decides {name!r}, which the model does not have" for name in sorted(decided - known)]
+    faults += [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
+    if plan.world_size != situation.device.world_size:
+        faults.append(
+            f"the plan was made for {plan.world_size} ranks, there are {situation.device.world_size}"
+        )
+    return faults
+
+
+def describe_moment(situation: Situation, moment: Moment) -> str:
+    """Human-readable description of ``moment``."""
+    chain = situation.timeline.chain
+    if moment.kind == "step":
+        return "optimizer step"
+    if moment.kind == "final" or not chain:
+        return "end of backward"
+    operator = moment.where // 2 if moment.kind in ("forward", "backward") else moment.where
+    name = chain[min(operator, len(chain) - 1)].name
+    inside = moment.kind not in ("forward", "backward") or moment.where % 2 == 1
+    verb = {
+        "unshard": "unshard in forward",
+        "backward_unshard": "unshard in backward",
+        "reduce": "gradient reduction",
+    }
+    place = "of" if inside else "before" if operator < len(chain) else "after"
+    return f"{verb.get(moment.kind, moment.kind)} {place} {name}"

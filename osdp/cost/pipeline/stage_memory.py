@@ -1,0 +1,188 @@
+"""Memory required by a pipeline stage, derived from the simulation of its step alone."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from osdp.cost.pipeline.memory import StageMemory
+from osdp.cost.sharding.memory import always, root_always
+from osdp.cost.sharding.problem import Situation, build_situation
+from osdp.cost.sharding.simulate import judge
+from osdp.cost.sharding.solution import Assignment, priced
+from osdp.cost.sharding.strategies import NO_SHARD, plain
+from osdp.cost.sharding.timeline import Floats, Timeline
+from osdp.hardware.profile import Profile
+from osdp.model.dataflow import Flow, Transfer
+from osdp.model.description import DTYPE_BYTES, ModelDesc
+from osdp.model.fqn import is_inside
+
+_FORWARD = ("forward", "unshard")
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Bytes that a stage exchanges with other stages per microbatch.
+
+    Attributes:
+        received: Activations from stages of other ranks.
+        sent: Gradients that come back for the outputs it sent.
+        returned: Gradients that go back to other ranks.
+        splits: Whether gradients go back to any stage.
+        again: Activations that the code around its modules makes once more for it.
+    """
+
+    received: int = 0
+    sent: int = 0
+    returned: int = 0
+    splits: bool = False
+    again: float = 0.0
+
+
+def messages_of(
+    stage: int, transfers: Sequence[Transfer], placement: Sequence[int], flow: Flow, local_batch: int
+) -> Messages:
+    """Bytes that stage ``stage`` exchanges; between stages of one rank nothing is copied."""
+
+    def nbytes(found: Sequence[Transfer]) -> int:
+        return sum(flow.values[transfer.value].nbytes(local_batch) for transfer in found)
+
+    coming = [t for t in transfers if t.target == stage]
+    from_others = [t for t in coming if placement[t.source] != placement[stage]]
+    return Messages(
+        received=nbytes(from_others),
+        sent=nbytes([t for t in transfers if t.source == stage and t.differentiable]),
+        returned=nbytes([t for t in from_others if t.differentiable]),
+        splits=any(t.differentiable for t in coming),
+    )
+
+
+def made_again(desc: ModelDesc, profile: Profile, flow: Flow, movable: Collection[str]) -> float:
+    """Activations of the code around the modules that are not in the segments of a later stage.
+
+    Every stage makes masks and the like for itself. In addition, what that code frees at its end is counted
+    in the last stage by the profile, although it was made in the first.
+    """
+    around = [s for s in desc.segments if not any(is_inside(s.module, module) for module in movable)]
+    freed = sum(max(-profile.by_signature[s.signature].forward.live_bytes, 0) for s in around)
+    return flow.remade(profile.local_batch) + freed
+
+
+def without_shared(
+    memories: Sequence[StageMemory], shared: Sequence[tuple[int, int]], states: int
+) -> list[StageMemory]:
+    """The memory of the stages with each parameter that a rank holds for several of them counted once.
+
+    Args:
+        memories: Memory of each stage.
+        shared: Each such parameter as a pair: a stage that shares it with an earlier one, and its bytes.
+        states: Number of optimizer states of a parameter's size.
+    """
+    found = list(memories)
+    for stage, nbytes in shared:
+        memory = found[stage]
+        found[stage] = replace(
+            memory, base=memory.base - (1 + states) * nbytes, gradients=memory.gradients - nbytes,
+            step=memory.step - (2 + states) * nbytes,
+        )  # fmt: skip
+    return found
+
+
+def captured_bytes(desc: ModelDesc, local_batch: int) -> int:
+    """Gradients that a split backward keeps: those of the outputs of all segments with parameters; bytes."""
+    return math.ceil(float(_captured(desc, local_batch).sum()))
+
+
+def _captured(desc: ModelDesc, local_batch: int) -> Floats:
+    """Gradient bytes that a split backward keeps, by segment."""
+    found = [
+        sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in segment.outputs)
+        if segment.operators
+        else 0
+        for segment in desc.segments
+    ]
+    return np.array(found) * (local_batch / desc.local_batch)
+
+
+def _freed_first(desc: ModelDesc, profile: Profile) -> float:
+    """Activations of the loss that the first part of a backward frees: its input, and what it made."""
+    last = max((index for index, segment in enumerate(desc.segments) if segment.operators), default=0)
+    handed, *after = (profile.by_signature[s.signature].forward.live_bytes for s in desc.segments[last:])
+    scale = profile.local_batch / desc.local_batch
+    output = scale * sum(math.prod(o.shape) * DTYPE_BYTES[o.dtype] for o in desc.segments[last].outputs)
+    return max(min(handed, output), 0.0) + sum(max(nbytes, 0) for nbytes in after)
+
+
+def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
+    """Most bytes that the first part of a backward needs beyond the activations; it frees none of them."""
+    lives = np.array([profile.by_signature[s.signature].forward.live_bytes for s in desc.segments])
+    before = np.cumsum(lives) - np.maximum(lives, 0)
+    captured = np.cumsum(_captured(desc, profile.local_batch)[::-1])[::-1]
+    return float(np.max(timeline.backward_high - before + captured, initial=0.0))
+
+
+def stage_memory(
+    desc: ModelDesc, profile: Profile, situation: Situation, found: Assignment, messages: Messages
+) -> StageMemory:
+    """Memory required by a stage planned as ``found`` in ``situation`` that exchanges ``messages``."""
+    # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
+    #    Resident bytes belong to the rank, not to the stage.
+    bare = replace(profile, resident_bytes=0)
+    if situation.device.world_size == 1:
+        found = _one_by_one(found)
+    training = situation.training
+    once, again = (
+        replace(
+            build_situation(desc, bare, situation.device, counted, reduce_each=False),
+            root_wire=situation.root_wire,
+        )
+        for counted in (replace(training, microbatches=1), replace(training, microbatches=2))
+    )
+    first, later = (_highest(each, found) for each in (once, again))
+    gradients = later["always"] - first["always"]
+    # 2. What recomputation drops, and what a split backward captures.
+    timeline, (units, _) = once.timeline, priced(once, found)
+    dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
+    captured = captured_bytes(desc, profile.local_batch)
+    return StageMemory(
+        base=first["always"],
+        gradients=gradients,
+        kept=timeline.kept - float(dropped) + messages.again,
+        forward=first["forward"] - first["always"] + messages.again,
+        first_backward=first["backward"] - first["always"] + messages.again,
+        backward=later["backward"] - later["always"] + messages.again,
+        step=first["step"],
+        received=messages.received,
+        sent=messages.sent,
+        returned=messages.returned,
+        captured=captured - (0 if messages.sent else _freed_first(desc, profile)),
+        input_pass=_input_pass(desc, profile, timeline),
+        largest_gradient=max((operator.nbytes for operator in desc.operators), default=0),
+        splits=messages.splits,
+    )
+
+
+def _one_by_one(found: Assignment) -> Assignment:
+    """The assignment with replicated units split into single operators.
+
+    Gradients that nothing reduces arrive one by one.
+    """
+    units = [
+        (k, k + 1, way) if plain(way) == NO_SHARD else (start, stop, way)
+        for start, stop, way in found.units
+        for k in (range(start, stop) if plain(way) == NO_SHARD else (start,))
+    ]
+    return replace(found, units=tuple(units))
+
+
+def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
+    """Peak bytes by pass, and the bytes that are alive throughout forward and backward."""
+    units, root = priced(situation, found)
+    highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    for nbytes, moment in judge(situation, units, root).moments:
+        kind = "forward" if moment.kind in _FORWARD else moment.kind
+        # Every kind but "step" that is not of forward is of backward.
+        kind = kind if kind in highest else "backward"
+        highest[kind] = max(highest[kind], nbytes)
+    return highest | {"always": root_always(situation, root) + float(always(units, situation).sum())}

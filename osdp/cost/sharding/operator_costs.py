@@ -1,0 +1,203 @@
+"""Bytes and seconds of operators, as prefix sums."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.shard_groups import Wire
+from osdp.cost.sharding.sliced_costs import SlicePrices, price_slices
+from osdp.hardware.profile import OptimizerProfile
+from osdp.model.description import DTYPE_BYTES, Operator, Parameter
+from osdp.model.training import Training
+from osdp.plan.shard_math import padded_numel, shard_numel
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPrices:
+    """Prefix sums over a list of ``K`` operators, each of shape ``(K + 1,)``; bytes and seconds.
+
+    ``*_sharded`` is one rank's share of a sharded operator, ``*_whole`` that of a replicated one.
+    """
+
+    state_sharded: Floats
+    state_whole: Floats
+    shard: Floats
+    unsharded: Floats
+    gradient: Floats
+    reduce_input: Floats
+    gradient_sharded: Floats
+    bucket: Floats
+    gradient_whole: Floats
+    low_precision: Floats
+    local_sharded: Floats  # bytes an optimizer step updates
+    local_whole: Floats
+    num_trainable: Floats
+    copy_in: Floats
+    largest_gradient: Floats  # not a prefix sum: shape (K,)
+    last_gradient: Floats  # not a prefix sum: shape (K,)
+    world_size: int
+    accumulates: bool  # several microbatches
+    temporary_sharded: Floats  # of the optimizer step; prefix sums if additive, else shape (K,)
+    temporary_whole: Floats
+    temporaries_add: bool
+    optimizer: OptimizerProfile
+    host_optimizer: OptimizerProfile | None
+    slices: SlicePrices
+    wire: Wire
+    others: tuple["OperatorPrices", ...] = ()  # the same operators in the other shard groups
+
+    @property
+    def by_wire(self) -> tuple["OperatorPrices", ...]:
+        """Costs by index of the shard group."""
+        return (self, *self.others)
+
+
+def price_operators(
+    operators: Sequence[Operator],
+    *,
+    wires: Sequence[Wire],
+    training: Training,
+    optimizer: OptimizerProfile,
+    device_kind: str,
+    host_optimizer: OptimizerProfile | None = None,
+) -> OperatorPrices:
+    """Costs of each operator in each shard group."""
+    first, *others = (
+        _price_on(operators, wire, training, optimizer, device_kind, host_optimizer) for wire in wires
+    )
+    return replace(first, others=tuple(others))
+
+
+def _price_on(
+    operators: Sequence[Operator],
+    wire: Wire,
+    training: Training,
+    optimizer: OptimizerProfile,
+    device_kind: str,
+    host_optimizer: OptimizerProfile | None,
+) -> OperatorPrices:
+    world_size = wire.num_shards
+    columns: dict[str, Any] = {
+        name: _prefix([column(op, world_size, training) for op in operators])
+        for name, column in _COLUMNS.items()
+    }
+    locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
+    locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
+    add = training.implementation(device_kind) != "for-loop"
+    return OperatorPrices(
+        **columns,
+        state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
+        state_whole=_prefix(list(map(partial(_state, training, 1), operators, locals_whole))),
+        local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
+        local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
+        optimizer=optimizer,
+        host_optimizer=host_optimizer,
+        copy_in=_prefix(
+            [_copy_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators]
+        ),
+        largest_gradient=np.array(
+            [max(_gradients(op, training), default=0) for op in operators], dtype=float
+        ),
+        last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
+        world_size=world_size,
+        accumulates=training.microbatches > 1,
+        temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
+        temporary_whole=_temporaries(locals_whole, training, device_kind, add),
+        temporaries_add=add,
+        slices=price_slices(operators, world_size=world_size, training=training),
+        wire=wire,
+    )
+
+
+def _trainable(operator: Operator) -> list[Parameter]:
+    return [parameter for parameter in operator.parameters if parameter.trainable]
+
+
+def _shard_bytes(parameter: Parameter, world_size: int) -> int:
+    return shard_numel(parameter.shape, world_size) * DTYPE_BYTES[parameter.dtype]
+
+
+def _gradient_bytes(parameter: Parameter, training: Training) -> int:
+    return parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
+
+
+def _gradients(operator: Operator, training: Training) -> list[int]:
+    return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
+
+
+def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
+    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a full copy if the dtype changes."""
+    total = 0
+    for p in _trainable(operator):
+        computed = training.param_dtype or p.dtype
+        padded = padded_numel(p.shape, world_size) * DTYPE_BYTES[computed]
+        uneven = bool(p.shape) and p.shape[0] % world_size != 0
+        total += padded * (uneven + (training.reduce_dtype not in (None, computed)))
+    return total
+
+
+def _gathered(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        padded_numel(p.shape, world_size) * DTYPE_BYTES[training.param_dtype or p.dtype]
+        for p in operator.parameters
+    )
+
+
+def _reduce_input(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        padded_numel(p.shape, world_size)
+        * DTYPE_BYTES[training.reduce_dtype or training.param_dtype or p.dtype]
+        for p in _trainable(operator)
+    )
+
+
+def _bucket(operator: Operator, world_size: int, training: Training) -> int:
+    return sum(
+        p.numel * DTYPE_BYTES[training.reduce_dtype or training.param_dtype or p.dtype]
+        for p in _trainable(operator)
+    )
+
+
+def _low_precision(operator: Operator, world_size: int, training: Training) -> int:
+    if training.param_dtype is None:
+        return 0
+    return sum(
+        p.numel * DTYPE_BYTES[training.param_dtype]
+        for p in operator.parameters
+        if p.dtype != training.param_dtype
+    )
+
+
+_COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
+    "unsharded": _gathered,
+    "gradient": lambda op, n, training: sum(_gradients(op, training)),
+    "reduce_input": _reduce_input,
+    "shard": lambda op, n, training: sum(_shard_bytes(p, n) for p in op.parameters),
+    "gradient_sharded": lambda op, n, training: sum(_shard_bytes(p, n) for p in _trainable(op)),
+    "bucket": _bucket,
+    "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),
+    "low_precision": _low_precision,
+    "num_trainable": lambda op, n, training: len(_trainable(op)),
+}
+
+
+def _state(training: Training, num_shards: int, operator: Operator, trainable_bytes: list[int]) -> int:
+    stored = sum(_shard_bytes(p, num_shards) for p in operator.parameters)
+    return stored + training.state_bytes(sum(trainable_bytes), len(trainable_bytes))
+
+
+def _temporaries(local_bytes: list[list[int]], training: Training, device_kind: str, add: bool) -> Floats:
+    values = [
+        float(training.step_temporary_bytes(sizes, device_kind)) if sizes else 0.0 for sizes in local_bytes
+    ]
+    return _prefix(values) if add else np.array(values)
+
+
+def _prefix(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])

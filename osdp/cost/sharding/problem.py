@@ -1,0 +1,255 @@
+"""Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from osdp.cost.sharding.operator_costs import OperatorPrices, price_operators
+from osdp.cost.sharding.shard_groups import wires_of
+from osdp.cost.sharding.strategies import NO_SHARD, ROOT, WIRE, wire_of
+from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline
+from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.units import Units
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import Profile
+from osdp.model.description import ModelDesc, Operator
+from osdp.model.training import Training
+
+_NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Settings of devices and training used by the step simulator.
+
+    Attributes:
+        blocking: Whether FSDP2's collectives block compute.
+        overlap: Fraction of an asynchronous all-reduce that backward hides.
+        mixed_overlap: The same in a plan that also has sharded units.
+        unit_overhead: Seconds of hooks per sharded unit and pass.
+        copy_bandwidth: Bytes per second of a copy into a gradient bucket.
+        microbatches: Microbatches per step.
+        reduce_each: Whether gradients are reduced after each microbatch.
+    """
+
+    blocking: bool
+    overlap: float
+    mixed_overlap: float
+    unit_overhead: float
+    copy_bandwidth: float
+    microbatches: int
+    reduce_each: bool
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether unsharded gradients are kept from one microbatch to the next."""
+        return self.microbatches > 1 and not self.reduce_each
+
+    @property
+    def reductions(self) -> int:
+        """Number of gradient reductions per step."""
+        return self.microbatches if self.reduce_each else 1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One model on one set of devices under one training.
+
+    Attributes:
+        timeline: Activation memory and compute time.
+        prices: Costs of the chain's operators.
+        conditions: Settings of devices and training.
+        device: The devices.
+        training: The training.
+        profile: The profile.
+        plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
+            are plain tensors instead of DTensors.
+        root_wire: Index of the root unit's shard group.
+    """
+
+    timeline: Timeline
+    prices: OperatorPrices
+    conditions: Conditions
+    device: DeviceInfo
+    training: Training
+    profile: Profile
+    plain_saving: float = 0.0
+    root_wire: int = 0
+
+    @property
+    def root_way(self) -> int:
+        """Strategy of operators in the root unit."""
+        return ROOT + WIRE * self.root_wire
+
+
+@dataclass(frozen=True, slots=True)
+class RootPrice:
+    """Memory and time of the operators outside the chain (root unit and replicated ones); bytes and seconds.
+
+    Attributes:
+        state: Parameters and optimizer states.
+        has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
+        unsharded: The root unit's unsharded parameters.
+        low_precision: Low-precision copies of replicated parameters.
+        carried: Gradients left by earlier microbatches.
+        gradient: Gradients of one microbatch: those of the root unit, the buckets of replicated operators,
+            and the gradients still waiting to be copied into a bucket.
+        backward: Backward memory including those gradients; empty only in the cost of an empty model.
+        reduce_input: Input of the root unit's reduce-scatter.
+        gradient_kept: Gradients left after backward.
+        gather_seconds: The root unit's all-gather.
+        reduce_seconds: The root unit's reduce-scatter.
+        average_seconds: All-reduces of replicated operators.
+        step_seconds: Optimizer step of all of these operators.
+        temporary: Temporaries of their optimizer step.
+    """
+
+    has_unit: bool = False
+    state: float = 0.0
+    unsharded: float = 0.0
+    low_precision: float = 0.0
+    carried: float = 0.0
+    gradient: float = 0.0
+    reduce_input: float = 0.0
+    gradient_kept: float = 0.0
+    gather_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    average_seconds: float = 0.0
+    step_seconds: float = 0.0
+    temporary: float = 0.0
+    backward: Backward = field(default=_NO_BACKWARD, compare=False)
+
+
+def build_situation(
+    model_desc: ModelDesc,
+    profile: Profile,
+    device: DeviceInfo,
+    training: Training,
+    *,
+    reduce_each: bool = True,
+) -> Situation:
+    """Build the timeline and the operator costs of a step once, for all plans of it.
+
+    Raises:
+        ValueError: The profile was made for another model.
+    """
+    timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
+    operators = (*timeline.chain, *timeline.root)
+    # Plain tensors save the optimizer's overhead per DTensor.
+    trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
+    optimizer = profile.optimizer
+    return Situation(
+        timeline=timeline,
+        prices=_prices(timeline.chain, device, training, profile),
+        conditions=Conditions(
+            # On one device FSDP2 has no streams for its copies.
+            blocking=device.blocking or device.world_size == 1,
+            overlap=device.overlap,
+            mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
+            unit_overhead=device.unit_overhead,
+            copy_bandwidth=device.copy_bandwidth,
+            microbatches=training.microbatches,
+            reduce_each=reduce_each or training.microbatches == 1,
+        ),
+        device=device,
+        training=training,
+        profile=profile,
+        plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
+    )
+
+
+def price_root(
+    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
+) -> RootPrice:
+    """Memory and time of the operators outside the chain: one root unit, one bucket per replicated operator.
+
+    Args:
+        situation: The step to plan.
+        sharded: Operators in the root unit.
+        replicated: Operators that are replicated.
+        has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
+    """
+    # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
+    unit, unit_temporary = _price_group(situation, sharded, situation.root_way)
+    wire = situation.prices.by_wire[situation.root_wire].wire
+    whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
+
+    def replicated_sum(name: str) -> float:
+        return float(sum(getattr(units, name).sum() for units, _ in whole))
+
+    # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
+    buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
+    arrivals = _gradient_arrivals(situation, sharded, buckets)
+    temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
+    return RootPrice(
+        has_unit=has_unit,
+        state=float(unit.state.sum()) + replicated_sum("state"),
+        unsharded=float(unit.unsharded.sum()),
+        low_precision=replicated_sum("unsharded"),
+        carried=_carried(situation.conditions, unit, [units for units, _ in whole]),
+        gradient=sum(nbytes for _, nbytes in arrivals),
+        reduce_input=float(unit.reduce_input.sum()),
+        gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
+        gather_seconds=float(unit.gather_seconds.sum()) + has_unit * wire.gather.latency,
+        reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * wire.reduce_latency,
+        average_seconds=replicated_sum("reduce_seconds"),
+        step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
+        temporary=float(sum(temporaries) if situation.prices.temporaries_add else max(temporaries)),
+        backward=situation.timeline.backward_with(arrivals),
+    )
+
+
+def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]) -> float:
+    """Gradients of operators outside the chain that earlier microbatches left."""
+    if conditions.microbatches == 1:
+        return 0.0
+    kept = sharded.gradient_kept if conditions.reduce_each else sharded.accumulated
+    return float(kept.sum() + sum(units.bucket.sum() for units in replicated))
+
+
+def _gradient_arrivals(
+    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
+) -> list[tuple[int, float]]:
+    """Gradient bytes of each operator outside the chain, and the first segment whose backward makes them.
+
+    An operator used twice keeps its partial gradient in autograd until its second use, in addition to a
+    bucket that another operator may have opened.
+    """
+    again = situation.conditions.microbatches > 1
+
+    def arriving(units: Units) -> float:
+        # The previous microbatch's gradients become the bucket, unless they are of another dtype.
+        opened = units.bucket * (not again or units.unsharded > 0)
+        return float((opened + units.largest_gradient).sum())
+
+    whole = [(op, arriving(units)) for op, units in replicated]
+    ours = [
+        (op, float(_price_group(situation, [op], situation.root_way)[0].gradient.sum())) for op in sharded
+    ]
+    last = len(situation.timeline.backward_high) - 1
+    return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
+
+
+def _price_group(situation: Situation, operators: Sequence[Operator], way: int) -> tuple[Units, float]:
+    prices = _prices(operators, situation.device, situation.training, situation.profile)
+    # No operators make no unit, so that all sums are zero.
+    count = min(len(operators), 1)
+    units = price_units(prices, [0] * count, [len(operators)] * count, [way] * count, situation.device)
+    prices = prices.by_wire[wire_of(way)]
+    temporary = prices.temporary_whole if way == NO_SHARD else prices.temporary_sharded
+    value = temporary[-1] if prices.temporaries_add else temporary.max(initial=0.0)
+    return units, float(value)
+
+
+def _prices(
+    operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
+) -> OperatorPrices:
+    return price_operators(
+        operators,
+        wires=wires_of(device),
+        training=training,
+        optimizer=profile.optimizer,
+        host_optimizer=profile.host_optimizer,
+        device_kind=device.kind,
+    )

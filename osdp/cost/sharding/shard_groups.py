@@ -1,0 +1,95 @@
+"""Shard groups: the ranks over which a unit is sharded, and the links its collectives use."""
+
+from dataclasses import dataclass, replace
+
+from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.plan.plan import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The ranks over which a unit is sharded, with the links of its collectives.
+
+    Attributes:
+        num_shards: Number of ranks a unit is sharded over.
+        gather: Link of its all-gather.
+        reduce: Link of its reduce-scatter.
+        average: Link of an all-reduce of replicated gradients.
+        across: Link of the all-reduce of reduced gradients between groups (HYBRID_SHARD); ``None`` otherwise.
+        group_size: Ranks of a group; 0 without groups.
+        route: Route of its collectives (flat, two-step, by exchange).
+        searched: Whether the search may choose it; otherwise it only prices plans given by the user.
+    """
+
+    num_shards: int
+    gather: Link
+    reduce: Link
+    average: Link
+    across: Link | None = None
+    group_size: int = 0
+    route: Route = Route.FLAT
+    searched: bool = True
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether units are sharded inside groups only (HYBRID_SHARD)."""
+        return self.across is not None
+
+    @property
+    def reduce_buffers(self) -> float:
+        """Bytes of a reduction's buffers in addition to its input, as a fraction of the input.
+
+        See :mod:`osdp.comm.collectives`.
+        """
+        output = 1 / self.num_shards
+        if not self.route.in_two_steps:
+            # An exchange keeps the pieces received from the other ranks next to the input until they are
+            # summed.
+            return output + self.route.by_exchange
+        column, row = 1 / self.group_size, self.group_size / self.num_shards
+        return output + column + (max(row, column) if self.route.by_exchange else 0.0)
+
+    @property
+    def reduce_latency(self) -> float:
+        """Seconds that a gradient reduction of zero bytes takes."""
+        return self.reduce.latency + (self.across.latency if self.across is not None else 0.0)
+
+
+def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
+    """All shard groups whose links are known; the first is flat, over all ranks.
+
+    Raises:
+        ValueError: There are several devices, and their links are unknown.
+    """
+    gather, reduce, average = (device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    flat = Wire(
+        device.world_size, gather, reduce, average, route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT
+    )
+    # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
+    found = [flat]
+    for size in device.group_sizes:
+        steps, inside = (
+            [device.link(name, f"{group} {size}") for name in ("all_gather", "reduce_scatter")]
+            for group in ("two_step", "inside")
+        )
+        two = Route.TWO_STEP_EXCHANGE if steps[1].by_exchange else Route.TWO_STEP
+        found.append(replace(flat, gather=steps[0], reduce=steps[1], group_size=size, route=two))
+        found.append(
+            Wire(
+                size,
+                inside[0],
+                inside[1],
+                average,
+                device.link("all_reduce", f"across {size}"),
+                size,
+                Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
+            )
+        )
+    # FSDP2's own reduce-scatter stays priced even where an exchange is faster.
+    slower = [
+        link
+        for link in device.links
+        if (link.collective, link.group) == ("reduce_scatter", "world") and link is not reduce
+    ]
+    found += [replace(flat, reduce=link, route=Route.FLAT, searched=False) for link in slower]
+    return tuple(found)

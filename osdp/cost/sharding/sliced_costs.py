@@ -1,0 +1,173 @@
+"""Memory and time of operators that run in slices of a sharded weight (:mod:`osdp.nn.sliced_weight`).
+
+Memory of one slice, in forward: this rank's shard of it and the gathered slice. In backward: the same (except
+for an embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced
+shard. The last slices of forward may be kept gathered; backward uses them first and frees one after the
+other. (An operator whose input needs no gradient neither keeps nor gathers slices for backward; its cost is
+overestimated.) The weight is stored sharded along the dimension that is not cut; a bias is replicated, its
+gradient in a bucket of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.strategies import SLICED
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import OptimizerProfile
+from osdp.model.description import DTYPE_BYTES, Operator
+from osdp.model.training import Training
+from osdp.plan.shard_math import shard_numel
+
+if TYPE_CHECKING:
+    from osdp.cost.sharding.units import Units
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePrices:
+    """Costs of running ``K`` operators in slices, shape ``(K,)``; bytes, 0 for operators that cannot be cut.
+
+    Attributes:
+        state: Parameters and optimizer states of one rank.
+        local: Bytes updated by an optimizer step; ``num_trainable`` is their number of tensors.
+        gradient_kept: Gradients left after backward.
+        size: Length of the dimension that is cut.
+        column: Bytes of one gathered column across the cut, in the dtype of compute; padded.
+        reduce_column: The same, in the dtype of the reduction.
+        bias_bucket: Gradient bucket of the bias.
+        trains: Whether the weight is trainable.
+        in_backward: Whether backward gathers the slices again; that of an embedding needs none.
+        in_profile: Whether it was profiled in slices, so that the gradient of a slice is already counted
+            among its activations.
+        num_shards: Number of ranks it is sharded over.
+        accumulates: Whether there are several microbatches.
+    """
+
+    state: Floats
+    local: Floats
+    num_trainable: Floats
+    gradient_kept: Floats
+    size: Floats
+    column: Floats
+    reduce_column: Floats
+    bias_bucket: Floats
+    trains: NDArray[np.bool_]
+    in_backward: NDArray[np.bool_]
+    in_profile: NDArray[np.bool_]
+    num_shards: int
+    accumulates: bool
+
+    def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
+        """``units`` with the costs of those that run in slices replaced by the costs of slices."""
+        gather, reduce, average = (
+            device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce")
+        )
+        # 1. Bytes of the widest slice: gathered (`whole`), and in the dtype of the reduction (`reduced`).
+        k, sliced = units.start, units.sliced
+        count = 2.0 ** np.maximum(units.mode - SLICED, 0)
+        width = np.ceil(self.size[k] / count)
+        whole, reduced = width * self.column[k], width * self.reduce_column[k]
+        share = 1 / self.num_shards
+        trains = self.trains[k]
+        # Where the profile was taken in slices, a slice's gradient is already among the activations.
+        made = np.where(self.in_profile[k], 0.0, whole)
+        scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
+        # 2. Bytes of slices alive at a time. The longer slices come first
+        # (osdp.plan.shard_math.slice_bounds), the    kept ones last.
+        base, longer = np.divmod(self.size[k], count)
+        num_kept = units.num_kept
+        kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
+        forward = np.maximum(whole * (1 + share), np.where(num_kept > 0, kept + whole * share, 0.0))
+        one = np.where(num_kept > 0, base * self.column[k], 0.0)
+        backward = np.maximum.reduce(
+            [np.where(num_kept < count, whole * (1 + share), 0.0), kept, kept - one + scattering]
+        )
+        # 3. Seconds of the collectives: one latency per slice.
+        gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
+        again = self.size[k] * self.column[k] - kept
+        regather_seconds = (count - num_kept) * gather.latency + again / gather.bandwidth
+        reduce_seconds = np.where(
+            trains, count * reduce.latency + self.size[k] * self.reduce_column[k] / reduce.bandwidth, 0.0
+        )
+        if self.accumulates:
+            # The new gradient is alive next to the one it is added to.
+            backward = backward + self.gradient_kept[k]
+        bias = self.bias_bucket[k]
+        reduce_seconds += np.where(bias > 0, average.latency + bias / average.bandwidth, 0.0)
+
+        def priced(own: Floats, others: Floats) -> Floats:
+            return np.where(sliced, own, others)
+
+        zero = np.zeros(len(k))
+        return replace(
+            units,
+            state=priced(self.state[k], units.state),
+            unsharded=priced(zero, units.unsharded),
+            gradient=priced(zero, units.gradient),
+            reduce_input=priced(zero, units.reduce_input),
+            reduce_peak=priced(zero, units.reduce_peak),
+            accumulated=priced(zero, units.accumulated),
+            gradient_kept=priced(self.gradient_kept[k], units.gradient_kept),
+            bucket=priced(self.gradient_kept[k], units.bucket),
+            largest_gradient=priced(backward, units.largest_gradient),
+            gather_seconds=priced(gather_seconds, units.gather_seconds),
+            reduce_seconds=priced(reduce_seconds, units.reduce_seconds),
+            step_seconds=priced(
+                optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
+                units.step_seconds,
+            ),
+            kept=priced(kept, units.kept),
+            slice_forward=priced(forward, zero),
+            slice_regather=priced(regather_seconds * self.in_backward[k], zero),
+        )
+
+
+def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicePrices:
+    """Costs of running each operator in slices; zeros for operators that cannot be cut."""
+    columns = [_column(operator, world_size, training) for operator in operators]
+    names = (
+        "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
+    )  # fmt: skip
+    table = np.array(columns, dtype=float).reshape(-1, len(names) + 3).T
+    return SlicePrices(
+        **dict(zip(names, table[:-3], strict=True)),
+        trains=table[-3] > 0,
+        in_backward=table[-2] > 0,
+        in_profile=table[-1] > 0,
+        num_shards=world_size,
+        accumulates=training.microbatches > 1,
+    )
+
+
+def _column(operator: Operator, world_size: int, training: Training) -> tuple[float, ...]:
+    cut = operator.cut
+    if cut is None:
+        return (0.0,) * 11
+    weight = next(p for p in operator.parameters if p.name == cut.weight)
+    others = [p for p in operator.parameters if p.name != cut.weight]
+    rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
+    size = weight.shape[cut.dim]
+    local = rows * size * DTYPE_BYTES[weight.dtype]
+    trainable = [p.nbytes for p in others if p.trainable] + [local] * weight.trainable
+    stored = local + sum(p.nbytes for p in others)
+    computed = DTYPE_BYTES[training.param_dtype or weight.dtype]
+    reduced = DTYPE_BYTES[training.reduce_dtype or training.param_dtype or weight.dtype]
+    bias = sum(p.numel * reduced for p in others if p.trainable)
+    return (
+        stored + training.state_bytes(sum(trainable), len(trainable)),
+        sum(trainable),
+        len(trainable),
+        sum(trainable),
+        size,
+        rows * world_size * computed,
+        rows * world_size * reduced,
+        bias,
+        weight.trainable,
+        cut.in_backward,
+        cut.slices,
+    )

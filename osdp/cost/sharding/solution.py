@@ -1,0 +1,56 @@
+"""Units that a search chose, before they have names."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from osdp.cost.sharding.problem import RootPrice, Situation, price_root
+from osdp.cost.sharding.simulate import Outcome
+from osdp.cost.sharding.strategies import ROOT, plain
+from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.units import Units
+from osdp.model.description import Operator
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Units of a plan, before they are named.
+
+    Attributes:
+        units: Units of the chain, in trace order: (first operator, one past the last, strategy).
+        root_sharded: Operators outside the chain that form the root unit.
+        root_replicated: Operators outside the chain that are replicated.
+        outcome: The simulated step.
+        cuts: Number of rows (cutting planes) that the search used.
+        bound: Lower bound of the seconds of any assignment; equal to the outcome's seconds if proven best.
+    """
+
+    units: tuple[tuple[int, int, int], ...]
+    root_sharded: tuple[Operator, ...]
+    root_replicated: tuple[Operator, ...]
+    outcome: Outcome
+    cuts: int
+    bound: float
+
+    @property
+    def has_root_unit(self) -> bool:
+        """Whether the root unit has any operator."""
+        return bool(self.root_sharded) or self.chain_joins_root
+
+    @property
+    def chain_joins_root(self) -> bool:
+        """Whether operators of the chain are in the root unit."""
+        return any(plain(way) == ROOT for _, _, way in self.units)
+
+    @property
+    def gap(self) -> float:
+        """Upper bound of the relative time that a better assignment could save."""
+        return max(0.0, 1 - self.bound / self.outcome.seconds) if self.bound < self.outcome.seconds else 0.0
+
+
+def priced(situation: Situation, found: Assignment) -> tuple[Units, RootPrice]:
+    """Costs of the units and of the root of an assignment, as the simulator takes them."""
+    start, stop, way = np.array(found.units, dtype=np.int64).reshape(-1, 3).T
+    units = price_units(situation.prices, start, stop, way, situation.device)
+    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    return units, root

@@ -1,0 +1,214 @@
+"""Time of a step on two resources, the device and the link between devices.
+
+``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
+start; collectives that block compute count on both. An asynchronous all-reduce occupies the link for all of
+its time, and the device for the part that compute does not hide. The step time is a maximum of functions that
+are linear in the units, which makes exact search possible: :func:`time_row` gives the function that attains
+it.
+
+::
+
+    device  | backward of later units | k | backward of earlier units ...
+    link              idle or busy        | reductions of k and earlier units, one after the other
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.problem import Conditions, RootPrice, Situation
+from osdp.cost.sharding.strategies import FULL_SHARD
+from osdp.cost.sharding.timeline import Recompute, Timeline
+from osdp.cost.sharding.units import Units
+
+Floats = NDArray[np.float64]
+
+
+class TimeCut(NamedTuple):
+    """Critical moment of each pass: operators at which the link determines the time; -1 for none.
+
+    ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
+    backward it is.
+    """
+
+    forward: int = -1
+    backward: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """Seconds of each unit by resource, arrays of shape ``(U,)``.
+
+    Attributes:
+        forward: Device time in forward.
+        backward: Device time in a backward that reduces gradients.
+        silent: Device time in a backward that does not.
+        link_forward: Link time in forward that overlaps compute.
+        link: Link time in a backward that reduces gradients.
+        link_after: The part of ``link`` that remains when the unit's ``backward`` has ended.
+    """
+
+    forward: Floats
+    backward: Floats
+    silent: Floats
+    link_forward: Floats
+    link: Floats
+    link_after: Floats
+
+
+def unit_seconds(
+    units: Units, root: RootPrice, conditions: Conditions, recompute: Recompute | None = None
+) -> UnitSeconds:
+    """Split the collectives of each unit between device and link, and add its recomputation."""
+    overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
+    sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
+    replicated = ~sharded & ~units.in_root & ~units.sliced
+    # 1. Gathering again in backward. Slices of a recomputed block are gathered once more; whole units stay
+    #    gathered from the recomputation to their backward.
+    regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
+    regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
+    hooks = np.where(sharded, conditions.unit_overhead, 0.0)
+    # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
+    #    reduction follows everything, so neither can be hidden. Slices wait for each other.
+    held_up = np.where(units.in_root | units.sliced, 1.0, float(conditions.blocking))
+    # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
+    copied = np.where(units.largest_gradient > 0, units.bucket / conditions.copy_bandwidth, 0.0)
+    silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
+    if recompute is not None:
+        silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
+    awaited = np.where(replicated, 1 - overlap, np.where(units.sliced, 0.0, held_up)) * reduce
+    return UnitSeconds(
+        forward=hooks + held_up * gather,
+        backward=silent + awaited,
+        silent=silent,
+        link_forward=(1 - held_up) * gather,
+        link=regather + np.where(units.in_root, 0.0, reduce),
+        link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of each kind of pass of one microbatch.
+
+    Attributes:
+        forward: A forward pass.
+        silent: A backward pass that reduces no gradients.
+        reducing: A backward pass that reduces gradients.
+        cut: Where the link determines these times.
+    """
+
+    forward: float
+    silent: float
+    reducing: float
+    cut: TimeCut
+
+
+def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
+    """Seconds of each kind of pass, and where the link determines them."""
+    timeline, conditions = situation.timeline, situation.conditions
+    price = unit_seconds(units, root, conditions, timeline.recompute)
+    # Forward: for each unit, all gathers up to its own, then the compute from its start on.
+    waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
+    forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
+    # Backward: for each unit, device work until its backward ends, then the link's remaining work.
+    done = np.cumsum(price.backward[::-1])[::-1]
+    link_before = np.cumsum(price.link) - price.link
+    ends = compute_until(timeline)[units.start] + done + link_before + price.link_after
+    device_only = float(timeline.backward_seconds.sum() + price.backward.sum())
+    backward, worst = _larger(ends, device_only)
+    root_forward, root_backward = _root_seconds(root, conditions)
+    starts = units.start
+    return Passes(
+        forward=forward + float(price.forward.sum()) + root_forward,
+        silent=float(timeline.backward_seconds.sum() + price.silent.sum()),
+        reducing=backward + root_backward,
+        cut=TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
+    )
+
+
+def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
+    """Seconds of forward and backward of all microbatches, and where the link determines them."""
+    found, conditions = passes(situation, units, root), situation.conditions
+    m, reductions = conditions.microbatches, conditions.reductions
+    seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
+    return seconds, found.cut
+
+
+def optimizer_time(situation: Situation, units: Units, root: RootPrice) -> float:
+    """Seconds of the optimizer step."""
+    return float(np.sum(units.step_seconds)) + root.step_seconds - _plain_saving(situation, units, root)
+
+
+def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) -> tuple[Floats, float]:
+    """A linear lower bound of the step's seconds, exact for plans whose critical moment is ``cut``.
+
+    For a plan that shards nothing it is a bound only if no candidate shards anything.
+
+    Args:
+        situation: The step to plan.
+        units: Candidate units; a plan takes some of them.
+        root: Costs of the operators outside the chain.
+        cut: A critical moment returned by :func:`step_time`.
+
+    Returns:
+        Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
+    """
+    timeline, conditions = situation.timeline, situation.conditions
+    price = unit_seconds(units, root, conditions, timeline.recompute)
+    if cut.forward < 0:
+        forward, forward_constant = price.forward, float(timeline.forward_seconds.sum())
+    else:
+        forward = price.forward + np.where(units.start <= cut.forward, price.link_forward, 0.0)
+        forward_constant = float(compute_after(timeline)[cut.forward])
+    if cut.backward < 0:
+        backward, backward_constant = price.backward, float(timeline.backward_seconds.sum())
+    else:
+        at = price.backward + np.where(units.start == cut.backward, price.link_after, 0.0)
+        # A unit that contains the cut has at least its reduction still to come.
+        before = np.where(units.stop > cut.backward, price.link_after, price.link)
+        backward = np.where(units.start >= cut.backward, at, before)
+        backward_constant = float(compute_until(timeline)[cut.backward])
+    m, reductions = conditions.microbatches, conditions.reductions
+    root_forward, root_backward = _root_seconds(root, conditions)
+    row = m * forward + reductions * backward + (m - reductions) * price.silent + units.step_seconds
+    constant = (
+        m * (forward_constant + root_forward)
+        + reductions * (backward_constant + root_backward)
+        + (m - reductions) * float(timeline.backward_seconds.sum())
+        + root.step_seconds
+        - _plain_saving(situation, units, root)
+    )
+    return row, constant
+
+
+def compute_after(timeline: Timeline) -> Floats:
+    """Forward compute from the start of each operator to the end of forward, shape ``(K,)``."""
+    return np.cumsum(timeline.forward_seconds[::-1])[::-1][1::2]
+
+
+def compute_until(timeline: Timeline) -> Floats:
+    """Backward compute from its start until the end of each operator's backward, shape ``(K,)``."""
+    return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
+
+
+def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
+    return 0.0 if _shards(units, root) else situation.plain_saving
+
+
+def _shards(units: Units, root: RootPrice) -> bool:
+    """Whether anything is sharded, or may be among candidates."""
+    return root.has_unit or bool((units.sharded | units.sliced).any())
+
+
+def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:
+    hooks = conditions.unit_overhead if root.has_unit else 0.0
+    return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
+
+
+def _larger(values: Floats, floor: float) -> tuple[float, int]:
+    """The maximum of ``values`` and ``floor``, and its index; -1 for the floor."""
+    best = int(np.argmax(values)) if len(values) else -1
+    return (float(values[best]), best) if best >= 0 and values[best] > floor else (floor, -1)

@@ -1,0 +1,303 @@
+"""Activation memory and compute time of a step, before any decision about parameters.
+
+The chain is the operators that can be resharded between uses, in trace order. Parameter memory changes only
+where an operator starts or ends, so the trace is cut into *regions*: region ``2k + 1`` is operator ``k``'s
+window, region ``2k`` the gap before it, and within a region only the highest activation matters.
+
+::
+
+    gap 0 | op 0 | gap 1 | op 1 | ... | op K-1 | gap K          regions 0 .. 2K
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.hardware.profile import Profile
+from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
+
+Floats = NDArray[np.float64]
+
+#: Bytes of scalars and index tensors that belong to no segment or parameter. The most that was measured on
+#: top of a prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
+#: generously.
+LOOSE_BYTES = 16384
+
+#: Granularity of torch's CUDA allocator (``kMinBlockSize``), and the maximum number of blocks per parameter
+#: or segment.
+GPU_BLOCK = 512
+_BLOCKS_EACH = 4
+
+#: Below any real memory: an empty region is never the peak.
+EMPTY = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Memory in backward: activations, and gradients of the operators outside the chain; bytes.
+
+    Attributes:
+        peak: Highest of each region, shape ``(2K + 1,)``.
+        start: When operator ``k`` starts its backward, shape ``(K,)``.
+        end: When operator ``k`` ends its backward, shape ``(K,)``.
+    """
+
+    peak: Floats
+    start: Floats
+    end: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Effect of recomputing a block, by operator of the chain; zero except at a block's first operator.
+
+    The activations of a recomputed block are alive only during its own forward and backward; in between only
+    its outputs are. Shapes ``(K,)``.
+
+    Attributes:
+        saving: Activation bytes that are not kept.
+        until: Region after the block's last operator, from which on they are freed.
+        excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
+            backward of its last operator needs.
+        seconds: Time of its forward compute.
+        possible: Whether the operator is the first of a block that can be recomputed.
+    """
+
+    saving: Floats
+    until: NDArray[np.int64]
+    excess: Floats
+    seconds: Floats
+    possible: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Activation bytes and compute seconds by region; ``K`` chain operators, ``2K + 1`` regions.
+
+    Attributes:
+        chain: The operators that can be resharded between uses, in trace order.
+        root: All other operators (spanning or not executed): they can only join the root unit or be
+            replicated.
+        forward_peak: Highest activation bytes of each region in forward, shape ``(2K + 1,)``.
+        backward_live: Activation bytes after the backward of each segment and, last, after forward, shape
+            ``(S + 1,)``.
+        backward_high: Highest activation bytes of each segment's backward, shape ``(S,)``.
+        bounds: First segment of each region, and the number of segments; length ``2K + 2``.
+        forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
+        final: Activation bytes left after backward.
+        forward_seconds: Compute of each region in forward.
+        backward_seconds: Compute of each region in backward.
+        resident: Bytes of buffers and the sample batch.
+        recompute: Effect of recomputing blocks.
+        kept: Activation bytes that a microbatch keeps from its forward to its backward.
+        others: Number of other microbatches whose activations are kept at the same time: those in flight in a
+            pipeline.
+        exchange_seconds: The part of the seconds spent in collectives of the tensor-parallel group.
+    """
+
+    chain: tuple[Operator, ...]
+    root: tuple[Operator, ...]
+    forward_peak: Floats
+    backward_live: Floats
+    backward_high: Floats
+    bounds: tuple[int, ...]
+    forward_start: Floats
+    final: float
+    forward_seconds: Floats
+    backward_seconds: Floats
+    resident: float
+    recompute: Recompute
+    kept: float = 0.0
+    others: int = 0
+    exchange_seconds: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward of one microbatch, without tensor-parallel collectives."""
+        return float(self.forward_seconds.sum() + self.backward_seconds.sum()) - self.exchange_seconds
+
+    def backward_with(self, gradients: Iterable[tuple[int, float]]) -> Backward:
+        """Backward memory of the activations together with given gradients.
+
+        Args:
+            gradients: Pairs of a segment and the bytes that are alive from its backward on.
+        """
+        arriving = np.zeros(len(self.backward_live))
+        for segment, nbytes in gradients:
+            arriving[segment] += nbytes
+        # Backward goes from the last segment to the first: what arrives at a segment is alive for all earlier
+        # ones.
+        there = np.cumsum(arriving[::-1])[::-1]
+        firsts, ends = np.array(self.bounds[1:-1:2], dtype=int), np.array(self.bounds[2:-1:2], dtype=int)
+        live = self.backward_live + there
+        return Backward(_region_max(self.backward_high + there[:-1], self.bounds), live[ends], live[firsts])
+
+
+def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
+    """The operators of the chain and those outside it.
+
+    An operator belongs to the chain if it was executed, is not spanning, and its window does not overlap the
+    previous operator's.
+    """
+    chain: list[Operator] = []
+    root: list[Operator] = []
+    for operator in sorted(model_desc.operators, key=lambda op: (not op.executed, op.first, op.last)):
+        overlaps = bool(chain) and operator.first <= chain[-1].last
+        owned_by_root = "" in operator.modules
+        fits = operator.executed and not operator.spanning and not overlaps and not owned_by_root
+        (chain if fits else root).append(operator)
+    return tuple(chain), tuple(root)
+
+
+def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int = 1) -> Timeline:
+    """Lay the profile's segments out along the trace; ranks that share a core take turns.
+
+    Raises:
+        ValueError: The profile lacks a segment of the trace: it was made from another ModelDesc.
+    """
+    missing = {s.signature for s in model_desc.segments} - set(profile.by_signature)
+    if missing:
+        raise ValueError(
+            f"the profile lacks {len(missing)} of {len(model_desc.distinct_segments)} distinct segments: it "
+            "was made from another model or batch; profile again"
+        )
+    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    forward, backward = [s.forward for s in found], [s.backward for s in found]
+    # 1. Live activation bytes before each segment's forward (up) and after each segment's backward (down).
+    ups = np.concatenate([[0.0], np.cumsum([p.live_bytes for p in forward])])
+    downs = ups[-1] + np.concatenate([np.cumsum([p.live_bytes for p in backward][::-1])[::-1], [0.0]])
+    up_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in forward]
+    down_peaks = [max(p.peak_bytes, p.live_bytes, 0) for p in backward]
+    # 2. Regions: the windows of the chain's operators and the gaps between them.
+    chain, root = split_operators(model_desc)
+    firsts = np.array([op.first for op in chain], dtype=int)
+    bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
+    high = downs[1:] + np.array(down_peaks)
+    # 3. Seconds of each segment, tensor-parallel collectives included.
+    forward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in forward])
+    backward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in backward])
+    return Timeline(
+        chain=chain,
+        root=root,
+        forward_peak=_region_max(ups[:-1] + np.array(up_peaks), bounds),
+        backward_live=downs,
+        backward_high=high,
+        bounds=tuple(bounds),
+        forward_start=ups[firsts],
+        final=float(max(downs[0], 0.0)),
+        forward_seconds=_region_sum(forward_seconds, bounds),
+        backward_seconds=_region_sum(backward_seconds, bounds),
+        resident=float(profile.resident_bytes) + _loose_bytes(model_desc, profile),
+        recompute=_recompute(
+            model_desc,
+            chain,
+            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
+            local_batch=profile.local_batch,
+        ),
+        kept=float(max(ups[-1], 0.0)),
+        exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Live activation bytes along ``S`` segments.
+
+    Attributes:
+        up: Before each segment's forward and after the last, ``(S + 1,)``.
+        up_high: Highest in each forward, ``(S,)``.
+        down: After each segment's backward and after forward, ``(S + 1,)``.
+        down_high: Highest in each backward, ``(S,)``.
+        seconds: Of each forward, ``(S,)``.
+    """
+
+    up: Floats
+    up_high: Floats
+    down: Floats
+    down_high: Floats
+    seconds: Floats
+
+
+def _recompute(
+    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
+) -> Recompute:
+    """Effect of recomputing each block that is contiguous in the trace and called once.
+
+    ::
+
+        up bytes    a .......... b            walk.up[b] - walk.up[a]: kept by the block's forward
+                     block's ops  handed_on   only its outputs stay alive if it is recomputed
+    """
+    count = len(chain)
+    floats = {name: np.zeros(count) for name in ("saving", "excess", "seconds")}
+    until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
+    released = _released_later(model_desc, walk)
+    previous = ""
+    for block, start, stop in _whole_blocks(chain):
+        stack, before = block.rpartition(".")[0], previous
+        previous = stack
+        inside = model_desc.block_segments[block]
+        a, b = inside[0], inside[-1] + 1
+        if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
+            continue  # called more than once, or with something else in between
+        handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
+        # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
+        # throughout.
+        saving = walk.up[b] - walk.up[a] - handed_on - (released if stack != before else 0.0)
+        if saving <= 0:
+            continue
+        # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
+        again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
+        last = chain[stop - 1]
+        floats["saving"][start] = saving
+        floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
+        floats["seconds"][start] = float(walk.seconds[a:b].sum())
+        until[start], possible[start] = 2 * stop, True
+    return Recompute(until=until, possible=possible, **floats)
+
+
+def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:
+    """Bytes that forward frees outside blocks: tensors that were held until the end of their scope."""
+    outside = np.ones(len(model_desc.segments), dtype=bool)
+    outside[[index for inside in model_desc.block_segments.values() for index in inside]] = False
+    return float(np.maximum(-np.diff(walk.up)[outside], 0.0).sum())
+
+
+def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:
+    """Blocks of several contiguous operators: FQN, first operator and one past the last."""
+    runs: list[tuple[str, int, int]] = []
+    for index, operator in enumerate(chain):
+        if operator.block is None:
+            continue
+        if runs and runs[-1][0] == operator.block and runs[-1][2] == index:
+            runs[-1] = (operator.block, runs[-1][1], index + 1)
+        else:
+            runs.append((operator.block, index, index + 1))
+    names = [block for block, _, _ in runs]
+    return [run for run in runs if names.count(run[0]) == 1 and run[2] - run[1] > 1]
+
+
+def _nbytes(outputs: Sequence[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in outputs)
+
+
+def _loose_bytes(model_desc: ModelDesc, profile: Profile) -> int:
+    """Bytes that belong to no segment or parameter."""
+    if profile.device == "cpu":
+        return LOOSE_BYTES
+    # Each GPU allocation is rounded up to such a block: at most one for each parameter, its gradient and its
+    # optimizer states, and for a few activations of each segment.
+    parameters = sum(len(operator.parameters) for operator in model_desc.operators)
+    return LOOSE_BYTES + GPU_BLOCK * _BLOCKS_EACH * (parameters + len(model_desc.segments))
+
+
+def _region_max(values: Floats, bounds: Sequence[int]) -> Floats:
+    return np.array([values[a:b].max() if b > a else EMPTY for a, b in pairwise(bounds)])
+
+
+def _region_sum(values: Floats, bounds: list[int]) -> Floats:
+    return np.array([float(values[a:b].sum()) for a, b in pairwise(bounds)])

@@ -1,0 +1,140 @@
+"""Memory and time of units made of operators, under each sharding mode.
+
+Everything is additive over the operators of a unit except the latency of its collectives, so the cost of any
+contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in ``torch.distributed.fsdp``
+(2.13), the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.offload_costs import in_host_memory
+from osdp.cost.sharding.operator_costs import OperatorPrices
+from osdp.cost.sharding.strategies import (
+    FULL_SHARD,
+    KEPT,
+    NO_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    SHARD_GRAD_OP,
+    WIRE,
+)
+from osdp.cost.sharding.units import Units
+from osdp.hardware.device_info import DeviceInfo
+
+Floats = NDArray[np.float64]
+
+
+def price_units(
+    prices: OperatorPrices,
+    start: Sequence[int] | NDArray[np.int64],
+    stop: Sequence[int] | NDArray[np.int64],
+    way: Sequence[int] | NDArray[np.int64],
+    device: DeviceInfo,
+) -> Units:
+    """Memory and time of contiguous units, each with its strategy (:mod:`osdp.cost.sharding.strategies`)."""
+    a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
+    wires = ways // WIRE
+    if not wires.any():
+        return _price_units_on(prices, a, b, ways, device)
+        # Price the units of each shard group together, then put them back in the given order.
+    parts = []
+    for number in np.unique(wires).tolist():
+        where = np.flatnonzero(wires == number)
+        parts.append(
+            (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
+        )
+    whole: dict[str, NDArray[Any]] = {}
+    for field in fields(Units):
+        column = np.empty(len(a), dtype=getattr(parts[0][1], field.name).dtype)
+        for where, part in parts:
+            column[where] = getattr(part, field.name)
+        whole[field.name] = column
+    return Units(**whole)
+
+
+def _price_units_on(
+    prices: OperatorPrices,
+    a: NDArray[np.int64],
+    b: NDArray[np.int64],
+    ways: NDArray[np.int64],
+    device: DeviceInfo,
+) -> Units:
+    """Memory and time of units of one shard group."""
+    wire = prices.wire
+    # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
+    m = ways % RECOMPUTED
+    offloaded = ways & OFFLOADED > 0
+    sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
+
+    def span(prefix: Floats) -> Floats:
+        return prefix[b] - prefix[a]
+
+    # 2. Bytes of gradients and of the buffers of their reduction.
+    gather, reduce, average = wire.gather, wire.reduce, wire.average
+    reduce_input, bucket, count = span(prices.reduce_input), span(prices.bucket), span(prices.num_trainable)
+    unsharded = span(prices.unsharded)
+    trains = count > 0
+    # The copy-in holds all gradients; afterwards only the last parameter's gradient is alive next to the
+    # output.
+    last = np.append(prices.last_gradient, 0.0)[b - 1]
+    beside = wire.reduce_buffers * reduce_input
+    copying = np.maximum(span(prices.gradient) + span(prices.copy_in), last + beside)
+    # The root's gradients, too, are freed by the time its reduce-scatter runs.
+    root_input = np.maximum(reduce_input, reduce_input + beside - span(prices.gradient))
+    # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootPrice.
+    reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
+    if wire.across is not None:
+        reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
+    reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
+    # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
+    #    elsewhere.
+    additive = prices.temporaries_add
+    temporaries = (
+        [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2
+    )
+    units = Units(
+        start=a,
+        stop=b,
+        mode=m,
+        recomputed=ways & RECOMPUTED > 0,
+        offloaded=offloaded,
+        state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
+        unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
+        gradient=span(prices.gradient),
+        reduce_input=np.where(own, reduce_input, np.where(sharded, root_input, 0.0)),
+        reduce_peak=np.where(own, reduce_input + copying, 0.0),
+        accumulated=bucket,
+        gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),
+        bucket=np.where(sharded, 0.0, bucket),
+        largest_gradient=np.where(
+            own | (~np.bool_(prices.accumulates) & (sharded | (count <= 1))),
+            0.0,
+            _range_max(prices.largest_gradient, a, b),
+        ),
+        gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
+        reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
+        step_seconds=prices.optimizer.per_dtensor * count
+        + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
+        kept=np.where(m == SHARD_GRAD_OP, unsharded, 0.0),
+        num_kept=ways % WIRE // KEPT,
+        slice_forward=np.zeros(len(a)),
+        slice_regather=np.zeros(len(a)),
+        temporary=np.where(offloaded, 0.0, np.where(sharded, *temporaries)),
+        wire=ways // WIRE,
+    )
+    if offloaded.any():
+        units = in_host_memory(units, prices, device)
+    return prices.slices.apply(units, device, prices.optimizer) if units.sliced.any() else units
+
+
+def _range_max(values: Floats, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Floats:
+    if not len(start):
+        return np.zeros(0)
+    # reduceat returns maxima over start..stop at even indices and over stop..start at odd ones.
+    bounds = np.stack([start, stop], axis=1).ravel()
+    return np.asarray(np.maximum.reduceat(np.append(values, 0.0), bounds)[::2])

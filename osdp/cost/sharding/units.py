@@ -1,0 +1,85 @@
+"""Bytes and seconds of units, as arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.strategies import FULL_SHARD, ROOT, SHARD_GRAD_OP, SLICED
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Memory and time of ``U`` units, arrays of shape ``(U,)``; a unit is operators ``start .. stop - 1``.
+
+    Attributes:
+        start: First operator of each unit.
+        stop: One past the last operator.
+        mode: Plain strategy of each unit (:mod:`osdp.cost.sharding.strategies`).
+        recomputed: Whether its block is recomputed in backward.
+        offloaded: Whether its shards, their gradients and optimizer states are offloaded to host memory.
+        state: Bytes of parameters and optimizer states, alive through the step.
+        unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
+            all-gather's output; for a replicated unit, bytes of low-precision copies.
+        gradient: Bytes of the unsharded gradients as autograd makes them.
+        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what the reduction
+            needs in addition to the gradients.
+        reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
+            temporaries of the copy into it.
+        accumulated: Bytes of the unsharded gradients accumulated over several microbatches, in the dtype of
+            the reduction.
+        gradient_kept: Bytes of the gradients left after backward.
+        bucket: Bytes of the gradient bucket if replicated, else 0.
+        largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
+            bucket, or gradients of earlier microbatches), else 0.
+        gather_seconds: Time of one unshard.
+        reduce_seconds: Time of one gradient reduction.
+        kept: Bytes of parameters that stay gathered between its forward and its backward.
+        num_kept: Number of its slices that stay gathered.
+        slice_forward: Most bytes of slices alive in forward.
+        slice_regather: Time of gathering again, in backward, the slices that were not kept.
+        temporary: Bytes its optimizer step needs, if the temporaries of all units add up.
+        wire: Index of its shard group.
+        step_seconds: Time of its optimizer step.
+    """
+
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    mode: NDArray[np.int64]
+    recomputed: NDArray[np.bool_]
+    offloaded: NDArray[np.bool_]
+    state: Floats
+    unsharded: Floats
+    gradient: Floats
+    reduce_input: Floats
+    reduce_peak: Floats
+    accumulated: Floats
+    gradient_kept: Floats
+    bucket: Floats
+    largest_gradient: Floats
+    gather_seconds: Floats
+    reduce_seconds: Floats
+    step_seconds: Floats
+    kept: Floats
+    num_kept: NDArray[np.int64]
+    slice_forward: Floats
+    slice_regather: Floats
+    temporary: Floats
+    wire: NDArray[np.int64]
+
+    @property
+    def sharded(self) -> NDArray[np.bool_]:
+        """Units with collectives of their own: sharded, outside the root unit, shape ``(U,)``."""
+        return np.asarray((self.mode == SHARD_GRAD_OP) | (self.mode == FULL_SHARD))
+
+    @property
+    def sliced(self) -> NDArray[np.bool_]:
+        """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
+        return np.asarray(self.mode > SLICED)
+
+    @property
+    def in_root(self) -> NDArray[np.bool_]:
+        """Units that belong to the root unit, shape ``(U,)``."""
+        return np.asarray(self.mode == ROOT)

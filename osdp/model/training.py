@@ -1,0 +1,377 @@
+"""Training: optimizer, precision and batch of a training step, and the memory of optimizers.
+
+The memory that a ``torch.optim`` class keeps and allocates is measured, not derived: :data:`OPTIMIZERS` is
+what ``python -m benchmarks.optimizer_memory`` counted on torch 2.13 (live storages of CPU tensors and of
+DTensors, which agree), and the tests count it again on the installed torch.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from osdp import codec
+from osdp.model.description import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
+
+#: Device kinds for which torch's default is the for-loop (``torch.utils._foreach_utils``).
+_FOR_LOOP_KINDS = ("cpu", "mps")
+
+#: Options that add one optimizer state of the parameter's size, and options that add temporaries.
+_STATE_OPTIONS = ("momentum", "amsgrad", "centered")
+_COPY_OPTIONS = ("nesterov", "weight_decay")
+
+
+@dataclass(frozen=True, slots=True)
+class Temporaries:
+    """Peak temporary memory of an optimizer step, in copies of parameters; a fused step needs none.
+
+    Attributes:
+        for_loop: Candidate peaks of the for-loop, each ``(current, previous)``: live copies of the current
+            tensor and of the one before it, whose temporaries Python frees only when it rebinds their names.
+        foreach: Live copies of all tensors.
+    """
+
+    for_loop: tuple[tuple[int, int], ...]
+    foreach: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """Memory of one ``torch.optim`` class.
+
+    Attributes:
+        states: Number of optimizer states of the parameter's size, without options.
+        scalar_bytes: Bytes of 0-dim optimizer states (``step`` and the like) per parameter tensor.
+        temporaries: Temporaries by set of options that change them; the empty set is without options.
+        options: Supported options that change its memory.
+        fused: Whether its fused step accepts DTensor parameters.
+    """
+
+    states: int
+    scalar_bytes: int
+    temporaries: dict[frozenset[str], Temporaries]
+    options: tuple[str, ...] = ("weight_decay",)
+    fused: bool = False
+
+
+def _variants(plain: Temporaries, **options: Temporaries) -> dict[frozenset[str], Temporaries]:
+    """Temporaries by set of options; a keyword ``a_and_b`` is the set of both."""
+    named = {frozenset(name.split("_and_")): value for name, value in options.items()}
+    return {frozenset(): plain} | named
+
+
+_NONE = Temporaries(((0, 0),), 0)
+_ADAM = Temporaries(((2, 1),), 1)
+
+OPTIMIZERS: dict[str, OptimizerCost] = {
+    "SGD": OptimizerCost(
+        states=0,
+        scalar_bytes=0,
+        temporaries=_variants(
+            _NONE,
+            weight_decay=Temporaries(((1, 0),), 1),
+            nesterov=Temporaries(((1, 0),), 0),
+            nesterov_and_weight_decay=Temporaries(((2, 0),), 1),
+        ),
+        options=("momentum", "nesterov", "weight_decay"),
+    ),
+    "Adam": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(_ADAM, weight_decay=Temporaries(((3, 1),), 1)),
+        options=("amsgrad", "weight_decay"),
+        fused=True,
+    ),
+    # Its weight decay scales the parameter in place: no copy.
+    "AdamW": OptimizerCost(
+        states=2, scalar_bytes=4, temporaries=_variants(_ADAM), options=("amsgrad",), fused=True
+    ),
+    "Adagrad": OptimizerCost(
+        states=1,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 1),), 2), weight_decay=Temporaries(((2, 1),), 2)),
+    ),
+    "Adadelta": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((2, 1), (1, 2)), 2), weight_decay=Temporaries(((3, 1),), 3)),
+    ),
+    "Adamax": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 0),), 1), weight_decay=Temporaries(((2, 0),), 1)),
+    ),
+    "ASGD": OptimizerCost(
+        states=1,
+        scalar_bytes=12,
+        temporaries=_variants(Temporaries(((0, 0),), 1), weight_decay=Temporaries(((1, 0),), 1)),
+    ),
+    "NAdam": OptimizerCost(
+        states=2,
+        scalar_bytes=8,
+        temporaries=_variants(_ADAM, weight_decay=Temporaries(((3, 1),), 2)),
+    ),
+    "RAdam": OptimizerCost(
+        states=2,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((5, 0),), 1), weight_decay=Temporaries(((6, 0),), 1)),
+    ),
+    "RMSprop": OptimizerCost(
+        states=1,
+        scalar_bytes=4,
+        temporaries=_variants(Temporaries(((1, 1),), 1), weight_decay=Temporaries(((2, 1),), 2)),
+        options=("momentum", "centered", "weight_decay"),
+    ),
+}
+
+#: Reasons why the other ``torch.optim`` classes can neither be planned for nor step on sharded parameters.
+UNSUPPORTED = {
+    "Adafactor": "its state depends on the shapes, and its step does not accept sharded DTensors",
+    "LBFGS": "it concatenates all gradients to one flat vector, which unevenly sharded ones cannot be",
+    "Muon": "it orthogonalises whole matrices, which no rank holds",
+    "Rprop": "its step does not accept sharded DTensors",
+    "SparseAdam": "it takes sparse gradients only, which cannot be reduced",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Training setup: optimizer, precision and batch.
+
+    Attributes:
+        optimizer: Name of a ``torch.optim`` class.
+        momentum: Whether SGD or RMSprop keeps momentum.
+        nesterov: Whether SGD's momentum is Nesterov's.
+        amsgrad: Whether Adam or AdamW keeps the maximum of its second moments.
+        centered: Whether RMSprop keeps the mean gradient.
+        weight_decay: Whether a weight decay is added to the gradients, which copies them; a decoupled one
+            (AdamW's) is not.
+        foreach: As the optimizer's argument; ``None`` is torch's default for the device.
+        fused: As the optimizer's argument; ``None`` is torch's default for the device.
+        param_dtype: Dtype in which parameters are gathered and used; ``None`` keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; ``None`` is the dtype they are computed in.
+        local_batch: Samples per device and microbatch; ``None`` is the batch the model is described with.
+        microbatches: Number of microbatches whose gradients are accumulated before an optimizer step.
+    """
+
+    optimizer: str = "AdamW"
+    momentum: bool = False
+    nesterov: bool = False
+    amsgrad: bool = False
+    centered: bool = False
+    weight_decay: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    local_batch: int | None = None
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        faults = self._optimizer_faults()
+        if self.foreach and self.fused:
+            faults.append("foreach and fused exclude each other")
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                faults.append(f"{name} {dtype!r} is unknown; there are {', '.join(DTYPE_BYTES)}")
+        for name in ("local_batch", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                faults.append(f"{name} must be at least 1, got {value}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    def _optimizer_faults(self) -> list[str]:
+        if self.optimizer not in OPTIMIZERS:
+            reason = UNSUPPORTED.get(self.optimizer)
+            known = ", ".join(OPTIMIZERS)
+            what = f"cannot be planned for: {reason}" if reason else "is unknown"
+            return [f"optimizer {self.optimizer!r} {what}; there are {known}"]
+        cost = OPTIMIZERS[self.optimizer]
+        faults = [
+            f"{self.optimizer} has no option {name} that changes its memory"
+            for name in (*_STATE_OPTIONS, *_COPY_OPTIONS)
+            if getattr(self, name) and name not in cost.options
+        ]
+        if self.nesterov and not self.momentum:
+            faults.append("nesterov needs momentum")
+        if self.fused and not cost.fused:
+            fused = ", ".join(name for name, other in OPTIMIZERS.items() if other.fused)
+            faults.append(f"{self.optimizer} has no fused step for DTensor parameters; {fused} have one")
+        return faults
+
+    @classmethod
+    def from_optimizer(cls, optimizer: "Optimizer", **options: Any) -> "Training":
+        """Read the training setup from a live optimizer.
+
+        Args:
+            optimizer: An instance of a ``torch.optim`` class or of a subclass of one.
+            **options: The other fields, such as ``local_batch``.
+
+        Raises:
+            TypeError: It is not a ``torch.optim`` optimizer.
+            ValueError: Its class or one of its options is not supported.
+        """
+        base = _torch_optim_class(optimizer)
+        if base is None:
+            raise TypeError(f"{type(optimizer).__name__} is not derived from a torch.optim class")
+        name = base.__name__
+        groups = optimizer.param_groups
+        odd = [key for key in ("capturable", "differentiable", "maximize") if _any(groups, key)]
+        if odd:
+            raise ValueError(f"{name}({', '.join(f'{key}=True' for key in odd)}) cannot be planned for")
+        takes = OPTIMIZERS[name].options if name in OPTIMIZERS else ()
+        read = {key: _any(groups, key) for key in (*_STATE_OPTIONS, *_COPY_OPTIONS) if key in takes}
+        if "weight_decay" in read and _any(groups, "decoupled_weight_decay"):
+            read["weight_decay"] = False
+        flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
+        return cls(**{"optimizer": name, **read, **flags, **options})
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all fields."""
+        return codec.fingerprint(self)
+
+    @property
+    def num_states(self) -> int:
+        """Number of optimizer states of the parameter's size that are kept for each parameter."""
+        extra = [name for name in _STATE_OPTIONS if getattr(self, name)]
+        return OPTIMIZERS[self.optimizer].states + len(extra)
+
+    @property
+    def temporaries(self) -> Temporaries:
+        """Temporaries of an optimizer step with these options."""
+        options = frozenset(name for name in _COPY_OPTIONS if getattr(self, name))
+        return OPTIMIZERS[self.optimizer].temporaries[options]
+
+    def state_bytes(self, local_param_bytes: int, num_tensors: int) -> int:
+        """Bytes of optimizer states on one rank.
+
+        Args:
+            local_param_bytes: Bytes of the rank's trainable parameters, as it stores them (sharded).
+            num_tensors: Number of trainable parameter tensors.
+        """
+        return self.num_states * local_param_bytes + OPTIMIZERS[self.optimizer].scalar_bytes * num_tensors
+
+    def step_temporary_bytes(self, local_bytes_per_tensor: Sequence[int], device_kind: str) -> int:
+        """Peak temporary bytes of an optimizer step, in addition to parameters, gradients and states.
+
+        Args:
+            local_bytes_per_tensor: Bytes of each trainable parameter as the rank stores it, in the order
+                of the optimizer's parameters.
+            device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
+        """
+        implementation = self.implementation(device_kind)
+        if implementation == FUSED or not local_bytes_per_tensor:
+            return 0
+        if implementation == FOREACH:
+            return self.temporaries.foreach * sum(local_bytes_per_tensor)
+        # Temporaries of the previous tensor are still alive while those of the current one are made.
+        return max(
+            current * here + previous * before
+            for before, here in zip([0, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False)
+            for current, previous in self.temporaries.for_loop
+        )
+
+    def implementation(self, device_kind: str) -> str:
+        """Optimizer implementation that torch runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
+
+        Without flags torch uses foreach on accelerators, DTensor parameters included, and the for-loop on
+        CPU (``torch.optim.optimizer._default_to_fused_or_foreach``).
+        """
+        if self.fused:
+            return FUSED
+        if self.foreach is not None:
+            return FOREACH if self.foreach else FOR_LOOP
+        by_default = self.fused is None and device_kind not in _FOR_LOOP_KINDS
+        return FOREACH if by_default else FOR_LOOP
+
+    def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
+        """Reasons why a live optimizer needs more memory than planned; empty if it does not.
+
+        Args:
+            optimizer: The optimizer.
+            spare: Bytes by which its temporaries may exceed those of this training.
+        """
+        try:
+            live = Training.from_optimizer(optimizer)
+        except (TypeError, ValueError) as error:
+            return [str(error)]
+        differences = []
+        # Its 0-dim states, such as a step count, take only a few bytes per tensor and are not compared.
+        if live.num_states > self.num_states:
+            differences.append(self._states_beside(live))
+        by_device = _local_sizes(optimizer)
+        accelerators = {kind: sizes for kind, sizes in by_device.items() if kind not in _FOR_LOOP_KINDS}
+        if accelerators and len(by_device) > len(accelerators) and live.foreach is None and not live.fused:
+            # With some parameters in host memory torch uses the for-loop for all of them; the temporaries of
+            # the parameters on the host take no device memory.
+            live = replace(live, foreach=False)
+        for kind, sizes in (accelerators or by_device).items():
+            needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
+            if needs > planned + spare:
+                differences.append(
+                    f"a step of {live._described()} ({live.implementation(kind)}) needs {needs} bytes of "
+                    f"temporaries; the planned {self._described()} ({self.implementation(kind)}) needs "
+                    f"{planned}"
+                )
+        return differences
+
+    def surplus(self, optimizer: "Optimizer") -> str | None:
+        """A message if a live optimizer keeps fewer states than planned, else ``None``."""
+        live = Training.from_optimizer(optimizer)
+        return self._states_beside(live) if live.num_states < self.num_states else None
+
+    def _states_beside(self, live: "Training") -> str:
+        return (
+            f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
+            f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
+        )
+
+    def _described(self) -> str:
+        options = [name for name in (*_STATE_OPTIONS, *_COPY_OPTIONS) if getattr(self, name)]
+        return self.optimizer + (f" with {' and '.join(options)}" if options else "")
+
+
+def unsupported_step(optimizer: "Optimizer") -> str | None:
+    """Reason why the optimizer cannot step on sharded parameters; ``None`` if none is known.
+
+    Nothing is known about subclasses of torch's optimizers that override ``step``.
+    """
+    base = _torch_optim_class(optimizer)
+    if base is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
+        return None
+    name = base.__name__
+    if name in UNSUPPORTED:
+        return f"{name}: {UNSUPPORTED[name]}"
+    if name in OPTIMIZERS and not OPTIMIZERS[name].fused and _any(optimizer.param_groups, "fused"):
+        return f"{name}(fused=True): it has no fused step for DTensor parameters; foreach=True has one"
+    return None
+
+
+def _torch_optim_class(optimizer: "Optimizer") -> "type[Optimizer] | None":
+    """The nearest ``torch.optim`` class among the optimizer's bases, found without importing torch."""
+    for base in type(optimizer).__mro__:
+        # Some of torch's classes have torch.optim as their __module__, others a module inside it.
+        if f"{base.__module__}.".startswith("torch.optim.") and base.__name__ != "Optimizer":
+            return base
+    return None
+
+
+def _local_sizes(optimizer: "Optimizer") -> dict[str, list[int]]:
+    """Bytes of each trainable parameter as this rank stores it, by device type."""
+    sizes: dict[str, list[int]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        sizes.setdefault(local.device.type, []).append(local.numel() * local.element_size())
+    return sizes
+
+
+def _any(groups: Sequence[dict[str, Any]], option: str) -> bool:
+    return any(bool(group.get(option)) for group in groups)

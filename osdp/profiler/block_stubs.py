@@ -1,0 +1,146 @@
+"""Stubs that replace the repeats of a block, so that a model runs with only a few of its blocks.
+
+A stub returns what its exemplar returned: the same structure, new tensors of the same shapes, connected to
+the autograd graph. A result with the shape and dtype of an input is a copy of it and passes its gradient on,
+like a residual connection, so values stay in range; other results and gradients are zeros.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from osdp.profiler.repeats import Repeat
+from osdp.tracing.tensors import flatten, tensors_by_path
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One tensor among the results of an exemplar.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: Its device.
+        differentiable: Whether a gradient flows into it.
+        source: Path of a similar tensor among the inputs; ``None`` if there is none.
+        is_source: Whether it is that very tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool
+    source: str | None
+    is_source: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Structure of the output of an exemplar.
+
+    Attributes:
+        leaves: Its pytree leaves; tensors as :class:`_Result`.
+        build: Builds the same structure from other leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    build: Callable[[list[Any]], Any]
+
+    @classmethod
+    def of(cls, inputs: Any, output: Any) -> "Template":
+        """Make the template of one call."""
+        paths = tensors_by_path(inputs)
+        leaves, build = flatten(output)
+        return cls(tuple(_result(leaf, paths) for leaf in leaves), build)
+
+    def fill(self, inputs: Any) -> Any:
+        """Make the same results for other ``inputs``."""
+        paths = tensors_by_path(inputs)
+        sources = list(paths)
+        # One autograd function makes all new results of the call, so that gradients reach all its inputs.
+        fresh = [leaf for leaf in self.leaves if isinstance(leaf, _Result) and not leaf.is_source]
+        links = [sources.index(leaf.source) if leaf.source in paths else None for leaf in fresh]
+        made: Iterator[torch.Tensor] = iter(())
+        if fresh:
+            made = iter(_Passage.apply(fresh, links, *paths.values()))  # type: ignore[no-untyped-call]
+        return self.build([self._leaf(leaf, paths, made) for leaf in self.leaves])
+
+    @staticmethod
+    def _leaf(leaf: Any, paths: dict[str, torch.Tensor], made: Iterator[torch.Tensor]) -> Any:
+        if not isinstance(leaf, _Result):
+            return leaf
+        return paths[leaf.source] if leaf.is_source and leaf.source else next(made)
+
+
+class _Passage(torch.autograd.Function):
+    """New results, each of which is linked to one input or to none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: Sequence[_Result], links: Sequence[int | None], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = tuple(
+            torch.zeros(result.shape, dtype=result.dtype, device=result.device)
+            if link is None
+            else inputs[link].clone()
+            for result, link in zip(results, links, strict=True)
+        )
+        ctx.links = links
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        fixed = [t for t, result in zip(made, results, strict=True) if not result.differentiable]
+        ctx.mark_non_differentiable(*fixed)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found: list[torch.Tensor | None] = []
+        for index, (shape, dtype, device) in enumerate(ctx.like):
+            if not ctx.needs_input_grad[index + 2]:
+                found.append(None)
+            elif index in ctx.links:
+                found.append(gradients[ctx.links.index(index)])
+            else:
+                found.append(torch.zeros(shape, dtype=dtype, device=device))
+        return (None, None, *found)
+
+
+def install_stubs(model: nn.Module, repeats: Sequence[Repeat]) -> list[RemovableHandle]:
+    """Replace the forward of every repeat in ``model``, a copy that may be changed, by a stub.
+
+    Returns:
+        Handles of the hooks that record the outputs of the exemplars: a stub returns what its exemplar
+        returned last while its hook was installed, so the hooks can be removed after one run.
+    """
+    templates: dict[str, Template] = {}
+
+    def watch(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        templates[name] = Template.of((args, kwargs), output)
+
+    def stub(name: str, *args: Any, **kwargs: Any) -> Any:
+        return templates[name].fill((args, kwargs))
+
+    for repeat in repeats:
+        model.get_submodule(repeat.block).forward = partial(stub, repeat.exemplar)
+    return [
+        model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True)
+        for name in dict.fromkeys(repeat.exemplar for repeat in repeats)
+    ]
+
+
+def _result(leaf: Any, inputs: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    same = next((path for path, tensor in inputs.items() if tensor is leaf), None)
+    like = (
+        path
+        for path, tensor in inputs.items()
+        if (tensor.shape, tensor.dtype, tensor.requires_grad) == (leaf.shape, leaf.dtype, leaf.requires_grad)
+    )
+    return _Result(
+        leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, same or next(like, None), same is not None
+    )

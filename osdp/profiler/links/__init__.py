@@ -1,0 +1,12 @@
+"""Measures links and devices: latency and bandwidth of collectives and messages.
+
+Start at :func:`osdp.profiler.links.detect.detect`.
+
+- ``detect``: FSDP2's collectives on the live process group
+- ``fsdp_probe``: the toy model they are measured with
+- ``overlap``: how much of an all-reduce backward hides
+- ``machine``: memory limit, arithmetic and memory speed of a device
+- ``stage_link``: messages between neighbouring stages
+- ``tensor_link``: collectives of tensor-parallel ranks
+- ``slowdowns``: how unequal the devices of a pipeline are
+"""

@@ -1,0 +1,420 @@
+"""Latency and bandwidth of FSDP2's collectives on the live process group, fitted to what steps really take.
+
+``seconds = latency + bytes / bandwidth`` (Hockney, Parallel Computing 20(3), 1994) is fitted for each
+collective and group by least squares, weighted by one over the time: between the relative error, which one
+odd small message would decide, and the absolute one, which the largest would. The fit's largest relative
+error is kept in :class:`osdp.hardware.device_info.Link`.
+"""
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp import codec
+from osdp.comm.groups import Grid, Meshes
+from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.plan.plan import Route
+from osdp.profiler.cache import MeasurementCache, placement
+from osdp.profiler.links.fsdp_probe import Probe, UnitTimes
+from osdp.profiler.links.machine import (
+    available_memory,
+    device_kind,
+    hardware,
+    measure_copy,
+    measure_flops,
+    measure_host_link,
+    measure_ranks_per_core,
+)
+from osdp.profiler.links.overlap import measure_mixed_overlap, measure_overlap
+from osdp.text import parse_bytes
+
+#: Bytes of the measured units.
+SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
+#: Most samples of each.
+REPEATS = 12
+#: About how long each group of ranks is measured.
+SECONDS = 4.0
+
+#: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
+_FEWEST_SIZES = 3
+
+#: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
+_NO_GROWTH = 2.0**60
+
+#: The one link that all ranks have fitted alike.
+_EVERYWHERE = ("world", "all_reduce")
+
+
+def detect(
+    memory_limit: str | int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    device: str | torch.device | None = None,
+    devices_per_node: int | None = None,
+    group_sizes: Sequence[int] | None = None,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+    cache_dir: str | Path | MeasurementCache | None,
+) -> DeviceInfo:
+    """Measure, as :meth:`osdp.hardware.device_info.DeviceInfo.detect` does, which documents the arguments.
+
+    Args:
+        memory_limit: As there.
+        mesh: As there.
+        device: As there.
+        devices_per_node: As there.
+        group_sizes: As there.
+        sizes: As there.
+        repeats: As there.
+        seconds: As there.
+        cache_dir: As there, or the cache itself, whose ranks all call this.
+    """
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    alone = mesh is None and not dist.is_initialized()
+    where = _device(device, mesh)
+    nodes, per_node = _shape(mesh, devices_per_node)
+    if limit is None:
+        limit = available_memory(where, per_node)
+    size = nodes * per_node
+    if group_sizes is None:
+        group_sizes = (per_node,) if min(nodes, per_node) > 1 else ()
+    facts: list[Any] = [nodes, per_node, list(group_sizes), list(sizes), repeats, seconds]
+    if size == 1:
+        world, group = None, None if alone or mesh is None else mesh.get_group(0)
+    else:
+        world = _world_mesh(mesh, where.type, size)
+        group = world.get_group()
+        _check(group_sizes, sizes, size)
+    found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
+    if found.is_on:
+        facts += hardware(where) if world is None else placement(where, group)
+
+    def measure() -> DeviceInfo:
+        if world is None:
+            return _single(limit, where)
+        groups = _groups(world, group_sizes)
+        return _measured(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
+
+    info = found.measured("devices", DeviceInfo, facts, measure, _grows_with_size)
+    info = _with_memory(info, limit, where, world)
+    if found is not cache_dir:
+        found.report()
+    return info
+
+
+def _measured(
+    groups: Mapping[str, "_Group"],
+    limit: int,
+    where: torch.device,
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+) -> DeviceInfo:
+    """The devices of several ranks; ``shape`` is nodes and devices per node."""
+    links: list[Link] = []
+    overheads = {}
+    world = groups["world"].mesh.get_group()
+    for name, group in groups.items():
+        by_route = {
+            route: _samples(group, route, world, where, sizes, repeats, seconds / len(group.routes))
+            for route in group.routes
+        }
+        links += _links(name, group.mesh.size(), by_route)
+        overheads[name] = min(times.hooks for samples in by_route.values() for times in samples.values())
+    nbytes = _affordable(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
+    overlap = measure_overlap(world, where, nbytes=nbytes)
+    # Where collectives do not hold up compute, the link's own accounts say what shares it.
+    mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
+    speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
+    dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
+    flops, copy = speeds.tolist()
+    info = DeviceInfo(
+        memory_limit=limit,
+        kind=device_kind(where),
+        nodes=shape[0],
+        devices_per_node=shape[1],
+        links=tuple(links),
+        blocking=where.type == "cpu",
+        overlap=overlap,
+        mixed_overlap=min(overlap, mixed),
+        unit_overhead=overheads["world"],
+        copy_bandwidth=copy,
+        flops=flops,
+        memory_bandwidth=2 * copy,
+        host=measure_host_link(where, shape[1], world),
+        ranks_per_core=measure_ranks_per_core(where, world),
+        measured=True,
+    )
+    return _same_everywhere(info, world, where)
+
+
+def _grows_with_size(info: DeviceInfo) -> bool:
+    return all(link.bandwidth < _NO_GROWTH for link in info.links)
+
+
+def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
+    """The devices with the memory of now, which is no measurement: the least of any rank's."""
+    host = info.host
+    memory = 0 if host is None else available_memory(torch.device("cpu"), info.devices_per_node)
+    least = torch.tensor([limit, memory], dtype=torch.int64, device=where)
+    if world is not None:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.get_group())
+    limit, memory = least.tolist()
+    return replace(info, memory_limit=limit, host=None if host is None else replace(host, memory=memory))
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
+
+    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over latencies that are not
+    negative and bandwidths that are positive: the line through the origin, or a constant, where the best line
+    would leave them.
+
+    >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
+    >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
+    (1.0, 1000.0, 0.0)
+    """
+    # Normal equations of a 2 x 2 system with the weights 1/t.
+    aa = sum(1 / t for t in seconds)
+    ab = sum(size / t for size, t in zip(sizes, seconds, strict=True))
+    bb = sum(size * size / t for size, t in zip(sizes, seconds, strict=True))
+    a, b = float(len(sizes)), float(sum(sizes))
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
+    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
+    if latency < 0:
+        latency, per_byte = 0.0, b / bb
+    elif per_byte <= 0:
+        # Time that does not grow with size is latency alone; a bandwidth must still be given.
+        latency, per_byte = a / aa, 1 / _NO_GROWTH
+    fitted = [latency + size * per_byte for size in sizes]
+    residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
+    return latency, 1 / per_byte, residual
+
+
+def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    if device is None:
+        if mesh is not None:
+            device = mesh.device_type
+        elif dist.is_initialized():
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        else:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
+    """Nodes and devices per node."""
+    if mesh is not None and mesh.ndim == 2:
+        nodes, per_node = mesh.size(0), mesh.size(1)
+        if devices_per_node not in (None, per_node):
+            raise ValueError(f"devices_per_node is {devices_per_node}, but axis 1 of the mesh has {per_node}")
+        return nodes, per_node
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"a mesh has one axis or two (nodes, devices per node); this one has {mesh.ndim}")
+    if mesh is None and not dist.is_initialized():
+        return 1, 1
+    size = mesh.size() if mesh is not None else dist.get_world_size()
+    per_node = devices_per_node or _ranks_per_host(mesh, size)
+    if size % per_node:
+        raise ValueError(f"{size} ranks cannot be split into nodes of {per_node} devices")
+    return size // per_node, per_node
+
+
+def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
+    """How many neighbouring ranks share a machine, told by its name."""
+    names: list[str] = [""] * size
+    dist.all_gather_object(names, socket.gethostname(), group=None if mesh is None else mesh.get_group())
+    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+    is_even = len({count for _, count in runs}) == 1 and len(runs) == len(set(names))
+    return runs[0][1] if is_even else size
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks whose links are measured.
+
+    Attributes:
+        mesh: A mesh with one axis.
+        routes: Routes of their collectives; units take the fastest.
+        grid: Groups among them, for routes in two steps.
+    """
+
+    mesh: DeviceMesh
+    routes: tuple[Route, ...] = (Route.FLAT,)
+    grid: Grid | None = None
+
+
+def _world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
+    """All ranks that are measured on one axis."""
+    if mesh is not None and mesh.ndim == 1:
+        return mesh
+    return DeviceMesh(kind, torch.arange(size) if mesh is None else mesh.mesh.flatten())
+
+
+def _check(group_sizes: Sequence[int], sizes: Sequence[int], world_size: int) -> None:
+    """Refuse groups that do not fit the ranks, and too few sizes."""
+    wrong = [size for size in group_sizes if world_size % size or not 1 < size < world_size]
+    if wrong:
+        possible = [size for size in range(2, world_size) if world_size % size == 0]
+        raise ValueError(
+            f"groups of {', '.join(map(str, wrong))} ranks do not fit {world_size} ranks; possible are "
+            f"groups of {', '.join(map(str, possible)) or 'no size'}"
+        )
+    if len(sizes) < _FEWEST_SIZES or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes must be at least {_FEWEST_SIZES} ascending numbers of bytes, got {sizes}")
+
+
+def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
+    """What is measured, by the name of its links' group."""
+    meshes = Meshes.over(world)
+    # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
+    alone = world.device_type != "cpu"
+    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE)
+    in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
+    found = {"world": _Group(world, flat)}
+    for size in group_sizes:
+        rows = meshes.grouped(size)
+        found[f"inside {size}"] = _Group(rows["shard"], flat)
+        found[f"across {size}"] = _Group(rows["replicate"])
+        found[f"two_step {size}"] = _Group(world, in_steps, meshes.grid(size))
+    return found
+
+
+def _samples(
+    ranks: _Group,
+    route: Route,
+    world: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+) -> dict[int, UnitTimes]:
+    """Times of a unit by its bytes, each the median of the slowest of all ranks; takes about ``seconds``."""
+    counts = _affordable_counts(ranks, route, world, device, sizes, repeats, seconds)
+    samples: dict[Probe, list[UnitTimes]] = {probe: [] for probe in counts}
+    # Sizes take turns, so that a busy moment of the machine does not fall on one size alone.
+    for turn in range(repeats):
+        for probe, count in counts.items():
+            if turn < count:
+                samples[probe].append(probe.step())
+    return {probe.nbytes: _slowest(_median(times), world, device) for probe, times in samples.items()}
+
+
+def _affordable_counts(
+    ranks: _Group,
+    route: Route,
+    world: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+) -> dict[Probe, int]:
+    """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each."""
+    costs: dict[Probe, float] = {}
+    left = seconds
+    for i, size in enumerate(sizes):
+        probe = Probe(size, ranks.mesh, device, route, ranks.grid)
+        probe.step()
+        start = time.perf_counter()
+        probe.step()
+        costs[probe] = _most(time.perf_counter() - start, world, device)
+        left -= 2 * costs[probe]
+        growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
+        if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
+            break
+    share = left / len(costs)
+    return {probe: max(2, min(repeats, int(share / cost))) for probe, cost in costs.items()}
+
+
+def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
+    return UnitTimes(*(median(getattr(sample, name) for sample in samples) for name in UnitTimes.__slots__))
+
+
+def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:
+    return UnitTimes(*(_most(getattr(times, name), group, device) for name in UnitTimes.__slots__))
+
+
+def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    agreed = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    return float(agreed)
+
+
+def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
+    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
+
+    Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
+    """
+    common = set.intersection(*(set(samples) for samples in by_route.values()))
+
+    def total(route: Route) -> float:
+        return sum(times.unshard + times.reduce for size, times in by_route[route].items() if size in common)
+
+    fastest, first = min(by_route, key=total), next(iter(by_route))
+    links = [
+        _fitted(
+            collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
+        )
+        for collective, name, route in (
+            ("all_gather", "unshard", fastest),
+            ("reduce_scatter", "reduce", fastest),
+            ("all_reduce", "all_reduce", first),
+        )
+    ]
+    if group == "world" and fastest is not first:
+        own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
+        links.append(_fitted("reduce_scatter", group, size, first, own))
+    return links
+
+
+def _fitted(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
+    # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
+    left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
+    if len(left) < 2:
+        left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
+    latency, bandwidth, residual = fit(list(left), list(left.values()))
+    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
+
+
+def _affordable(all_reduce: Link) -> int:
+    """Bytes of an all-reduce that takes some milliseconds, or up to a tenth of a second on slow networks."""
+    nbytes = 2**22
+    while nbytes > 2**16 and all_reduce.seconds(nbytes) > 0.1:
+        nbytes //= 2
+    return nbytes
+
+
+def _single(limit: int, device: torch.device) -> DeviceInfo:
+    copy = measure_copy(device)
+    return DeviceInfo(
+        memory_limit=limit,
+        kind=device_kind(device),
+        copy_bandwidth=copy,
+        flops=measure_flops(device),
+        memory_bandwidth=2 * copy,
+        blocking=device.type == "cpu",
+        host=measure_host_link(device, 1),
+        measured=True,
+    )
+
+
+def _same_everywhere(info: DeviceInfo, group: dist.ProcessGroup, device: torch.device) -> DeviceInfo:
+    """Rank 0's description on every rank, so that all of them plan alike."""
+    box = [codec.to_json(info)]
+    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    return codec.from_json(DeviceInfo, box[0])

@@ -1,0 +1,156 @@
+"""Memory, FLOP/s, memory bandwidth and host link of one device, each measured in under a second."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from osdp.hardware.device_info import HostLink
+from osdp.profiler.links.fsdp_probe import synchronize
+
+_MEMINFO = Path("/proc/meminfo")
+_CPUINFO = Path("/proc/cpuinfo")
+#: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
+_COPY_BYTES = 2**26
+#: Long enough for the scheduler to share the cores evenly among ranks.
+_SHARING_SECONDS = 0.3
+_MATMUL_SIDE = {"cpu": 768}
+_MATMUL_SIDE_ACCELERATOR = 4096
+
+
+def device_kind(device: torch.device) -> str:
+    """Name under which profiles of ``device`` are saved: ``"cpu"`` or the accelerator's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def hardware(device: torch.device) -> tuple[str | int, ...]:
+    """What times measured on ``device`` depend on beside the model: this and all others of its kind."""
+    backends: Any = torch.backends
+    return (
+        device_kind(device),
+        _cpu_name(),
+        _num_cores(),
+        torch.get_num_threads(),
+        str(torch.version.cuda),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _cpu_name(cpuinfo: Path = _CPUINFO) -> str:
+    """Name of the CPU's model, as far as the system tells."""
+    lines = cpuinfo.read_text(encoding="utf8").splitlines() if cpuinfo.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
+    """Bytes that a process may use on ``device``.
+
+    An accelerator's total memory; on CPU the machine's available memory, divided among its ranks.
+
+    Raises:
+        ValueError: It cannot be determined on this system.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and meminfo.exists():
+        for line in meminfo.read_text(encoding="utf8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // devices_per_node
+    raise ValueError(
+        f"the memory of a {device.type} device cannot be determined here; give memory_limit='8GiB' or so"
+    )
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Measure the FLOP/s of a matrix product."""
+    side = _MATMUL_SIDE.get(device.type, _MATMUL_SIDE_ACCELERATOR)
+    a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device)
+
+
+def measure_copy(device: torch.device) -> float:
+    """Measure the bytes per second of a copy inside the device, which reads and writes each byte once."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def measure_host_link(
+    device: torch.device, devices_per_node: int, group: dist.ProcessGroup | None = None
+) -> HostLink | None:
+    """Measure the link to host memory on all ranks of ``group`` at once; all get the worst rank's values.
+
+    ``None`` if devices are CPUs, or if the host's memory is unknown (no ``/proc/meminfo``).
+    """
+    if device.type == "cpu" or not _MEMINFO.exists():
+        return None
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    if group is not None:
+        dist.barrier(group)
+    found = torch.tensor(
+        [
+            _COPY_BYTES / _seconds(lambda: here.copy_(there, non_blocking=True), device),
+            _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), device),
+            available_memory(torch.device("cpu"), devices_per_node),
+            2 * measure_copy(torch.device("cpu")),  # a copy reads and writes each byte
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    to_device, to_host, memory, bandwidth = found.tolist()
+    return HostLink(to_device, to_host, int(memory), bandwidth)
+
+
+def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
+    """Measure the number of ranks of ``group`` that share a core while all compute; equal on all ranks.
+
+    1 if the devices are not CPUs, or if ranks compute with several threads.
+    """
+    share = 1.0
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        a = torch.rand(_MATMUL_SIDE["cpu"], _MATMUL_SIDE["cpu"])
+        dist.barrier(group)
+        start, own = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - start < _SHARING_SECONDS:
+            torch.mm(a, a)
+        share = (time.perf_counter() - start) / max(time.thread_time() - own, 1e-9)
+    total = torch.tensor(share, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return max(1, round(float(total) / dist.get_world_size(group)))
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    run()
+    samples = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return median(samples)

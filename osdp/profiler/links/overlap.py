@@ -1,0 +1,141 @@
+"""Measured overlap: the fraction of an asynchronous all-reduce that backward-like compute hides."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from osdp.profiler.links.fsdp_probe import synchronize
+
+#: Side of the square matrices multiplied: small enough for compute of any duration.
+_SIDE = 256
+
+
+def hidden_part(compute: float, communication: float, together: float) -> float:
+    """Fraction of ``communication`` seconds hidden behind ``compute`` seconds if both took ``together``.
+
+    >>> hidden_part(2.0, 1.0, 2.0), hidden_part(2.0, 1.0, 3.0), hidden_part(2.0, 1.0, 2.5)
+    (1.0, 0.0, 0.5)
+    """
+    if communication <= 0:
+        return 0.0
+    return min(1.0, max(0.0, (compute + communication - together) / communication))
+
+
+def measure_overlap(
+    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+) -> float:
+    """Measure the fraction of an asynchronous all-reduce that compute hides, from 0 to 1.
+
+    Times an all-reduce alone, matrix products of about twice its time alone, and both together: the
+    all-reduce is started first and waited for last, as gradient hooks do. Every rank of ``group`` must call
+    this; the result is the same on all of them.
+
+    Args:
+        group: The ranks that reduce.
+        device: Device of the tensors.
+        nbytes: Bytes reduced.
+        repeats: Number of samples, whose median is the result.
+    """
+    bucket = torch.zeros(nbytes // 4, device=device)
+
+    def communicate(during: Callable[[], None] = lambda: None) -> None:
+        work = dist.all_reduce(bucket, group=group, async_op=True)
+        during()
+        _wait(work)
+
+    compute = _compute_lasting(2, communicate, group, device)
+    return _hidden(compute, communicate, lambda: communicate(compute), group, device, repeats)
+
+
+def measure_mixed_overlap(
+    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+) -> float:
+    """As :func:`measure_overlap`, with concurrent collectives of sharded units, which block compute.
+
+    These use their share of the link while the all-reduce is under way, so compute hides less of it. An
+    all-reduce is started, then an all-gather, compute and a reduce-scatter follow, as in backward; compute
+    takes as long as the all-reduce::
+
+        link      |--------- all-reduce ---------|
+        backward  | all-gather | compute | reduce-scatter |
+    """
+    bucket = torch.zeros(nbytes // 4, device=device)
+    size = dist.get_world_size(group)
+    shard = torch.zeros(max(1, bucket.numel() // size), device=device)
+    whole = [torch.zeros_like(shard) for _ in range(size)]
+
+    def communicate() -> None:
+        dist.all_reduce(bucket, group=group)
+
+    def backward() -> None:
+        dist.all_gather(whole, shard, group=group)
+        compute()
+        dist.reduce_scatter(shard, whole, group=group)
+
+    def beside() -> None:
+        work = dist.all_reduce(bucket, group=group, async_op=True)
+        backward()
+        _wait(work)
+
+    compute = _compute_lasting(1, communicate, group, device)
+    return _hidden(backward, communicate, beside, group, device, repeats)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _compute_lasting(
+    times: int, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], None]:
+    """A function that computes matrix products for about ``times`` the duration of ``communicate``."""
+    a = torch.rand(_SIDE, _SIDE, device=device)
+    out = torch.empty_like(a)
+
+    def multiply(products: int) -> None:
+        for _ in range(products):
+            torch.mm(a, a, out=out)
+
+    rounds = _rounds((communicate, lambda: multiply(8)), group, device, 5)
+    goal, eight = (median(samples) for samples in zip(*rounds, strict=True))
+    products = max(1, round(times * goal / eight * 8))
+    return lambda: multiply(products)
+
+
+def _hidden(
+    compute: Callable[[], None],
+    communicate: Callable[[], None],
+    both: Callable[[], None],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    repeats: int,
+) -> float:
+    """Median hidden fraction over rounds; the times of a round are measured under similar conditions."""
+    rounds = _rounds((compute, communicate, both), group, device, repeats)
+    return median(hidden_part(*times) for times in rounds)
+
+
+def _rounds(
+    runs: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, repeats: int
+) -> list[list[float]]:
+    """Seconds of all ``runs``, in turn, on the slowest rank: one list per round."""
+    for run in runs:
+        run()
+    samples = [[_once(run, group, device) for run in runs] for _ in range(repeats)]
+    slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
+    dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
+    found: list[list[float]] = slowest.tolist()
+    return found
+
+
+def _once(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
+    synchronize(device)
+    dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,189 @@
+"""Reduced model: a copy that runs on a device with only those blocks that are needed for measuring."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model.description import ModelDesc
+from osdp.profiler.block_stubs import install_stubs
+from osdp.profiler.repeats import Repeat
+from osdp.tracing.fake_copy import on_meta, skeleton
+from osdp.tracing.loss import LossFn, scalar_loss
+from osdp.tracing.module_walk import Key, Observer, Stretch, walk
+from osdp.tracing.operators import find_parameters
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.tensors import map_tensors
+
+#: Segment index of stretches that run in a stub.
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class ReducedModel:
+    """A model that runs with only some of its blocks; the others are stubs.
+
+    Attributes:
+        model: The copy, on the device.
+        batch: The batch, on the device.
+        loss_fn: The loss function, as for the description.
+        repeats: The blocks that are stubs.
+        places: Index of each segment in the description, by module, call and part.
+        largest_draws: Whether single random numbers must be large for all layers to run, rather than small;
+            ``None`` if the model draws none.
+    """
+
+    model: nn.Module
+    batch: SampleBatch
+    loss_fn: LossFn | None
+    repeats: tuple[Repeat, ...]
+    places: Mapping[Key, int]
+    largest_draws: bool | None = None
+
+    def loss(self) -> torch.Tensor:
+        """Run one plain forward; returns the loss."""
+        with self._draws():
+            return scalar_loss(self.batch.run(self.model), self.loss_fn)
+
+    def walk(self, observer: Observer) -> list[Stretch]:
+        """Run one forward and backward under ``observer``; returns the stretches."""
+        inside = {repeat.block: repeat.inside for repeat in self.repeats}
+        with self._draws():
+            return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
+
+    def _draws(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.largest_draws is None else SingleDraws(largest=self.largest_draws)
+
+    def drop_gradients(self) -> None:
+        """Free the gradients, as ``zero_grad`` does before a step."""
+        self.model.zero_grad(set_to_none=True)
+
+    def segments(self, stretches: Sequence[Stretch]) -> list[int]:
+        """Index of the segment that each stretch belongs to, :data:`NOWHERE` in stubs.
+
+        Stretches that are not in the description, since nothing ran in them, belong to the segment before.
+        """
+        stubs = {repeat.block for repeat in self.repeats}
+        found, place = [], 0
+        for stretch in stretches:
+            place = NOWHERE if stretch.module in stubs else self.places.get(stretch.key, place)
+            found.append(place)
+        return found
+
+
+def reduced_model(
+    model: nn.Module,
+    batch: SampleBatch,
+    model_desc: ModelDesc,
+    device: torch.device,
+    loss_fn: LossFn | None,
+    param_dtype: torch.dtype | None,
+    repeats: tuple[Repeat, ...],
+) -> ReducedModel:
+    """Make a copy of ``model`` on ``device``, in which the blocks of ``repeats`` are stubs.
+
+    Raises:
+        ValueError: ``model_desc`` describes another model.
+    """
+    # 1. The description must be of this model.
+    described = {(p.name, p.shape) for op in model_desc.operators for p in op.parameters}
+    present = {(p.name, p.shape) for p in find_parameters(model)}
+    if described != present:
+        names = sorted({name for name, _ in described ^ present})
+        raise ValueError(
+            f"the description is of another model: {len(names)} parameters differ, the first is "
+            f"{names[0]!r}; describe this model first"
+        )
+    # 2. Weights are made only for the blocks that run: the whole model may not fit on the device.
+    twin = skeleton(model, on_meta)
+    left_out = tuple(repeat.block for repeat in repeats)
+    _materialise(twin, left_out, device, param_dtype)
+    if param_dtype is not None:
+        _cast_block_inputs(twin, model_desc, left_out, param_dtype)
+    places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
+    reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
+    handles = install_stubs(twin, repeats)
+    # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
+    draws = _draws_of_all(reduced, model_desc)
+    for handle in handles:
+        handle.remove()
+    return replace(reduced, largest_draws=draws)
+
+
+def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
+    """Run ``reduced`` forward; returns the ``largest_draws`` with which all described modules run.
+
+    Raises:
+        ValueError: Neither runs all of them.
+    """
+    stubs = tuple(f"{repeat.block}." for repeat in reduced.repeats)
+    wanted = {s.module for s in model_desc.segments if not f"{s.module}.".startswith(stubs)}
+    for largest in (True, False):
+        ran: set[str] = set()
+        handles = [
+            module.register_forward_pre_hook(lambda _module, _args, name=name, ran=ran: ran.add(name))
+            for name, module in reduced.model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        with SingleDraws(largest=largest) as draws:
+            reduced.loss()
+        for handle in handles:
+            handle.remove()
+        if not draws.happened:
+            return None
+        if wanted <= ran:
+            return largest
+    raise ValueError(
+        f"the model did not run all modules of its description ({sorted(wanted - ran)[0]!r}, ...), because "
+        "of random numbers that it draws; profile it with model.eval(), or with a layer drop rate of 0"
+    )
+
+
+def _materialise(
+    twin: nn.Module, left_out: Sequence[str], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Give ``twin`` random weights and the real buffers on ``device``, except in the modules ``left_out``."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in twin.named_modules(remove_duplicate=False):
+        if any(name == block or name.startswith(f"{block}.") for block in left_out):
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = _random(key, parameter, device, dtype)
+            setattr(module, key, made[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, buffer.to(device))
+
+
+def _random(
+    key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """Finite weights that keep activations in range: norm weights are one, biases zero."""
+    chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
+    if parameter.dim() > 1:
+        data.normal_(0.0, 0.02)
+    else:
+        data.fill_(0.0 if "bias" in key else 1.0)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _cast_block_inputs(
+    twin: nn.Module, model_desc: ModelDesc, left_out: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Cast the inputs of each block to ``dtype``, as FSDP2's mixed precision does for wrapped blocks."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
+    for block in blocks:
+        if block not in left_out:
+            twin.get_submodule(block).register_forward_pre_hook(hook, with_kwargs=True)

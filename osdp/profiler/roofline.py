@@ -1,0 +1,132 @@
+"""Estimated profile without a device: the roofline model of each segment's traced work.
+
+A pass takes the longer of computing its FLOPs and moving its bytes (Williams, Waterman and Patterson,
+Communications of the ACM 52(4), 2009), plus the launch of a kernel. Memory is as traced on fake tensors, in
+the traced dtype: with a narrower ``param_dtype`` it is an upper bound.
+"""
+
+import math
+
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.model.description import DTYPE_BYTES, ModelDesc, Segment, Work
+from osdp.model.training import FOR_LOOP, FUSED, Training
+
+#: Seconds to call one small kernel from eager PyTorch: an ``nn.Linear(8, 8)`` forward took 10 to 12 us on one
+#: core of an AMD EPYC with torch 2.13 in 2026-11 (``python -m timeit`` measures it again).
+LAUNCH_SECONDS = 1e-5
+
+#: The same on DTensors, as in optimizer steps: a for-loop step of AdamW took 172 us a tensor, a foreach step
+#: 22 and a fused one 14, on the same machine and date (:func:`osdp.profiler.optimizer.profile_optimizer`).
+DTENSOR_LAUNCH_SECONDS = 2e-5
+
+#: A step of AdamW written as separate kernels: decay, lerp, mul, addcmul, sqrt, div, add, addcdiv.
+_STEP_KERNELS = 8
+
+#: These kernels read and write 20 tensors; a fused one touches 7: parameter and both optimizer states twice,
+#: the gradient once.
+_UNFUSED_TRAFFIC = 20 / 7
+
+
+def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training | None = None) -> Profile:
+    """Estimate the profile of a model on a device that is not at hand.
+
+    Args:
+        model_desc: The traced model.
+        device_info: Must have ``flops`` and ``memory_bandwidth``: the values that kernels reach, not the peak
+            of a data sheet, with which the times would be too short by the same factor.
+        training: Local batch and optimizer; by default the traced batch and AdamW.
+
+    Returns:
+        A profile with ``measured=False``.
+
+    Raises:
+        ValueError: ``device_info`` lacks a speed, or the model accepts only the traced batch size.
+    """
+    missing = [name for name in ("flops", "memory_bandwidth") if getattr(device_info, name) <= 0]
+    if missing:
+        given = ", ".join(f"{name}=..." for name in missing)
+        raise ValueError(
+            f"an estimate needs {' and '.join(missing)} of the device {device_info.kind!r}: give "
+            f"DeviceInfo({given}), or measure with DeviceInfo.detect()"
+        )
+    training = training or Training(local_batch=model_desc.local_batch)
+    batch = training.local_batch or model_desc.local_batch
+    if batch != model_desc.local_batch and not model_desc.batch_is_free:
+        raise ValueError(
+            f"{model_desc.name} accepts only the traced batch of {model_desc.local_batch}, not {batch}; "
+            f"trace it again with a sample batch of {batch}"
+        )
+    narrowing = _narrowing(model_desc, training)
+    return Profile(
+        device=device_info.kind,
+        local_batch=batch,
+        segments=tuple(
+            _segment(segment, device_info, batch, narrowing) for segment in model_desc.distinct_segments
+        ),
+        optimizer=estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
+        resident_bytes=_sample_bytes(model_desc, batch),
+        measured=False,
+        model=model_desc.fingerprint,
+        host_optimizer=_host_optimizer(training, device_info),
+    )
+
+
+def _host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile | None:
+    host = device_info.host
+    if host is None or not host.memory_bandwidth:
+        return None
+    return estimate_optimizer(training, "cpu", host.memory_bandwidth)
+
+
+def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -> OptimizerProfile:
+    """Estimate the optimizer step on a device of ``kind``, bound by memory bandwidth and kernel launches."""
+    implementation = training.implementation(kind)
+    # Parameter and optimizer states are read and written, the gradient is only read.
+    traffic = 2 * (1 + training.num_states) + 1
+    unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
+    kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
+    return OptimizerProfile(
+        per_tensor=kernels * LAUNCH_SECONDS,
+        per_dtensor=kernels * DTENSOR_LAUNCH_SECONDS,
+        per_byte=traffic * unfused / memory_bandwidth,
+    )
+
+
+def _segment(segment: Segment, device_info: DeviceInfo, batch: int, narrowing: float) -> SegmentProfile:
+    return SegmentProfile(
+        signature=segment.signature,
+        forward=_pass(segment.forward, device_info, batch, narrowing),
+        backward=_pass(segment.backward, device_info, batch, narrowing),
+        saved_bytes=_whole(segment.saved_bytes(batch)),
+    )
+
+
+def _pass(work: Work, device_info: DeviceInfo, batch: int, narrowing: float) -> PassProfile:
+    computing = work.flops(batch) / device_info.flops
+    moving = work.moved_bytes(batch) * narrowing / device_info.memory_bandwidth
+    busy = max(computing, moving)
+    return PassProfile(
+        # A pass without any work, such as a view, launches nothing.
+        seconds=busy + LAUNCH_SECONDS if busy > 0 else 0.0,
+        live_bytes=_whole(work.live_bytes(batch)),
+        peak_bytes=_whole(work.peak_bytes(batch)),
+    )
+
+
+def _whole(nbytes: float) -> int:
+    """``nbytes`` rounded up to whole bytes: predicted memory must not be too small."""
+    return math.ceil(nbytes)
+
+
+def _narrowing(model_desc: ModelDesc, training: Training) -> float:
+    """Fraction of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
+    own = max((DTYPE_BYTES[p.dtype] for op in model_desc.operators for p in op.parameters), default=0)
+    if training.param_dtype is None or own == 0:
+        return 1.0
+    return min(1.0, DTYPE_BYTES[training.param_dtype] / own)
+
+
+def _sample_bytes(model_desc: ModelDesc, batch: int) -> int:
+    traced = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in model_desc.sample)
+    return math.ceil(traced * batch / model_desc.local_batch)

@@ -1,0 +1,16 @@
+"""The user's module: what it must be, and what becomes of its parameters, outputs and hooks.
+
+Start at :func:`osdp.runtime.module.plain.check_plain`.
+
+- ``plain``: which modules can be wrapped
+- ``parameter_owners``: which modules register which parameter
+- ``replaced``: parameters that wrapping has replaced, and who still holds them
+- ``moved``: moves and casts of a wrapped model
+- ``outputs``: tensors in what a forward returned
+- ``shared_arguments``: arguments that were one tensor stay one
+- ``gradient_hooks``: hooks on parameters
+- ``unused``: parameters that got no gradient
+- ``plain_states``: whole state dicts into parameters stored as a plan has them
+- ``group_dtensor``: parameters sharded within groups, next to those sharded over all ranks
+- ``checkpointed_regions``: gathers inside regions that a user checkpoints selectively
+"""

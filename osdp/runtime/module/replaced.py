@@ -1,0 +1,185 @@
+"""Parameters that wrapping has replaced, for references that users still hold.
+
+A plan stores parameters of its own: shards, or new objects with the same values. An optimizer that was
+created before, a list of parameters for gradient clipping, or another model that shares a weight would go on
+with the old ones, which are no longer trained. So under every plan all parameters are replaced, and the old
+ones become :class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an
+error.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.runtime.module.parameter_owners import owned_parameters
+from osdp.runtime.torch_private.autograd import gradient_hooks, share_gradient_hooks
+
+#: The FQN of a parameter, and the parameter that is trained in its place on this rank, if any.
+Successor = tuple[str, nn.Parameter | None]
+
+#: Advice on where to create the optimizer, for messages.
+MOVE = (
+    "make it after the line that wraps the model, of what the model has then: model = OSDP(model, ...); "
+    "optimizer = torch.optim.AdamW(model.parameters(), ...)"
+)
+
+#: Methods allowed on a replaced parameter: their results are those of the whole successor.
+_FACTS = frozenset(
+    "size dim numel nelement element_size stride is_floating_point is_complex is_contiguous "
+    "__len__ __hash__ __repr__ __format__".split()
+)
+
+#: Properties that return values.
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that is no longer the model's.
+
+    Attributes:
+        fqn: Its name in the model.
+        successor: The parameter that is trained in its place; ``None`` on a rank that holds no part of it.
+    """
+
+    fqn: str
+    successor: nn.Parameter | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Forward access to ``grad`` to the successor; raise for operations that need values."""
+        mine = args[0] if args and isinstance(args[0], cls) else None
+        asked = func.__name__
+        of = getattr(getattr(func, "__self__", None), "__name__", "")
+        if mine is not None and of == "grad":
+            return mine._gradient(asked, *args[1:])
+        if mine is not None and (asked in _FACTS or (asked == "__get__" and of not in _VALUES)):
+            answer: Any = super().__torch_function__
+            return answer(func, types, args, kwargs or {})
+        found = next(_within(cls, [*args, *(kwargs or {}).values()]), None)
+        raise RuntimeError(
+            f"parameter{'' if found is None else f' {found.fqn!r}'} is no longer the model's: wrapping has "
+            f"replaced it, and what computes with it (here {of or asked}) would go on with weights nobody "
+            f"trains; {MOVE}"
+        )
+
+    def _gradient(self, access: str, *value: torch.Tensor | None) -> torch.Tensor | None:
+        """Get, set or delete the gradient of the successor, by the name of the descriptor method."""
+        if self.successor is None:
+            return None
+        if access == "__get__":
+            return self.successor.grad
+        self.successor.grad = value[0] if access == "__set__" else None
+        return None
+
+
+def _within(kind: type[ReplacedParameter], values: Sequence[Any]) -> Iterator[ReplacedParameter]:
+    """The replaced parameters among arguments, also in lists, which foreach functions take."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _within(kind, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Record of a parameter before wrapping, which does not keep it alive."""
+
+    names: tuple[str, ...]
+    reference: "weakref.ref[nn.Parameter]"
+    attributes: dict[str, Any]
+    hooks: tuple[Any, Any]
+
+
+class PlainParameters:
+    """The parameters of a plain model, recorded before it is wrapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._noted = [
+            _Plain(owned.names, weakref.ref(parameter), dict(vars(parameter)), gradient_hooks(parameter))
+            for owned in owned_parameters(model).values()
+            for parameter in [owned.parameter]
+        ]
+
+    def replaced_by(self, stored: Mapping[str, nn.Parameter]) -> "Replaced":
+        """Mark the parameters that are still referenced; users' attributes and hooks go to their successors.
+
+        Args:
+            stored: The parameters that the optimizer sees from now on, by every FQN.
+        """
+        others: dict[int, tuple[weakref.ref[nn.Parameter], Successor]] = {}
+        for plain in self._noted:
+            # A stage may contain only the later of two modules that share the parameter.
+            name = next((name for name in plain.names if name in stored), plain.names[0])
+            old, new = plain.reference(), stored.get(name)
+            if new is old:
+                continue
+            if new is not None:
+                for attribute, value in plain.attributes.items():
+                    vars(new).setdefault(attribute, value)
+                share_gradient_hooks(plain.hooks, new)
+            if type(old) is nn.Parameter:
+                old.__class__ = ReplacedParameter
+                vars(old).update(fqn=name, successor=new)
+            elif old is not None:
+                others[id(old)] = (plain.reference, (name, new))
+        return Replaced(others)
+
+
+class Replaced:
+    """Finds the successors of replaced parameters.
+
+    Args:
+        others: Replaced parameters of classes other than ``nn.Parameter``, such as tensor-parallel DTensors,
+            by id.
+    """
+
+    def __init__(
+        self, others: "Mapping[int, tuple[weakref.ref[nn.Parameter], Successor]] | None" = None
+    ) -> None:
+        self._others = others or {}
+
+    def exchange_in(
+        self, optimizer: torch.optim.Optimizer, computing: "Mapping[int, Successor] | None" = None
+    ) -> None:
+        """Replace parameters in ``optimizer`` by their successors.
+
+        Args:
+            optimizer: The optimizer.
+            computing: Stored parameters by the id of their compute parameters, which modules register between
+                a forward and its backward: the optimizer may have been created with them then.
+
+        Raises:
+            RuntimeError: It has optimizer states of replaced parameters, which belong to whole parameters.
+        """
+        found: dict[int, Successor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                successor = self._successor(parameter) or (computing or {}).get(id(parameter))
+                if successor is not None:
+                    found[id(parameter)] = successor
+        if not found:
+            return
+        names = [found[id(p)][0] for p, state in optimizer.state.items() if state and id(p) in found]
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} was made before the model was wrapped and keeps states of "
+                f"parameters that wrapping has replaced ({shown}); {MOVE}, and load its states there, by "
+                "osdp.runtime.checkpoint.load for example"
+            )
+        for group in optimizer.param_groups:
+            now = [found.get(id(parameter), ("", parameter))[1] for parameter in group["params"]]
+            group["params"][:] = [parameter for parameter in now if parameter is not None]
+
+    def _successor(self, parameter: torch.Tensor) -> "Successor | None":
+        if isinstance(parameter, ReplacedParameter):
+            return parameter.fqn, parameter.successor
+        reference, successor = self._others.get(id(parameter), (None, None))
+        return successor if reference is not None and reference() is parameter else None

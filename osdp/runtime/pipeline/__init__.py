@@ -1,0 +1,16 @@
+"""A model in stages, each sharded by itself.
+
+Start at :func:`osdp.runtime.pipeline.apply.apply_pipeline`.
+
+- ``apply``: a model and a pipeline plan to stages that run
+- ``stage``: the original model with the modules of other stages removed
+- ``placeholders``: values of other stages: shape, dtype and device
+- ``output_shapes``: what a removed module would have returned
+- ``unsharded_stage``: a stage without data parallelism
+- ``engine``: executes a schedule
+- ``messages``: values and gradients between stages
+- ``channels``: communicators of their own for messages
+- ``tied_parameters``: parameters that several stages hold
+- ``split_backward``: a backward in two parts, for zero-bubble schedules
+- ``generation``: generation through a pipeline
+"""

@@ -1,0 +1,373 @@
+"""``apply_pipeline``: run a model under a pipeline plan, each stage sharded by its own plan."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.comm.groups import level_groups
+from osdp.errors import PlanMismatchError
+from osdp.model.fqn import is_inside
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Mode, Plan
+from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule, split_backward_refused
+from osdp.runtime.clip import clip_grad_norm_
+from osdp.runtime.mesh import device_of, group_of
+from osdp.runtime.module.parameter_owners import Owned, owned_parameters
+from osdp.runtime.module.plain_states import accept_plain_states, load_into_stages
+from osdp.runtime.pipeline.channels import Channel, ordered_channels
+from osdp.runtime.pipeline.engine import Pipeline, Reductions, RunningStage
+from osdp.runtime.pipeline.output_shapes import twins_of
+from osdp.runtime.pipeline.stage import Stage, WholeModel, build_stage, merge
+from osdp.runtime.pipeline.tied_parameters import TiedCopies, tied_copies
+from osdp.runtime.pipeline.unsharded_stage import AloneStage, apply_alone, stands_alone
+from osdp.runtime.sharding.apply import apply
+from osdp.runtime.sharding.sharded_model import AppliedPlan
+from osdp.runtime.steps import Steps
+from osdp.runtime.tensor_parallel.apply import imagine, parallelize
+
+
+class AppliedPipeline:
+    """A model under a pipeline plan; made by :func:`apply_pipeline`.
+
+    Attributes:
+        model: The model with the modules of this rank's stages, changed in place.
+        plan: The plan.
+        mesh: The mesh with the axes pp, dp and tp.
+        stages: The stages of this rank, by index.
+        stage_group: The ranks of this pipeline.
+        steps: Runs its training, evaluation and inference steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PipelinePlan,
+        mesh: DeviceMesh,
+        stages: Mapping[int, RunningStage],
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = mesh
+        self.stages = dict(stages)
+        group = mesh["pp"].get_group()
+        self.stage_group = group
+        self._norm_group = group_of(mesh["dp", "tp"] if plan.tp > 1 else mesh["dp"])
+        self._tied = self._tie(group)
+        self.steps = Steps(
+            Pipeline(
+                stages,
+                plan.transfers,
+                group,
+                device_of(mesh),
+                channels=self._channels(group),
+                reduces=_reductions([stage.plan for stage in plan.stages], plan.training.microbatches),
+            ),
+            self._schedule,
+            self.stored_parameters,
+            data_group=mesh["dp"].get_group(),
+            stage_group=group,
+            tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
+            tied=self._tied,
+            device=device_of(mesh),
+        )
+
+    def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopies, ...]:
+        named = {}
+        for running in self.stages.values():
+            for name, parameter in running.stage.model.named_parameters():
+                applied = running.applied
+
+                def stored(parameter: nn.Parameter = parameter, applied: Applied = applied) -> nn.Parameter:
+                    return applied.stored(parameter)
+
+                named[name] = stored
+        copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group, self._level)
+        for tied in copies:
+            tied.start_equal()
+        return copies
+
+    def _channels(self, group: dist.ProcessGroup) -> Mapping[Channel, dist.ProcessGroup]:
+        if self.mesh.device_type == "cpu":
+            return {}  # gloo distinguishes messages by their tags
+        return ordered_channels(self.plan, self.plan.make_schedule().placement, group, self._level)
+
+    def _level(self) -> None:
+        level_groups(self.mesh, device_of(self.mesh))
+
+    def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+        schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
+        alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
+        if schedule.splits_backward and not alone:
+            raise split_backward_refused(schedule.name, self.plan.dp, self.plan.tp)
+        return schedule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, if the model has a single stage.
+
+        Raises:
+            RuntimeError: The model is cut into several stages.
+        """
+        if len(self.plan.stages) > 1:
+            raise RuntimeError(
+                f"the model is cut into {len(self.plan.stages)} stages, so it cannot be called: use "
+                "model.train_step(inputs, targets, loss_fn), eval_step or predict"
+            )
+        return self.stages[0].stage.forward((), args, kwargs).result
+
+    @property
+    def computes(self) -> bool:
+        """Whether modules may register compute parameters at present, rather than the stored ones."""
+        return any(running.applied.computes for running in self.stages.values())
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
+        for running in self.stages.values():
+            found = running.applied.stored(parameter)
+            if found is not parameter:
+                return found
+        return parameter
+
+    def computing(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """Name and stored parameter of each compute parameter, by the id of the compute parameter."""
+        return {
+            key: found
+            for running in self.stages.values()
+            for key, found in running.applied.computing().items()
+        }
+
+    def stored_parameters(self) -> list[nn.Parameter]:
+        """All parameters of this rank as the optimizer sees them, each once."""
+        found = [p for running in self.stages.values() for p in running.applied.stored_parameters()]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all stages so that their total norm is at most ``max_norm``."""
+        copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
+        return clip_grad_norm_(
+            self.stored_parameters(),
+            max_norm,
+            norm_type,
+            group=self._norm_group,
+            device=device_of(self.mesh),
+            across=self.stage_group,
+            copies=copies,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Always false: a step contains both forwards and backwards."""
+        return False
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """Local names of tied copies that another stage owns, mapped to their names there."""
+        return {name: tied.owner for tied in self._tied for name in tied.names if name != tied.owner}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Not supported for stages.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("stages accumulate inside a step: pass train_step(..., num_microbatches=)")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load a state dict of the whole model; all ranks of a pipeline call it."""
+        return load_into_stages(self.model, state_dict, strict, self.plan.ties, self.stage_group)
+
+    def train(self, mode: bool) -> None:
+        """Set the training mode of all stages."""
+        for running in self.stages.values():
+            running.stage.model.train(mode)
+        self.model.train(mode)
+
+
+Applied = AppliedPlan | AloneStage
+
+
+def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> AppliedPipeline:
+    """Run ``model`` under ``plan``, changing it in place: it keeps the modules of this rank's stages.
+
+    Every rank calls it. Initial values are as for :func:`osdp.runtime.sharding.apply.apply`, stage by stage;
+    all copies of a tied parameter start with the owner's values.
+
+    Args:
+        model: The plain model; may be on ``meta``.
+        plan: A plan that was made for it.
+        mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``.
+
+    Raises:
+        PlanMismatchError: The plan is for another model or mesh; lists every difference.
+    """
+    _check(model, plan, mesh)
+    placement = plan.make_schedule().placement
+    mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
+    named = plan.training.param_dtype
+    computed: torch.dtype | None = None if named is None else getattr(torch, named)
+    twins = twins_of(_computed_by_one(model, plan), plan.modules, computed)
+    # 1. Build all stages from the plain model before any of them is changed.
+    built = [
+        build_stage(
+            model,
+            index,
+            plan.stages[index].modules,
+            plan.stages[index].loose,
+            twins,
+            plan.transfers,
+            is_last=index == len(placement) - 1,
+            device=device_of(mesh),
+            dtype=computed,
+        )
+        for index in mine
+    ]
+    # 2. Shard each stage under its own plan.
+    stages: dict[int, RunningStage] = {}
+    homes: dict[str, Stage] = {}
+    level_groups(mesh, device_of(mesh))
+    taken: set[int] = set()
+    shared = _shared(built)
+    for stage in built:
+        modules = plan.stages[stage.index].modules
+        if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
+            _hold_apart(stage.model, taken)
+        stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
+        level_groups(mesh, device_of(mesh))
+        stage.watch(modules)
+        homes |= dict.fromkeys(modules, stage)
+    if all(isinstance(running.applied, AloneStage) for running in stages.values()):
+        # Each stage moved, or created from ``meta``, a parameter of its own: share one again.
+        for first, *others in shared:
+            for entry in others:
+                entry.register(first.parameter)
+    # 3. The model registers the modules of this rank's stages.
+    merge(model, homes, plan.modules)
+    accept_plain_states(model)
+    _forbid_cache(model)
+    return AppliedPipeline(model, plan, mesh, stages)
+
+
+def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
+    """The part of the model that one tensor-parallel rank computes; values between modules may be parts."""
+    if plan.tensor is None:
+        return model
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    # Values passed between stages are whole even with sequence parallelism inside blocks.
+    part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
+    return part
+
+
+def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
+    """The entries of each parameter that several of this rank's stages hold, one per stage."""
+    found: dict[int, list[Owned]] = {}
+    for stage in stages:
+        for entry in owned_parameters(stage.model).values():
+            found.setdefault(id(entry.parameter), []).append(entry)
+    return [entries for entries in found.values() if len(entries) > 1]
+
+
+def _hold_apart(model: nn.Module, taken: set[int]) -> None:
+    """Copy parameters that another stage of this rank has too: each stage shards and reduces its own."""
+    for owned in owned_parameters(model).values():
+        parameter = owned.parameter
+        if id(parameter) in taken:
+            owned.register(nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+        taken.add(id(parameter))
+
+
+def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
+    """Shard a stage: its layers over the tensor-parallel ranks, then its parameters under its plan."""
+    part = plan.stages[stage.index]
+    if plan.tensor is not None:
+        gone = set(plan.modules) - set(part.modules)
+        names = {
+            name
+            for name, _ in stage.model.named_modules()
+            if not any(is_inside(name, module) for module in gone)
+        }
+        parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
+    if plan.tp == 1 and stands_alone(part.plan):
+        return apply_alone(stage.model, part.plan, mesh["dp"])
+    return apply(stage.model, part.plan, mesh["dp"])
+
+
+def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
+    """The step functions of a model, whole or in stages."""
+    if isinstance(applied, AppliedPipeline):
+        return applied.steps
+    microbatches = applied.plan.training.microbatches
+    device = device_of(applied.mesh)
+    return Steps(
+        Pipeline(
+            {0: RunningStage(WholeModel(applied.model), applied)},
+            (),
+            None,
+            device,
+            reduces=_reductions([applied.plan], microbatches),
+        ),
+        lambda count, name, num_slices: _of_one_stage(count or microbatches, name, num_slices),
+        applied.stored_parameters,
+        data_group=applied.mesh.get_group(),
+        device=device,
+    )
+
+
+def _reductions(plans: Sequence[Plan], microbatches: int) -> Reductions:
+    """The reduction policy: as planned; token slices keep no whole gradients where the plan keeps none."""
+    each = microbatches > 1 and any(plan.reduce_each_microbatch for plan in plans)
+    sharded = any(unit.mode is not Mode.NO_SHARD for plan in plans for unit in plan.units)
+    return Reductions(each, slices=sharded and (each or microbatches == 1))
+
+
+def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:
+    """The schedule of one stage, the same under every known name; raises for unknown names."""
+    default_stages_per_rank(name or "1f1b")
+    return make_schedule("1f1b", 1, num_microbatches, num_slices=num_slices)
+
+
+def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
+    sizes = {axis: mesh[axis].size() for axis in ("pp", "dp", "tp")}
+    wanted = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    faults = [
+        f"planned for {axis}={wanted[axis]}, run on {sizes[axis]}"
+        for axis in sizes
+        if sizes[axis] != wanted[axis]
+    ]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    faults += [
+        f"stages keep module {name!r}, which the model lacks" for name in plan.modules if name not in known
+    ]
+    if faults:
+        raise PlanMismatchError(faults)
+    held = {name for name, _ in _parameters_in(model, plan.modules)}
+    loose = {name for stage in plan.stages for name in stage.loose}
+    faults += [
+        f"parameter {name!r} of the model belongs to no stage"
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if name not in held and name not in loose
+    ]
+    if faults:
+        raise PlanMismatchError(faults)
+
+
+def _parameters_in(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in modules:
+        for name, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
+            yield f"{module}.{name}", parameter
+
+
+def _forbid_cache(model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False

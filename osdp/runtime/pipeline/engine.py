@@ -1,0 +1,365 @@
+"""Execution of a pipeline schedule: this rank's forwards and backwards in order, with messages overlapped.
+
+``torch.distributed.pipelining`` has an engine too. Its stages communicate with their neighbours only, in
+shapes fixed at the first step; here a value goes to whichever stage needs it, tied weights have copies in
+several stages, and batch and sequence length may change from step to step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from osdp.model.dataflow import Transfer
+from osdp.plan.schedule import AHEAD, Action, Kind, Schedule
+from osdp.runtime.losses import LossFn, LossSum, loss_parts
+from osdp.runtime.microbatch import Microbatch
+from osdp.runtime.pipeline.channels import Channel
+from osdp.runtime.pipeline.messages import Address, Mail, Messages
+from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
+from osdp.runtime.pipeline.stage import Stage, StageOutput, WholeModel
+from osdp.runtime.pipeline.unsharded_stage import AloneStage
+from osdp.runtime.sharding.sharded_model import AppliedPlan
+from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
+
+
+@dataclass(frozen=True)
+class RunningStage:
+    """A stage and the plan it runs under."""
+
+    stage: Stage | WholeModel
+    applied: AppliedPlan | AloneStage
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """Reductions of gradients in addition to the one at the end of a step.
+
+    Attributes:
+        microbatches: Whether to reduce after every microbatch.
+        slices: Whether to reduce after every token slice, where sequences are sliced.
+    """
+
+    microbatches: bool = False
+    slices: bool = False
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch, or a token slice of it, between its forward and its backward on one stage.
+
+    Attributes:
+        received: Received tensors, one for each incoming transfer.
+        sent: Sent tensors, one for each outgoing transfer.
+        keys: The cached keys and values of a token slice.
+        loss: The sum of its loss, in the last stage.
+        weights: The second part of a split backward, after the first.
+    """
+
+    received: list[torch.Tensor]
+    sent: tuple[torch.Tensor, ...]
+    keys: KeyValues | None = None
+    loss: torch.Tensor | None = None
+    weights: WeightPass | None = None
+
+
+@dataclass
+class Step:
+    """The settings and the state of one step.
+
+    Attributes:
+        schedule: The order of its actions.
+        microbatches: Microbatches or token slices, by their index in actions.
+        loss_fn: The loss function.
+        losses: The sum of the losses so far.
+        trains: Whether there are backwards.
+        empty: Creates a stage's empty key-value cache, with token slices.
+        outputs: The model's outputs by microbatch, where they are kept.
+        flights: Microbatches between forward and backward, by stage and index.
+        prefixes: Token slices that share a cache, by stage and microbatch.
+    """
+
+    schedule: Schedule
+    microbatches: Sequence[Microbatch] | Mapping[int, Microbatch]
+    loss_fn: LossFn | None
+    losses: LossSum
+    trains: bool
+    empty: Callable[[], KeyValues] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
+
+    def prefix(self, action: Action) -> Prefix | None:
+        """The token slices of an action's microbatch on its stage; ``None`` if sequences are not sliced."""
+        if self.empty is None:
+            return None
+        key = (action.stage, action.microbatch // self.schedule.num_slices)
+        if key not in self.prefixes:
+            self.prefixes[key] = Prefix(self.empty())
+        return self.prefixes[key]
+
+    def begins(self, action: Action) -> bool:
+        """Whether an action is on the first token slice of sequences, which comes last in backward."""
+        return action.microbatch % self.schedule.num_slices == 0
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Args:
+        stages: The stages of this rank, by index.
+        transfers: All transfers of the pipeline.
+        group: The ranks of this pipeline, in order; ``None`` if there is one.
+        device: This rank's device.
+        channels: Communicators between stages, where a backend needs several.
+        reduces: Reductions of gradients in addition to the one at the end of the step.
+
+    Attributes:
+        stages: The stages of this rank, by index.
+        mail: Messages to and from other ranks.
+        rank: This rank's position in the pipeline.
+        num_transfers: Number of transfers, each with two messages per microbatch: a value and its gradient.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, RunningStage],
+        transfers: Sequence[Transfer],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        channels: Mapping[Channel, dist.ProcessGroup] | None = None,
+        reduces: Reductions = Reductions(),
+    ) -> None:
+        self.stages = dict(stages)
+        self._number = {transfer: index for index, transfer in enumerate(transfers)}
+        self.num_transfers = len(transfers)
+        self.mail = Mail(group, device, channels)
+        self.rank = group.rank() if group is not None else 0
+        self._device = device
+        self._reduces = reduces
+
+    def train(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn | None,
+        empty: Callable[[], KeyValues] | None = None,
+    ) -> LossSum:
+        """Compute gradients of the sum of all losses; returns the losses of this rank's microbatches.
+
+        Args:
+            schedule: The order of forwards and backwards.
+            microbatches: All microbatches, or all token slices of all microbatches.
+            loss_fn: The loss function.
+            empty: Creates a stage's empty key-value cache, with token slices.
+        """
+        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), True, empty)
+        with torch.enable_grad():
+            self._run(step)
+        return step.losses
+
+    def evaluate(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
+    ) -> LossSum:
+        """The losses of this rank's microbatches, without gradients."""
+        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), False)
+        with torch.no_grad():
+            self._run(step)
+        return step.losses
+
+    def predict(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """The outputs of all microbatches on the rank of the last stage; empty on the others."""
+        step = Step(schedule, microbatches, None, LossSum(self._device), False)
+        with torch.no_grad():
+            self._run(step, keep=True)
+        return [step.outputs[index] for index in sorted(step.outputs)]
+
+    @property
+    def messages(self) -> Messages:
+        """Shape and dtype of each kind of message (:attr:`osdp.runtime.pipeline.messages.Mail.known`)."""
+        return self.mail.known
+
+    def _run(self, step: Step, *, keep: bool = False) -> None:
+        order = step.schedule.orders[self.rank]
+        perform: dict[Kind, Callable[[Step, Action], None]] = {
+            Kind.FORWARD: self._evaluate if not step.trains else self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        if keep:
+            perform[Kind.FORWARD] = self._predict
+        try:
+            for at, action in enumerate(order):
+                # Receives of the next actions are posted before this one computes.
+                for later in order[at : at + 1 + AHEAD]:
+                    self.expect(step, later)
+                perform[action.kind](step, action)
+            self.mail.finish()
+        except BaseException:
+            self.mail.reset()
+            raise
+
+    # Messages
+
+    def _address(self, step: Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
+        # Autocast is part of the kind: it changes the dtype of values for the same inputs.
+        number = self._number[transfer]
+        place = self._device.type
+        autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
+        kind = (number, back, step.microbatches[microbatch].signature, autocast)
+        channel = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
+        return Address(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
+
+    def expect(self, step: Step, action: Action) -> None:
+        """Post the receives of an action."""
+        stage = self.stages[action.stage].stage
+        placement = step.schedule.placement
+        if action.kind is Kind.FORWARD:
+            for transfer in stage.incoming:
+                address = self._address(step, transfer, action.microbatch, back=False)
+                self.mail.expect(placement[transfer.source], address)
+        elif action.kind is not Kind.BACKWARD_WEIGHT:
+            for transfer in stage.outgoing:
+                if transfer.differentiable:
+                    address = self._address(step, transfer, action.microbatch, back=True)
+                    self.mail.expect(placement[transfer.target], address)
+
+    # Actions
+
+    def run_stage(self, step: Step, action: Action) -> tuple[_Flight, Any]:
+        """Run a forward: receive from other stages, compute, send; the result is set in the last stage."""
+        stage, microbatch = self.stages[action.stage].stage, step.microbatches[action.microbatch]
+        placement = step.schedule.placement
+        received = []
+        for transfer in stage.incoming:
+            address = self._address(step, transfer, action.microbatch, back=False)
+            tensor = self.mail.take(placement[transfer.source], address)
+            received.append(tensor.detach().requires_grad_(transfer.differentiable and step.trains))
+        run = partial(_forward, stage, received, microbatch)
+        prefix = step.prefix(action)
+        keys, output = prefix.forward(run, microbatch.tokens) if prefix else (None, run({}))
+        for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
+            address = self._address(step, transfer, action.microbatch, back=False)
+            self.mail.send(tensor, placement[transfer.target], address)
+        return _Flight(received, output.sent, keys), output.result
+
+    def _predict(self, step: Step, action: Action) -> None:
+        _, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
+            step.outputs[action.microbatch] = result
+
+    def _evaluate(self, step: Step, action: Action) -> None:
+        _, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
+            self._loss(step, action, result)
+
+    def _forward(self, step: Step, action: Action) -> None:
+        flight, result = self.run_stage(step, action)
+        if self.stages[action.stage].stage.is_last:
+            flight.loss = self._loss(step, action, result)
+        step.flights[action.stage, action.microbatch] = flight
+
+    def _loss(self, step: Step, action: Action, result: Any) -> torch.Tensor:
+        microbatch = step.microbatches[action.microbatch]
+        total, count = loss_parts(result, microbatch.targets, microbatch.samples, step.loss_fn)
+        step.losses.add(total, count)
+        return total
+
+    def _backward(self, step: Step, action: Action) -> None:
+        flight = step.flights.pop((action.stage, action.microbatch))
+        tensors, gradients = self._roots(step, action, flight)
+        prefix = step.prefix(action)
+        if prefix and flight.keys is not None:
+            for root, gradient in prefix.roots(flight.keys):
+                tensors.append(root)
+                gradients.append(gradient)
+            prefix.collect(flight.keys)
+        with self._reducing(step, action):
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+        if prefix and step.begins(action):
+            del step.prefixes[action.stage, action.microbatch // step.schedule.num_slices]
+        self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)
+
+    def _backward_input(self, step: Step, action: Action) -> None:
+        flight = step.flights[action.stage, action.microbatch]
+        tensors, gradients = self._roots(step, action, flight)
+        model = self.stages[action.stage].stage.model
+        inputs = [tensor for tensor in flight.received if tensor.requires_grad]
+        roots = list(zip(tensors, gradients, strict=True))
+        found, flight.weights = backward_inputs(roots, inputs, list(model.parameters()))
+        given = iter(found)
+        self._send_back(
+            step, action, [next(given) if t.requires_grad else None for t in flight.received], flight
+        )
+        flight.sent, flight.loss = (), None
+
+    def _backward_weight(self, step: Step, action: Action) -> None:
+        flight = step.flights.pop((action.stage, action.microbatch))
+        assert flight.weights is not None
+        with self._reducing(step, action):
+            flight.weights.run()
+
+    def _roots(
+        self, step: Step, action: Action, flight: _Flight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The roots of a backward (the loss, sent tensors) with the gradients received for them."""
+        tensors: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        if flight.loss is not None and flight.loss.requires_grad:
+            tensors.append(flight.loss)
+            gradients.append(None)
+        stage = self.stages[action.stage].stage
+        for transfer, tensor in zip(stage.outgoing, flight.sent, strict=True):
+            if not transfer.differentiable:
+                continue
+            address = self._address(step, transfer, action.microbatch, back=True)
+            gradient = self.mail.take(step.schedule.placement[transfer.target], address)
+            if tensor.requires_grad:
+                tensors.append(tensor)
+                gradients.append(gradient)
+        return tensors, gradients
+
+    def _send_back(
+        self, step: Step, action: Action, gradients: Sequence[torch.Tensor | None], flight: _Flight
+    ) -> None:
+        stage = self.stages[action.stage].stage
+        for transfer, gradient, tensor in zip(stage.incoming, gradients, flight.received, strict=True):
+            if transfer.differentiable:
+                address = self._address(step, transfer, action.microbatch, back=True)
+                given = torch.zeros_like(tensor) if gradient is None else gradient
+                self.mail.send(given, step.schedule.placement[transfer.source], address)
+
+    @contextmanager
+    def _reducing(self, step: Step, action: Action) -> Iterator[None]:
+        """Reduce the stage's gradients in the backward inside if it is its last, or if the policy says so."""
+        running = self.stages[action.stage]
+        last = _last_backward(step.schedule, self.rank, action.stage) == action
+        each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches
+        running.applied.set_requires_gradient_sync(last or each)
+        if isinstance(running.stage.model, FSDPModule):
+            running.stage.model.set_is_last_backward(last)
+        try:
+            yield
+        finally:
+            running.applied.set_requires_gradient_sync(True)
+
+
+def _forward(
+    stage: Stage | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
+) -> StageOutput:
+    return stage.forward(received, part.args, {**part.kwargs, **more})
+
+
+def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:
+    ends = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    return next(
+        action for action in reversed(schedule.orders[rank]) if action.stage == stage and action.kind in ends
+    )

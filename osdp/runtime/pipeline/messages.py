@@ -1,0 +1,176 @@
+"""Asynchronous point-to-point messages between stages: activations and their gradients.
+
+Receives are posted early: a backend such as gloo transfers nothing before. The first message of a kind is
+preceded by a header with its shape and dtype; ranks remember them for each shape of the inputs, so later
+messages need no header.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from osdp.runtime.pipeline.channels import Channel
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Key of a message: its number, which both sides derive independently, and its kind.
+
+    Attributes:
+        number: Distinguishes the messages between two ranks that are in flight at the same time.
+        kind: Equal for messages of the same shape and dtype.
+        channel: The stages it goes from and to.
+    """
+
+    number: int
+    kind: Hashable
+    channel: Channel
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A posted receive of a message, or of the header that precedes it."""
+
+    buffer: torch.Tensor
+    work: dist.Work
+    is_header: bool
+
+
+#: Shape and dtype of the messages of each kind.
+Messages = dict[Hashable, tuple[torch.Size, torch.dtype]]
+
+
+class Mail:
+    """Messages between the ranks of a pipeline.
+
+    Args:
+        group: The ranks of one pipeline, in order; ``None`` if there is one.
+        device: This rank's device.
+        channels: The communicators of a backend that keeps messages in order (NCCL); empty where tags
+            distinguish them.
+
+    Attributes:
+        known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data is
+            transferred, as in a fake group, they must be filled in from a run with data.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        channels: Mapping[Channel, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self._group = group
+        self._channels = dict(channels or {})
+        #: Channels with a header in flight: the message after it cannot be posted before its shape is known.
+        self._headers: set[Channel] = set()
+        self._device = device
+        self.known: Messages = {}
+        self._asked: set[Hashable] = set()
+        self._expected: dict[int, _Expected] = {}
+        self._at_home: dict[int, torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._here = group.rank() if group is not None else 0
+
+    def send(self, tensor: torch.Tensor, peer: int, address: Address) -> None:
+        """Start sending ``tensor``, which must not change meanwhile, to rank ``peer`` of the pipeline."""
+        tensor = tensor.detach()
+        if peer == self._here:
+            self._at_home[address.number] = tensor
+            return
+        agreed = self.known.get(address.kind)
+        if agreed is not None and agreed != (tensor.shape, tensor.dtype):
+            raise RuntimeError(
+                f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
+                f"{agreed[1]} for inputs of the same shapes: shapes and dtypes of what modules return must "
+                "follow from those of the inputs, since other ranks do not receive them"
+            )
+        if agreed is None:
+            self.known[address.kind] = (tensor.shape, tensor.dtype)
+            self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
+        self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
+
+    def expect(self, peer: int, address: Address) -> None:
+        """Post the receive of a message from ``peer``, or of its header; a second call has no effect."""
+        if peer == self._here or address.number in self._expected:
+            return
+        if address.channel in self._channels and address.channel in self._headers:
+            return
+        if address.kind in self.known:
+            self._expected[address.number] = self._posted(peer, address)
+        elif address.kind not in self._asked:
+            # Only the first message of a kind has a header.
+            self._asked.add(address.kind)
+            self._headers.add(address.channel)
+            header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
+            work = self._receive(header, peer, address, 2 * address.number)
+            self._expected[address.number] = _Expected(header, work, is_header=True)
+
+    def take(self, peer: int, address: Address) -> torch.Tensor:
+        """Wait for the message from ``peer`` and return it; messages of one kind in the order of sending."""
+        if peer == self._here:
+            return self._at_home.pop(address.number)
+        self.expect(peer, address)
+        expected = self._expected.pop(address.number, None)
+        if expected is not None and expected.is_header:
+            expected.work.wait()
+            self.known[address.kind] = _shape(expected.buffer)
+            self._headers.discard(address.channel)
+            expected = None
+        if expected is None:
+            expected = self._posted(peer, address)
+        expected.work.wait()
+        return expected.buffer
+
+    def finish(self) -> None:
+        """Wait until all sends have completed."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def reset(self) -> None:
+        """Forget all messages in flight, after an exception."""
+        self._expected.clear()
+        self._at_home.clear()
+        self._headers.clear()
+        self._sent.clear()
+
+    def _posted(self, peer: int, address: Address) -> _Expected:
+        shape, dtype = self.known[address.kind]
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        work = self._receive(buffer, peer, address, 2 * address.number + 1)
+        return _Expected(buffer, work, is_header=False)
+
+    def _receive(self, buffer: torch.Tensor, peer: int, address: Address, tag: int) -> dist.Work:
+        group = self._channels.get(address.channel, self._group)
+        work = dist.irecv(buffer, self._global(peer), group=group, tag=tag)
+        assert work is not None
+        return work
+
+    def _post_send(self, tensor: torch.Tensor, peer: int, address: Address, tag: int) -> None:
+        group = self._channels.get(address.channel, self._group)
+        work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
+        assert work is not None
+        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        self._sent.append((work, tensor))
+
+    def _global(self, peer: int) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, peer)
+
+
+def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.dim() > _MAX_DIMS:
+        raise ValueError(f"stages exchange tensors of at most {_MAX_DIMS} dimensions, got {tensor.dim()}")
+    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    return torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype), *shape], device=device)
+
+
+def _shape(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    dims, dtype, *shape = header.tolist()
+    return torch.Size(shape[:dims]), _DTYPES[dtype]

@@ -1,0 +1,141 @@
+"""Tied parameters with copies in several stages, such as the tied embedding of a language model.
+
+All copies start equal, get the sum of their gradients once a step and the same optimizer step, so they stay
+equal. The first stage's copy is the owner: norms and checkpoints include only that one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from osdp.plan.pipeline import PipelinePlan, Tie
+
+
+@dataclass(frozen=True)
+class TiedCopies:
+    """This rank's copies of a tied parameter; several, if several of its stages are sharded separately.
+
+    Attributes:
+        names: First FQNs of the copies here.
+        owner: First FQN in the stage that owns the parameter.
+        owned: Whether the first copy is the owner's.
+        alike: Whether all copies are sharded the same way, so that shards can be added.
+        group: The ranks that hold copies; ``None`` if this rank holds all.
+        source: Global rank of the owner.
+        parameters: Returns the copies as the optimizer sees them, each parameter once.
+    """
+
+    names: tuple[str, ...]
+    owner: str
+    owned: bool
+    alike: bool
+    group: dist.ProcessGroup | None
+    source: int
+    parameters: Callable[[], Sequence[nn.Parameter]]
+
+    @property
+    def not_owned(self) -> Sequence[nn.Parameter]:
+        """The copies that norms and checkpoints leave out."""
+        return self.parameters()[1:] if self.owned else self.parameters()
+
+    def start_equal(self) -> None:
+        """Broadcast the owner's values to all copies."""
+        with torch.no_grad():
+            first, *others = self.parameters()
+            given = self._given(first)
+            if self.group is not None:
+                dist.broadcast(given, src=self.source, group=self.group)
+            for parameter in (first, *others):
+                self._replace(parameter, given)
+
+    def add_gradients(self) -> None:
+        """Replace the gradient of each copy by the sum over all copies; frozen parameters have none."""
+        if not self.parameters()[0].requires_grad:
+            return
+        with torch.no_grad():
+            gradients = []
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+            total = self._given(gradients[0])
+            for other in gradients[1:]:
+                total = total + self._given(other)
+            if self.group is not None:
+                dist.all_reduce(total, group=self.group)
+            for gradient in gradients:
+                self._replace(gradient, total)
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.to_local() if self.alike else tensor.full_tensor()
+
+    def _replace(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        """Copy ``given``, in the form that :meth:`_given` returns, into ``tensor``."""
+        if isinstance(tensor, DTensor) and not self.alike:
+            parts = distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            given = parts.to_local()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.data_ptr() != given.data_ptr():
+            local.copy_(given)
+
+
+def tied_copies(
+    plan: PipelinePlan,
+    placement: Sequence[int],
+    parameters: Mapping[str, Callable[[], nn.Parameter]],
+    group: dist.ProcessGroup,
+    level: Callable[[], None],
+) -> tuple[TiedCopies, ...]:
+    """This rank's copies of all tied parameters; every rank of the pipeline calls it.
+
+    Args:
+        plan: The plan.
+        placement: The rank of each stage in its pipeline.
+        parameters: Getters of this rank's parameters, by first FQN.
+        group: The ranks of this pipeline.
+        level: Called by all ranks, members or not, after each tie's group (:func:`level_groups`).
+    """
+    here = group.rank()
+    found = []
+    for tie in plan.ties:
+        ranks = tuple(dict.fromkeys(placement[stage] for stage in tie.stages))
+        if here in ranks:
+            own = None
+            members = [dist.get_global_rank(group, rank) for rank in ranks]
+            if len(ranks) > 1:
+                own = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+            held = zip(tie.stages, tie.names, strict=True)
+            mine: dict[int, str] = {}
+            for stage, name in held:
+                if placement[stage] == here:
+                    mine.setdefault(id(parameters[name]()), name)
+            names = tuple(mine.values())
+            if own is not None or len(names) > 1:
+                get = partial(_all, [parameters[name] for name in names])
+                owned, alike = here == ranks[0], _alike(plan, tie)
+                found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get))
+        level()
+    return tuple(found)
+
+
+def _all(getters: Sequence[Callable[[], nn.Parameter]]) -> list[nn.Parameter]:
+    return [get() for get in getters]
+
+
+def _alike(plan: PipelinePlan, tie: Tie) -> bool:
+    ways = set()
+    for stage, name in zip(tie.stages, tie.names, strict=True):
+        sharding = plan.stages[stage].plan
+        decision = next(d for d in sharding.decisions if name in d.parameters)
+        unit = next(u for u in sharding.units if decision.operator in u.operators)
+        groups = unit.group_size if decision.mode.value == "HYBRID_SHARD" else 0
+        ways.add((decision.mode.sharded, groups, decision.slices > 1))
+    return len(ways) == 1

@@ -1,0 +1,301 @@
+"""Gradient buckets of replicated parameters: one all-reduce per bucket, overlapped with backward.
+
+A bucket holds the gradients of one NO_SHARD unit in one flat tensor. As gradients arrive from autograd they
+are scaled by 1/N into their slice of it and freed; the last one starts an asynchronous all-reduce. Buckets
+start in one fixed order, the reverse of first use, whatever the order in which they fill, since ranks must
+agree::
+
+    backward     g3 g2        g1      g0
+    bucket B     [g3|g2]→ all-reduce
+    bucket A                  [g1     g0]→ all-reduce
+
+The mean is linear, so an existing gradient (the same on all ranks) may be reduced again together with what is
+added to it: accumulation over microbatches needs no second buffer. Where the contribution of a backward must
+be kept apart from earlier gradients, for hooks or settings, the parameter's ``GradientPath`` holds those
+meanwhile.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp.runtime.sharding.gradients import AllReduceHook
+from osdp.runtime.sharding.replicated import ReplicatedParameter
+from osdp.runtime.torch_private.dtensor import wrap_like
+
+
+class _Content(Enum):
+    NOTHING = 0
+    SCALED = 1  # a local sum, times the scale
+    REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
+
+
+class Reduction:
+    """Averaging of gradients over a process group.
+
+    Attributes:
+        group: The ranks.
+        scale: Factor that each rank applies to its gradient before the collective.
+        wait: Waits for a collective that was started.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]) -> None:
+        self.group = group
+        self.wait = wait
+        size = group.size()
+        # NCCL averages within the collective, which saves a pass over the gradients; gloo can only sum.
+        averages = dist.get_backend(group) == "nccl"
+        self.scale = 1.0 if averages else 1.0 / size
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._alone = size == 1
+
+    def start(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Start averaging ``tensor`` in place; ``None`` if this is the only rank."""
+        if self._alone:
+            return None
+        work: dist.Work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
+        return work
+
+
+class Bucket:
+    """Gradients that share one all-reduce.
+
+    Args:
+        parameters: Trainable parameters of one dtype, in reverse order of first use.
+        dtype: Dtype in which gradients are reduced.
+        reduction: The all-reduce of the bucket.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ReplicatedParameter], dtype: torch.dtype, reduction: Reduction
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._dtype = dtype
+        self._stored_dtype = parameters[0].stored.dtype
+        self._reduction = reduction
+        sizes = [parameter.compute.numel() for parameter in parameters]
+        self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._numel = sum(sizes)
+        self._flat: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
+        self._content = [_Content.NOTHING] * len(sizes)
+        self._arrived: set[int] = set()
+        self._work: dist.Work | None = None
+        self.started = False
+
+    @property
+    def syncs(self) -> bool:
+        """Whether this backward reduces the bucket; parameters that do not sync keep their part aside."""
+        return any(parameter.path.syncs for parameter in self.parameters)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the gradients of all parameters have arrived in this backward."""
+        return len(self._arrived) == len(self.parameters)
+
+    def receive(self, index: int) -> None:
+        """Move the gradient that autograd left on parameter ``index`` into the bucket.
+
+        Raises:
+            RuntimeError: The all-reduce of the bucket has already started.
+        """
+        parameter = self.parameters[index]
+        grad = parameter.compute.grad
+        if grad is None:
+            return
+        if self.started:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} got a second gradient in one backward, after its all-reduce "
+                "had started; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        with torch.no_grad():
+            if self._flat is None and not self._open_with(index, grad):
+                self._open()
+            parameter.compute.grad = None
+            self._add(index, grad)
+        self._arrived.add(index)
+
+    def start(self) -> None:
+        """Start the all-reduce of a full bucket; gradients that have not arrived count as zero."""
+        with torch.no_grad():
+            if self._flat is None:
+                self._open()
+            assert self._flat is not None
+            for index, content in enumerate(self._content):
+                if content is _Content.NOTHING:
+                    self._view(index).zero_()
+                elif content is _Content.REDUCED:
+                    self._view(index).mul_(self._reduction.scale)
+        self._work = self._reduction.start(self._flat)
+        self.started = True
+
+    def finish(self, without_gradient: Collection[str]) -> None:
+        """Wait for the all-reduce, and pass the gradients to the stored parameters.
+
+        Args:
+            without_gradient: Names of parameters that no rank used; their gradients stay unchanged.
+        """
+        flat = self._flat
+        assert flat is not None
+        if self._work is not None:
+            self._reduction.wait(self._work)
+        with torch.no_grad():
+            hook = self._joint_hook
+            if hook is not None:
+                hook(flat)
+            if flat.dtype != self._stored_dtype:
+                self._flat = flat.to(self._stored_dtype)
+                self._views.clear()
+            views = [self._view(index) for index in range(len(self.parameters))]
+            content = self._content
+            # Before users' hooks run: they may already start another pass with these parameters.
+            self.reset()
+            for index, parameter in enumerate(self.parameters):
+                missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
+                _hand_over(parameter, None if missing else views[index])
+
+    def reset(self) -> None:
+        """Drop everything that has arrived."""
+        if self._work is not None and not self._work.is_completed():
+            self._reduction.wait(self._work)
+        self._flat = None
+        self._views.clear()
+        self._work = None
+        self.started = False
+        self._content = [_Content.NOTHING] * len(self.parameters)
+        self._arrived.clear()
+
+    def give_up(self, index: int) -> None:
+        """Drop the gradient that was kept for parameter ``index``."""
+        if self._flat is not None:
+            self._content[index] = _Content.NOTHING
+        if all(content is _Content.NOTHING for content in self._content):
+            self.reset()
+
+    def end_backward(self) -> None:
+        """Keep the gradients that have arrived for the next backward of an accumulation."""
+        self._arrived.clear()
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        scale = self._reduction.scale * self._weight(index)
+        assert self._flat is not None
+        view = self._view(index)
+        content = self._content[index]
+        if view.data_ptr() == grad.data_ptr():
+            # The gradient shares the bucket's memory (``_open_with``, or autograd added into it): scale it
+            # in place.
+            view.mul_(scale)
+        elif content is _Content.NOTHING:
+            _scaled_copy(grad, scale, view)
+        else:
+            if content is _Content.REDUCED:
+                view.mul_(self._reduction.scale)
+            view.add_(grad, alpha=scale)
+        self._content[index] = _Content.SCALED
+
+    def _weight(self, index: int) -> float:
+        """Weight of a gradient relative to the mean over ranks, for parameters with a divide factor."""
+        factor = self.parameters[index].path.divide_factor
+        return 1.0 if factor is None else self._reduction.group.size() / factor
+
+    @property
+    def _joint_hook(self) -> AllReduceHook | None:
+        """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
+        hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
+        return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
+
+    def follow_settings(self) -> None:
+        """Apply the gradient settings of its parameters."""
+        joint, syncs = self._joint_hook is not None, self.syncs
+        for parameter in self.parameters:
+            path = parameter.path
+            path.calls_hook = path.all_reduce_hook is not None and not joint
+            path.separate = path.all_reduce_hook is not None or (syncs and not path.syncs)
+
+    def _open_with(self, index: int, grad: torch.Tensor) -> bool:
+        """Use the gradient of a bucket's only parameter as the bucket, if dtype and strides are right."""
+        parameter = self.parameters[index]
+        fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
+        if len(self.parameters) > 1 or not fits or parameter.stored.grad is not None:
+            return False
+        self._flat = grad.as_strided((grad.numel(),), (1,))
+        return True
+
+    def _open(self) -> None:
+        """Allocate the bucket: reuse the memory of gradients of an earlier backward, or take new memory."""
+        grads = [parameter.local_grad for parameter in self.parameters]
+        keeps = self._dtype == self._stored_dtype
+        self._flat = self._joint_memory(grads) if keeps else None
+        if self._flat is not None:
+            self._content = [_Content.REDUCED] * len(grads)
+        else:
+            self._flat = torch.empty(self._numel, dtype=self._dtype, device=self.parameters[0].compute.device)
+        for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if not keeps or grad is None:
+                continue
+            if self._content[index] is _Content.NOTHING:
+                self._view(index).copy_(grad)
+                self._content[index] = _Content.REDUCED
+            parameter.stored.grad = None
+
+    def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        first = grads[0]
+        if first is None or first.dtype != self._dtype:
+            return None
+        storage = first.untyped_storage()
+        if storage.nbytes() != self._numel * first.itemsize:
+            return None
+        for index, grad in enumerate(grads):
+            if (
+                grad is None
+                or grad.untyped_storage().data_ptr() != storage.data_ptr()
+                or grad.storage_offset() != self._offsets[index]
+                or grad.stride() != self.parameters[index].compute.stride()
+            ):
+                return None
+        return first.as_strided((self._numel,), (1,), 0)
+
+    def _view(self, index: int) -> torch.Tensor:
+        view = self._views.get(index)
+        if view is None:
+            flat = self._flat
+            assert flat is not None
+            compute = self.parameters[index].compute
+            offset = flat.storage_offset() + self._offsets[index]
+            view = flat.as_strided(compute.shape, compute.stride(), offset)
+            self._views[index] = view
+        return view
+
+
+def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    if grad.dtype == out.dtype and scale != 1.0:
+        torch.mul(grad, scale, out=out)
+    else:
+        out.copy_(grad)
+        if scale != 1.0:
+            out.mul_(scale)
+
+
+def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None) -> None:
+    stored = parameter.stored
+    if parameter.path.is_held:
+        given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
+        if stored.grad is not None:
+            # Autograd accumulated one directly on the stored parameter (a weight penalty, say), the same on
+            # all ranks.
+            given = stored.grad if given is None else given.add_(stored.grad)
+        parameter.path.deliver(stored, given)
+        return
+    if grad is None:
+        return
+    earlier = parameter.local_grad
+    if earlier is not None:
+        earlier.add_(grad)
+        return
+    wrapped = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad
+    assert isinstance(stored, nn.Parameter)
+    stored.grad = wrapped

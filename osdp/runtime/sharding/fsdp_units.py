@@ -1,0 +1,359 @@
+"""Sharded units: ``fully_shard`` in the right order, unused parameters and stale gathers.
+
+FSDP2 does the sharding. Two things are added that it misses: a parameter without a gradient on one rank
+silently gives that rank's reduce-scatter another layout, and a unit that stays gathered after a forward does
+not notice that an optimizer has changed its shards. So every unsharded parameter has a hook that reports its
+gradients, and units remember the version of what they gathered. :mod:`osdp.runtime.ranks.lockstep` makes
+units run in the same order on all ranks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from osdp.comm.collectives import set_route
+from osdp.comm.groups import Meshes
+from osdp.model.fqn import is_inside
+from osdp.plan.plan import Mode, Plan, Unit
+from osdp.plan.sharded_units import fsdp_units, wrap_order
+from osdp.runtime.module.checkpointed_regions import UnseenHooks
+from osdp.runtime.module.gradient_hooks import reporter
+from osdp.runtime.module.group_dtensor import compute_with_other_meshes
+from osdp.runtime.module.parameter_owners import Owned
+from osdp.runtime.module.shared_arguments import keep_identity
+from osdp.runtime.sharding.gradients import GradientPath, num_ranks
+from osdp.runtime.sharding.unit_outputs import UnitOutputs
+from osdp.runtime.torch_private.autograd import version_of
+from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
+from osdp.runtime.torch_private.fsdp import (
+    drop_kept_gradient,
+    find_dtypes,
+    parameter_groups,
+    sharding_state,
+    unsharded_parameters,
+)
+
+
+def shard_units(
+    model: nn.Module,
+    plan: Plan,
+    meshes: Meshes,
+    policy: MixedPrecisionPolicy,
+    replicated: set[nn.Parameter],
+    before_unit: Callable[[Sequence[str]], None],
+) -> None:
+    """``fully_shard`` every sharded unit of ``plan``, inner units first and the root last.
+
+    Args:
+        model: The model; its replicated parameters are registered already.
+        plan: A plan that fits it.
+        meshes: The mesh of all ranks, and those of shard groups.
+        policy: Mixed precision.
+        replicated: Parameters that FSDP2 ignores.
+        before_unit: Called with the parameter names of each unit before it is sharded.
+    """
+    names = {decision.operator: decision.parameters for decision in plan.decisions}
+    units = fsdp_units(plan)
+    for unit in wrap_order(units):
+        before_unit([name for operator in unit.operators for name in names[operator]])
+        _shard({fqn: model.get_submodule(fqn) for fqn in unit.modules}, unit, meshes, policy, replicated)
+    root = next((unit for unit in units if unit.root), None)
+    if root is not None:
+        before_unit([name for operator in root.operators for name in names[operator]])
+    _shard({"": model}, root, meshes, policy, replicated)
+
+
+def _shard(
+    named: Mapping[str, nn.Module],
+    unit: Unit | None,
+    meshes: Meshes,
+    policy: MixedPrecisionPolicy,
+    replicated: set[nn.Parameter],
+) -> None:
+    """``fully_shard`` one unit; ``None`` stands for a root without parameters of its own."""
+    UnitOutputs(named).register()
+    modules = list(dict.fromkeys(named.values()))
+    target: Any = modules[0] if len(modules) == 1 else modules
+    unseen = [UnseenHooks(module) for module in modules]
+    has_parts = any(isinstance(p, DTensor) for module in modules for p in module.parameters())
+    is_hybrid = unit is not None and unit.mode is Mode.HYBRID_SHARD
+    fully_shard(
+        target,
+        mesh=meshes.grouped(unit.group_size) if unit is not None and is_hybrid else meshes.world,
+        reshard_after_forward=unit is not None and _reshards(unit),
+        mp_policy=policy,
+        offload_policy=_offload_policy(unit, meshes),
+        ignored_params=replicated,
+        shard_placement_fn=_placement if has_parts else None,
+    )
+    for hooks in unseen:
+        hooks.close()
+    if unit is not None:
+        grid = meshes.grid(unit.group_size) if unit.route.in_two_steps else None
+        set_route(modules[0], unit.route, grid)
+    for module in modules:
+        if isinstance(module, nn.MultiheadAttention):
+            keep_identity(module)
+
+
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    """Dim 1 where tensor parallelism shards dim 0 in blocks; ``None`` for FSDP2's default, dim 0."""
+    if isinstance(parameter, DTensor) and any(
+        blocks_of_shard(p) > 1 and sharded_dim(p) == 0 for p in parameter.placements
+    ):
+        return Shard(1)
+    return None
+
+
+def _reshards(unit: Unit) -> bool:
+    """Whether a unit is resharded after forward; the root is not, since backward needs it first."""
+    return not unit.root and unit.mode in (Mode.FULL_SHARD, Mode.HYBRID_SHARD)
+
+
+def _offload_policy(unit: Unit | None, meshes: Meshes) -> OffloadPolicy:
+    if unit is None or not unit.offloaded:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=meshes.world.device_type != "cpu")
+
+
+class ShardedParameter:
+    """A sharded parameter, and the unsharded one that FSDP2 registers while its unit is gathered."""
+
+    def __init__(self, owned: Owned, unit: int) -> None:
+        self.owned = owned
+        self.stored = owned.parameter
+        compute_with_other_meshes(self.stored)
+        self.path = GradientPath()
+        self.unit = unit
+        self.compute: nn.Parameter | None = None
+        self.reports = False
+
+    @property
+    def name(self) -> str:
+        """The first of its FQNs."""
+        return self.owned.name
+
+
+class ShardedUnit:
+    """A unit that FSDP2 shards.
+
+    Attributes:
+        modules: FQNs of the modules that were wrapped together; ``("",)`` for the root's unit.
+        parameters: Its parameters.
+        state: FSDP2's state of these modules.
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, model: nn.Module, unit: Unit, parameters: Sequence[ShardedParameter]) -> None:
+        self.modules = ("",) if unit.root else unit.modules
+        self.parameters = tuple(parameters)
+        wrapped = model.get_submodule(self.modules[0])
+        self.state = sharding_state(wrapped)
+        (self.group,) = parameter_groups(wrapped)
+        self._gathered: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are gathered."""
+        return bool(self.group.is_unsharded)
+
+    def gather(self, *, async_op: bool = False) -> None:
+        """Gather its parameters; with ``async_op`` only start to."""
+        self.group.unshard(async_op=async_op)
+        if not async_op:
+            self.group.wait_for_unshard()
+            self.note_version()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self.group.reshard()
+
+    def reshard_after_forward(self, reshards: bool) -> None:
+        """Set whether the unit is resharded between forward and backward, in place of the plan's choice."""
+        self.state._auto_reshard_after_forward = False
+        self.group.post_forward_mesh_info = self.group.mesh_info if reshards else None
+
+    def note_version(self) -> None:
+        """Record the version of the shards that were gathered."""
+        self._gathered = self._version
+
+    def reshard_if_stale(self) -> None:
+        """Free the gathered parameters if an optimizer or another in-place change has modified the shards."""
+        if self.is_whole and self._gathered is not None and self._gathered != self._version:
+            self.reshard()
+
+    def follow_settings(self) -> None:
+        """Apply the gradient settings of its parameters: in FSDP2 where all agree, else per parameter."""
+        paths = [parameter.path for parameter in self.parameters if parameter.stored.requires_grad]
+        if not paths:
+            return
+        group, syncs = self.group, any(path.syncs for path in paths)
+        factors = {path.divide_factor for path in paths}
+        hooks = {id(path.all_reduce_hook) for path in paths}
+        group.reduce_grads = group.all_reduce_grads = syncs
+        group.gradient_divide_factor = paths[0].divide_factor if len(factors) == 1 else None
+        group._all_reduce_hook = paths[0].all_reduce_hook if len(hooks) == 1 else None
+        if group.gradient_divide_factor is not None and self.parameters[0].stored.device.type == "cpu":
+            # With a factor FSDP2 uses PREMUL_SUM in float32 and bfloat16, which gloo does not support.
+            group.force_sum_reduction_for_comms = True
+        for parameter in self.parameters:
+            path, ranks = parameter.path, num_ranks(parameter.stored)
+            apart = len(factors) > 1 and path.divide_factor is not None
+            path.scale = ranks / path.divide_factor if apart and path.divide_factor else 1.0
+            path.calls_hook = len(hooks) > 1 and path.all_reduce_hook is not None
+            path.separate = path.scale != 1.0 or path.calls_hook or (syncs and not path.syncs)
+
+    def count_unused_as_zero(self, unused: bool) -> None:
+        """Set whether parameters without a gradient are reduced as zeros.
+
+        Left off while no parameter of the unit has a gradient: then there is nothing to reduce.
+        """
+        self.group.reduce_scatter_unused_params = unused
+
+    @property
+    def _version(self) -> int:
+        return sum(version_of(parameter.stored) for parameter in self.parameters)
+
+
+class ShardedParameters:
+    """The sharded parameters of a model.
+
+    Args:
+        model: The model, sharded.
+        units: The sharded units of its plan.
+        parameters: Their parameters.
+        on_gradient: Called with each parameter when autograd has left a gradient on it.
+
+    Attributes:
+        parameters: All of them.
+        units: The units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        parameters: Sequence[ShardedParameter],
+        on_gradient: Callable[[ShardedParameter], None],
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.units = tuple(
+            ShardedUnit(model, unit, [p for p in parameters if p.unit == index])
+            for index, unit in enumerate(units)
+        )
+        self._on_gradient = on_gradient
+        self._silent: tuple[ShardedParameter, ...] = ()
+        self._touched: set[int] = set()
+        self._made = False
+        self.watch()
+
+    def watch(self) -> None:
+        """Note the trainable parameters without a gradient hook; :meth:`find` registers the hooks."""
+        self._silent = tuple(p for p in self.parameters if p.stored.requires_grad and not p.reports)
+
+    def follow_trainable(self) -> None:
+        """After parameters were frozen or unfrozen: reduce and report what is trainable now."""
+        for unit in self.units:
+            find_dtypes(unit.group)
+        self.watch()
+
+    def find(self) -> None:
+        """Register gradient hooks on the unsharded parameters that FSDP2 created in the last forward."""
+        if not self._silent:
+            return
+        whole = {
+            id(stored): computed
+            for unit in {parameter.unit for parameter in self._silent}
+            for stored, computed in unsharded_parameters(self.units[unit].group)
+        }
+        for parameter in self._silent:
+            parameter.compute = whole[id(parameter.stored)]
+            if parameter.compute is not None and parameter.compute.requires_grad:
+                parameter.compute.register_post_accumulate_grad_hook(
+                    reporter(self, parameter, ShardedParameters._receive)
+                )
+                parameter.reports = True
+        self.watch()
+
+    def note_versions(self) -> None:
+        """Record the versions of the shards of all units that stay gathered."""
+        for unit in self.units:
+            if unit.is_whole:
+                unit.note_version()
+
+    def reshard_stale(self) -> None:
+        """Reshard units whose shards have changed since they were gathered."""
+        for unit in self.units:
+            unit.reshard_if_stale()
+
+    def prepare_for_inference_mode(self) -> None:
+        """Create the unsharded parameters outside inference mode before a first forward in it.
+
+        FSDP2 creates them at the first gather; autograd cannot save tensors created in inference mode, so
+        training could not use them later.
+        """
+        if not torch.is_inference_mode_enabled() or self._made:
+            return
+        with torch.inference_mode(False):
+            for unit in self.units:
+                unit.gather()
+                unit.reshard()
+        self._made = True
+
+    def end_backward(self) -> None:
+        """Reset the units that were reduced; units that kept their gradients are still to be reduced."""
+        for index in [index for index in self._touched if self.units[index].group.reduce_grads]:
+            self.units[index].count_unused_as_zero(False)
+            self._touched.remove(index)
+
+    def reset(self) -> None:
+        """Reset all units after a failed backward: nothing is left to reduce."""
+        for index in self._touched:
+            self.units[index].count_unused_as_zero(False)
+        self._touched.clear()
+
+    def give_up(self, parameter: ShardedParameter) -> None:
+        """Drop the gradient that an accumulation has kept for ``parameter``."""
+        drop_kept_gradient(self.units[parameter.unit].group, parameter.stored)
+
+    def _receive(self, parameter: ShardedParameter) -> None:
+        if parameter.unit not in self._touched:
+            self._touched.add(parameter.unit)
+            self.units[parameter.unit].count_unused_as_zero(True)
+        self._on_gradient(parameter)
+
+
+def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """The wrapped modules around each module whose units hold its parameters, outermost first.
+
+    FSDP2 gathers these in the forward of the wrapped module; a module inside that is called by itself would
+    compute with shards.
+    """
+    found: dict[nn.Module, dict[str, nn.Module]] = {}
+    for unit in units:
+        names = {name for parameter in unit.parameters for name in parameter.owned.names}
+        for wrapped in unit.modules:
+            for name in names:
+                if not is_inside(name, wrapped):
+                    continue
+                # From the module that registers the parameter up to the wrapped one.
+                inner = name.rpartition(".")[0]
+                while inner != wrapped:
+                    outer = model.get_submodule(wrapped)
+                    found.setdefault(model.get_submodule(inner), {})[wrapped] = outer
+                    inner = inner.rpartition(".")[0]
+    return {module: tuple(outer[name] for name in sorted(outer, key=len)) for module, outer in found.items()}
+
+
+def can_count_unused_as_zero(root: nn.Module) -> bool:
+    """Whether this version of FSDP2 can reduce zeros for parameters without a gradient."""
+    return hasattr(root, "set_reduce_scatter_unused_params")

@@ -1,0 +1,110 @@
+"""All parameters of a model under a plan, by module: gathering, resharding and lookup."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import UnshardHandle
+
+from osdp.runtime.sharding.fsdp_units import ShardedParameter, ShardedParameters, ShardedUnit
+from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
+from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
+
+#: A parameter of a model under a plan: replicated, sharded, or gathered in slices.
+Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
+
+
+class PlannedParameters:
+    """The parameters of a model, of all modes.
+
+    Args:
+        model: The model.
+        replicated: Parameters that every rank holds whole.
+        sharded: Parameters that FSDP2 shards, and their units.
+        in_slices: Parameters that are gathered slice by slice.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicated: ReplicatedParameters,
+        sharded: ShardedParameters,
+        in_slices: SlicedParameters,
+    ) -> None:
+        self._model = model
+        self._replicated, self._sharded, self._in_slices = replicated, sharded, in_slices
+        self._all: tuple[Parameter, ...] = (*replicated, *sharded.parameters, *in_slices.parameters)
+        self._registered_by: dict[nn.Module, list[Parameter]] = {}
+        for parameter in self._all:
+            for module, _ in parameter.owned.places:
+                self._registered_by.setdefault(module, []).append(parameter)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._all)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the parameters that are trainable at present."""
+        return tuple(parameter.name for parameter in self._all if parameter.stored.requires_grad)
+
+    @property
+    def computes(self) -> bool:
+        """Whether modules may register compute parameters at present, rather than the stored ones."""
+        return self._replicated.swapped_in or any(
+            parameter.owned.parameter is not parameter.stored
+            for parameter in self._all
+            if not isinstance(parameter, ReplicatedParameter)
+        )
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
+        for candidate in self._all:
+            if candidate.compute is parameter or candidate.owned.parameter is parameter:
+                return candidate.stored
+        return parameter
+
+    def of(self, module: nn.Module, *, recurse: bool) -> list[Parameter]:
+        """The parameters registered in ``module``, and with ``recurse`` in its submodules too."""
+        modules = module.modules() if recurse else (module,)
+        found = {id(p): p for inner in modules for p in self._registered_by.get(inner, ())}
+        return list(found.values())
+
+    def units_of(self, module: nn.Module, *, recurse: bool) -> list[ShardedUnit]:
+        """The sharded units of the parameters :meth:`of` a module."""
+        units = {p.unit: None for p in self.of(module, recurse=recurse) if isinstance(p, ShardedParameter)}
+        return [self._sharded.units[index] for index in units]
+
+    def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
+        """Gather the parameters of ``module``; for the root only those of the root's own unit.
+
+        Returns:
+            With ``async_op`` a handle to wait for.
+        """
+        units = self.units_of(module, recurse=True)
+        if module is self._model:
+            units = [unit for unit in units if unit.modules == ("",)]
+        for unit in units:
+            unit.gather(async_op=async_op)
+        if module is not self._model:
+            for parameter in self.of(module, recurse=True):
+                if isinstance(parameter, SlicedParameter):
+                    parameter.gather()
+        self._replicated.swap_in()
+        return _Gathering(units) if async_op else None
+
+    def reshard(self, module: nn.Module) -> None:
+        """Free the gathered parameters of ``module``."""
+        for unit in self.units_of(module, recurse=True):
+            unit.reshard()
+        self._in_slices.reshard()
+
+
+class _Gathering(UnshardHandle):
+    """Handle of units whose all-gathers are in flight."""
+
+    def __init__(self, units: Sequence[ShardedUnit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Wait until all units are gathered."""
+        for unit in self._units:
+            unit.gather()

@@ -1,0 +1,91 @@
+"""Random states of tensor-parallel ranks inside the model, separate from those of the user's program.
+
+Replicated activations must get the same dropout masks on all ranks: replicas of weights would drift apart as
+soon as one rank drew a random number on its own, to shuffle its data for example. So inside the model torch
+draws from states of the tensor-parallel group: a *shared* one, the same on all ranks, and where activations
+are sharded (between a column and a row module, or along the sequence) each rank's *own*. Outside the model it
+continues from the state of the user's program; seeds set there do not affect the model.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.nn.random_states import torch_sources
+from osdp.runtime.replay import Changing
+from osdp.runtime.tensor_parallel.collectives import Ranks
+
+
+class _Place(Enum):
+    OUTSIDE = auto()
+    SHARED = auto()
+    OWN = auto()
+
+
+class GroupRandom(Changing):
+    """One rank's random states of a tensor-parallel group.
+
+    Args:
+        ranks: The group; torch's random states must be the same on all its ranks at this point.
+        device: This rank's device.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._sources = torch_sources(device)
+        self._place = _Place.OUTSIDE
+        self._open: list[tuple[nn.Module, _Place]] = []
+        self._states = {_Place.SHARED: [source.get() for source in self._sources]}
+        # Seeds are drawn rather than fixed, so that another stage of this rank gets other ones.
+        devices = dict.fromkeys((torch.device("cpu"), device))
+        seeds = [int(torch.randint(2**62, (), device=where)) + ranks.rank for where in devices]
+        self._states[_Place.OWN] = [
+            torch.Generator(where).manual_seed(seed).get_state()
+            for where, seed in zip(devices, seeds, strict=True)
+        ]
+        self._go: Callable[[_Place], None] = torch.compiler.disable(self._exchange)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupRandom":
+        """Copies of a module share the states of the group."""
+        return self
+
+    def surround(self, module: nn.Module, *, sharded: bool = False) -> None:
+        """Use the group's states inside ``module``: each rank's own if ``sharded``, else the shared one."""
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        place = _Place.OWN if sharded else _Place.SHARED
+        vars(module)["group_random"] = self  # found there by snapshots for recomputation
+        module.register_forward_pre_hook(lambda module, _: enter(module, place), prepend=True)
+        module.register_forward_hook(lambda module, *_: leave(module), always_call=True)
+
+    def begin_region(self) -> None:
+        """Switch from the shared to this rank's own state: activations are sharded from here on."""
+        if self._place is _Place.SHARED:
+            self._go(_Place.OWN)
+
+    def end_region(self) -> None:
+        """Switch back to the shared state: activations are replicated from here on."""
+        if self._place is _Place.OWN:
+            self._go(_Place.SHARED)
+
+    def _enter(self, module: nn.Module, place: _Place) -> None:
+        self._open.append((module, self._place))
+        if self._place is _Place.OUTSIDE or place is _Place.OWN:
+            self._go(place)
+
+    def _leave(self, module: nn.Module) -> None:
+        while any(entered is module for entered, _ in self._open):
+            # Where a forward raised, modules inside it may not have been left.
+            entered, before = self._open.pop()
+            if entered is module:
+                self._go(before)
+                return
+
+    def _exchange(self, place: _Place) -> None:
+        if place is self._place:
+            return
+        self._states[self._place] = [source.get() for source in self._sources]
+        for source, state in zip(self._sources, self._states[place], strict=True):
+            source.set(state)
+        self._place = place

@@ -1,0 +1,54 @@
+"""Options of the sharding search: allowed modes, slices, recomputation and offload."""
+
+from dataclasses import dataclass, replace
+
+from osdp.plan.dims import Degrees
+from osdp.plan.plan import Mode
+from osdp.plan.schedule import Schedule
+
+#: Default numbers of slices an operator may run in.
+SLICES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Allowed choices of the sharding search.
+
+    Attributes:
+        allowed: Allowed sharding modes.
+        slices: Allowed numbers of slices of an operator; none if empty.
+        keep: Whether half of the slices may stay gathered from forward to backward.
+        recompute: Whether blocks may be recomputed.
+        offload: Whether sharded units may be offloaded to host memory.
+        two_step: Whether collectives over all ranks must go in two steps (``True``) or must not (``False``);
+            ``None`` allows both.
+    """
+
+    allowed: tuple[Mode, ...] = tuple(Mode)
+    slices: tuple[int, ...] = ()
+    keep: bool = True
+    recompute: bool = False
+    offload: bool = False
+    two_step: bool | None = None
+
+
+#: Sharding alone, in any mode.
+SHARDING = Rules()
+
+
+def stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
+    """Search options of a pipeline stage.
+
+    On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
+    parameters from the first forward to the last backward, as NO_SHARD does; so would kept slices. Both are
+    ruled out there.
+    """
+    if layout.dp == 1 and len(rules.allowed) > 1:
+        return replace(rules, allowed=(Mode.NO_SHARD,))
+    several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
+    if not several:
+        return rules
+    rules = replace(rules, keep=False)
+    if len(rules.allowed) == 1:
+        return rules
+    return replace(rules, allowed=tuple(mode for mode in rules.allowed if mode is not Mode.SHARD_GRAD_OP))

@@ -1,0 +1,110 @@
+"""Search for the best PipelinePlan of a model: batch, schedule, cuts, and the plan of each stage.
+
+Every schedule and batch gets its best cut (:mod:`osdp.search.pipeline.stage_search`); the highest throughput
+wins.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from osdp.hardware.device_info import DeviceInfo
+from osdp.model.dataflow import Flow
+from osdp.model.description import ModelDesc
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.schedule import default_stages_per_rank
+from osdp.plan.tensor_parallel_rank import RankDesc
+from osdp.search.options import Rules
+from osdp.search.pipeline.outcome import no_pipeline
+from osdp.search.pipeline.stage_search import CutSearch
+from osdp.search.sharding.planner import Candidate
+
+#: Throughputs that differ by less, relatively, are taken as equal.
+_TIE = 0.01
+
+
+def best_pipeline(
+    model_desc: ModelDesc,
+    flow: Flow,
+    candidates: Sequence[Candidate],
+    device: DeviceInfo,
+    rules: Rules,
+    layout: Degrees,
+    schedules: Sequence[str],
+    tensor: RankDesc | None = None,
+) -> PipelinePlan:
+    """The plan with the highest throughput among all candidates and schedules.
+
+    Among plans within 1 % of it the one with the lowest peak is taken: predictions have errors of that size.
+
+    Args:
+        model_desc: The model.
+        flow: Its data flow.
+        candidates: Microbatch sizes and numbers to choose from; their profiles are of what one rank computes.
+        device: The data-parallel devices of one stage, and their memory limit.
+        rules: Allowed choices inside a stage.
+        layout: Degrees of parallelism.
+        schedules: Names of schedules to choose from; those with more stages than the model can be cut into
+            are skipped, unless all are.
+        tensor: The part of one tensor-parallel rank, if there are several.
+
+    Raises:
+        InfeasibleError: No plan fits the limit.
+        ValueError: The model has fewer places to cut than stages need.
+    """
+    plans: list[PipelinePlan] = []
+    least = math.inf
+    most_stages = len(flow.cuts) + 1
+    usable = [name for name in schedules if layout.pp * default_stages_per_rank(name) <= most_stages]
+    for candidate in candidates:
+        for name in usable or schedules:
+            search = CutSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
+            plan = search.plan()
+            if plan is None:
+                # Only for the error message, should no candidate fit.
+                least = min(least, search.least_peak())
+            else:
+                plans.append(plan)
+    if not plans:
+        raise no_pipeline(model_desc, device, rules, layout, least)
+    fast = max(plan.samples_per_second for plan in plans) * (1 - _TIE)
+    best = min(
+        (plan for plan in plans if plan.samples_per_second >= fast),
+        key=lambda plan: plan.predicted.peak_bytes,
+    )
+    return best if tensor is None else replace(best, tensor=tensor.plan)
+
+
+def plan_at(
+    bounds: Sequence[int],
+    model_desc: ModelDesc,
+    flow: Flow,
+    candidate: Candidate,
+    device: DeviceInfo,
+    rules: Rules,
+    layout: Degrees,
+    schedule: str,
+    tensor: RankDesc | None = None,
+) -> PipelinePlan:
+    """The plan with given cuts, with costs computed as in :func:`best_pipeline`.
+
+    Args:
+        bounds: First step of each stage, and the number of steps.
+        model_desc: The model.
+        flow: Its data flow.
+        candidate: The microbatches.
+        device: See :func:`best_pipeline`.
+        rules: Allowed choices inside a stage.
+        layout: Degrees of parallelism.
+        schedule: Name of the schedule.
+        tensor: See :func:`best_pipeline`.
+
+    Raises:
+        InfeasibleError: A stage does not fit.
+        ValueError: The steps cannot be cut there.
+    """
+    search = CutSearch(model_desc, flow, candidate, device, rules, layout, schedule, tensor)
+    if (plan := search.plan_at(tuple(bounds))) is None:
+        raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
+    return plan if tensor is None else replace(plan, tensor=tensor.plan)

@@ -1,0 +1,425 @@
+"""Search for the best cuts and stage plans of a pipelined step with given microbatches and schedule.
+
+Stages are contiguous steps of the data flow; each is planned as a model of its own
+(:mod:`osdp.search.sharding.solve`) with the activations of as many microbatches as its schedule has in
+flight. The cut minimises ``(m - 1) max_s t_s + sum_s t_s`` (:mod:`osdp.search.pipeline.partition`), *t* being
+a stage's seconds for a microbatch, including its share of the seconds at the end of the step. The schedule
+itself is simulated (:mod:`osdp.cost.pipeline.simulate`); in the end, neighbouring cuts are compared by that
+simulation.
+
+::
+
+    steps of the flow   0   1   2 | 3   4 | 5   6   7
+    stages              stage 0   | 1     | stage 2        bounds (0, 3, 5, 8)
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from osdp.cost.pipeline.memory import StageMemory, rank_peak
+from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
+from osdp.cost.pipeline.stage_memory import (
+    captured_bytes,
+    made_again,
+    messages_of,
+    stage_memory,
+    without_shared,
+)
+from osdp.cost.sharding.problem import Situation, build_situation
+from osdp.cost.sharding.solution import Assignment, priced
+from osdp.cost.sharding.time import passes
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import Profile
+from osdp.model.dataflow import Flow, Transfer, transfers
+from osdp.model.description import DTYPE_BYTES, ModelDesc
+from osdp.plan.dims import Degrees
+from osdp.plan.pipeline import PipelinePlan, StagePlan, Tie
+from osdp.plan.plan import Mode
+from osdp.plan.schedule import AHEAD, make_schedule
+from osdp.plan.tensor_parallel_rank import RankDesc
+from osdp.search.options import Rules, stage_rules
+from osdp.search.pipeline.outcome import pipeline_prediction
+from osdp.search.pipeline.partition import partition
+from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of
+from osdp.search.sharding.planner import Candidate, stage_plan, with_shared_buckets
+from osdp.search.sharding.root_unit import root_wire
+from osdp.search.sharding.solve import least_peak, solve_bounded
+
+#: Maximum number of stages that are planned for one cut search; then the best cut known is taken.
+_MAX_EVALUATIONS = 64
+#: Maximum number of moves to a neighbouring cut that the simulated schedule finds faster.
+_MOVES = 4
+#: Maximum number of times that stages are planned again with a lower limit, where a rank's peak exceeds its
+#: own.
+_TIGHTENINGS = 4
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A planned stage."""
+
+    desc: ModelDesc
+    profile: Profile
+    situation: Situation
+    found: Assignment
+    gap: float
+    cost: StageCost
+
+
+class CutSearch:
+    """Search for the stages of a pipelined step with given microbatches and schedule."""
+
+    def __init__(
+        self,
+        model_desc: ModelDesc,
+        flow: Flow,
+        candidate: Candidate,
+        device: DeviceInfo,
+        rules: Rules,
+        layout: Degrees,
+        name: str,
+        tensor: RankDesc | None,
+    ) -> None:
+        self._whole = model_desc
+        #: What is planned: the model, or the part of it that one tensor-parallel rank computes.
+        self._desc = model_desc if tensor is None else tensor.desc
+        self._flow = flow
+        self._profile = candidate.profile
+        self._training = candidate.training
+        for what in ("slowdowns", "rank_limits"):
+            if len(known := getattr(device, what)) not in (0, layout.pp):
+                raise ValueError(
+                    f"device_info has {what} of {len(known)} pipeline ranks, there are "
+                    f"pp={layout.pp}; measure them in this layout, or leave them out"
+                )
+        self._device = device
+        self._layout = layout
+        self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
+        # Without data parallelism gradients stay where autograd leaves them.
+        self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
+        self._rank_limits = device.rank_limits or (device.memory_limit,) * layout.pp
+        #: Memory limit of each stage of a rank.
+        per_rank = self._schedule.num_stages // layout.pp
+        self._limits = [limit // per_rank for limit in self._rank_limits]
+        self._rules = stage_rules(rules, self._schedule, layout)
+        self._segments = segment_bounds(self._desc, flow)
+        self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
+        found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
+        scale = device.ranks_per_core if candidate.profile.measured else 1
+        seconds = [
+            [scale * (s.forward.seconds + s.backward.seconds) for s in found],
+            [s.forward.exchange_seconds + s.backward.exchange_seconds for s in found],
+        ]
+        #: Seconds of compute, and of exchanges between tensor-parallel ranks, before each segment.
+        self._prefix = np.concatenate([[[0.0], [0.0]], np.cumsum(seconds, axis=1)], axis=1)
+        self._planned: dict[tuple[int, int, int, float, int], _Stage | None] = {}
+
+    def plan(self) -> PipelinePlan | None:
+        """The best plan; ``None`` if none fits."""
+        return self._within_limit(self._best)
+
+    def _within_limit(self, make: Callable[[], PipelinePlan | None]) -> PipelinePlan | None:
+        """The plan made by ``make``, replanned with lower limits while a rank's peak exceeds its limit."""
+        for _ in range(_TIGHTENINGS):
+            plan = make()
+            if plan is None:
+                return None
+            # Stages were planned apart; their rank's peak is that of its actions in order, and may be higher.
+            over = [peak - limit for peak, limit in zip(plan.peaks, self._rank_limits, strict=True)]
+            if max(over) <= 0:
+                return plan
+            self._limits = [limit - max(more, 0) for limit, more in zip(self._limits, over, strict=True)]
+            self._planned.clear()
+            if min(self._limits) <= 0:
+                return None
+        return None
+
+    def _best(self) -> PipelinePlan | None:
+        microbatches = self._training.microbatches
+        found = partition(
+            len(self._flow.steps),
+            self._schedule.num_stages,
+            self._lower,
+            self._seconds,
+            bottleneck=microbatches - 1,
+            cuts={cut: self._cut_seconds(cut) for cut in self._flow.cuts},
+            max_evaluations=_MAX_EVALUATIONS,
+        )
+        if found is None:
+            return None
+        best = self._cut_at(found.bounds, proven=found.optimal)
+        bounds = found.bounds
+        # The formula is not the schedule: with unequal stages and messages a neighbour may be better.
+        for _ in range(_MOVES):
+            tried = [(self._cut_at(near, proven=found.optimal), near) for near in self._neighbours(bounds)]
+            moved = [(plan, near) for plan, near in tried if plan is not None]
+            faster = max(moved, key=lambda pair: pair[0].samples_per_second, default=None)
+            if best is None or faster is None or faster[0].samples_per_second <= best.samples_per_second:
+                break
+            best, bounds = faster
+        return best
+
+    def _neighbours(self, bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The bounds with one cut moved to the next possible place before or after."""
+        found = []
+        for at in range(1, len(bounds) - 1):
+            before = [cut for cut in self._flow.cuts if bounds[at - 1] < cut < bounds[at]]
+            after = [cut for cut in self._flow.cuts if bounds[at] < cut < bounds[at + 1]]
+            found += [(*bounds[:at], cut, *bounds[at + 1 :]) for cut in (*before[-1:], *after[:1])]
+        return found
+
+    def plan_at(self, bounds: tuple[int, ...]) -> PipelinePlan | None:
+        """The plan with these cuts; ``None`` if a stage does not fit."""
+        return self._within_limit(lambda: self._cut_at(bounds, proven=False))
+
+    def _cut_at(self, bounds: tuple[int, ...], *, proven: bool) -> PipelinePlan | None:
+        if len(bounds) != self._schedule.num_stages + 1:
+            raise ValueError(
+                f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
+                f"{self._schedule.num_stages} on {self._layout.pp} ranks"
+            )
+        self._flow.check(bounds)
+        stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(bounds))]
+        planned = [stage for stage in stages if stage is not None]
+        if len(planned) < len(stages):
+            return None
+        exchanged = self._tie_seconds(bounds)
+        costs = [
+            replace(stage.cost, end_seconds=stage.cost.end_seconds + more)
+            for stage, more in zip(planned, exchanged, strict=True)
+        ]
+        return self._assembled(bounds, planned, simulate(self._schedule, costs), proven=proven)
+
+    def least_peak(self) -> float:
+        """The lowest peak of the worst stage, where compute is cut most evenly; bytes."""
+        found = partition(
+            len(self._flow.steps),
+            self._schedule.num_stages,
+            self._lower,
+            self._lower,
+            bottleneck=1,
+            cuts=dict.fromkeys(self._flow.cuts, 0.0),
+        )
+        assert found is not None
+        per_rank = self._schedule.num_stages // self._layout.pp
+        return per_rank * max(
+            least_peak(self._situation(index, *self._described(index, a, b)), rules=self._rules)
+            for index, (a, b) in enumerate(pairwise(found.bounds))
+        )
+
+    # One stage
+
+    def _lower(self, stage: int, start: int, stop: int) -> float:
+        compute, exchanges = self._prefix[:, self._segments[stop]] - self._prefix[:, self._segments[start]]
+        return float(self._slowdown(stage) * compute + exchanges)
+
+    def _slowdown(self, stage: int) -> float:
+        slowdowns = self._device.slowdowns
+        return slowdowns[self._schedule.placement[stage]] if slowdowns else 1.0
+
+    def _limit(self, stage: int) -> int:
+        return self._limits[self._schedule.placement[stage]]
+
+    def _seconds(self, stage: int, start: int, stop: int) -> float:
+        planned = self._stage(stage, start, stop)
+        if planned is None:
+            return math.inf
+        cost = planned.cost
+        exact = cost.forward_seconds + cost.backward_seconds + cost.end_seconds / self._training.microbatches
+        return max(exact, self._lower(stage, start, stop))
+
+    def _stage(self, stage: int, start: int, stop: int) -> _Stage | None:
+        key = (start, stop, self._schedule.in_flight(stage), self._slowdown(stage), self._limit(stage))
+        if key not in self._planned:
+            self._planned[key] = self._solved(stage, start, stop)
+        return self._planned[key]
+
+    def _solved(self, stage: int, start: int, stop: int) -> _Stage | None:
+        desc, profile = self._described(stage, start, stop)
+        situation = self._situation(stage, desc, profile)
+        # One rank has nothing to shard over: replicated units without recomputation are the fastest if they
+        # fit.
+        whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
+        for rules in (whole, self._rules) if self._alone else (self._rules,):
+            found, bound = solve_bounded(situation, self._limit(stage), rules=rules)
+            if found is not None:
+                break
+        else:
+            return None
+        if not self._alone:
+            found = with_shared_buckets(situation, found)
+        gap = max(0.0, 1 - bound / found.outcome.seconds)
+        return _Stage(desc, profile, situation, found, gap, self._cost(situation, found, start, stop))
+
+    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> Situation:
+        situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
+        others = self._schedule.in_flight(stage, until_weights=True) - 1
+        situation = replace(situation, timeline=replace(situation.timeline, others=others))
+        if self._layout.tp > 1:
+            # With tensor parallelism all parameters are DTensors, whatever is sharded.
+            situation = replace(situation, plain_saving=0.0)
+        return replace(situation, root_wire=root_wire(situation, self._rules))
+
+    def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
+        modules = stage_modules(desc, self._flow, start, stop)
+        first = segment_bounds(desc, self._flow)
+        segments = (first[start], first[stop])
+        return stage_desc(desc, segments, modules, self._loose(start, stop), self._movable)
+
+    def _described(self, stage: int, start: int, stop: int) -> tuple[ModelDesc, Profile]:
+        """Model description and profile of a stage, including memory on top of its own activations."""
+        desc = self._stage_desc(self._desc, start, stop)
+        in_flight = self._schedule.in_flight(stage, until_weights=True)
+        received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
+        beside = received * (2 * in_flight + AHEAD) + sent * (1 + AHEAD)
+        beside += math.ceil(in_flight * self._made_again(desc, start))
+        if self._schedule.splits_backward:
+            beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
+        profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
+        return desc, profile.slowed(self._slowdown(stage))
+
+    def _made_again(self, desc: ModelDesc, start: int) -> float:
+        return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
+
+    @property
+    def _resident(self) -> int:
+        """Bytes of buffers and of the batches of all microbatches."""
+        samples = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self._desc.sample)
+        batch = math.ceil(samples * self._profile.local_batch / self._desc.local_batch)
+        return self._profile.resident_bytes + (self._training.microbatches - 1) * batch
+
+    def _loose(self, start: int, stop: int) -> tuple[str, ...]:
+        return tuple(name for name, step in self._flow.loose if start <= max(step, 0) < stop)
+
+    def _crossing_bytes(self, cut: int) -> int:
+        batch = self._profile.local_batch
+        return sum(self._flow.values[value].nbytes(batch) for value in self._flow.crossing(cut))
+
+    def _send_seconds(self, cut: int) -> float:
+        nbytes, link = self._crossing_bytes(cut), self._device.stage_link
+        return link.seconds(nbytes) if nbytes and link is not None else 0.0
+
+    def _cut_seconds(self, cut: int) -> float:
+        return 2 * self._send_seconds(cut)
+
+    def _cost(self, situation: Situation, found: Assignment, start: int, stop: int) -> StageCost:
+        units, root = priced(situation, found)
+        seconds = passes(situation, units, root)
+        return StageCost(
+            forward_seconds=seconds.forward,
+            backward_seconds=seconds.silent,
+            # In the first stage no gradient goes back: the second part of its backward does all the work.
+            input_seconds=seconds.silent / 2 if start else 0.0,
+            send_seconds=self._send_seconds(stop),
+            send_gradient_seconds=self._send_seconds(start),
+            activation_bytes=int(situation.timeline.kept + self._crossing_bytes(start)),
+            end_seconds=max(seconds.reducing - seconds.silent, 0.0)
+            + self._scaling_seconds(situation)
+            + found.outcome.optimizer_seconds,
+        )
+
+    def _scaling_seconds(self, situation: Situation) -> float:
+        """Seconds of dividing the gradients by the number of samples, which reads and writes them once."""
+        operators = (*situation.timeline.chain, *situation.timeline.root)
+        trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
+        return trained / self._device.world_size / self._device.copy_bandwidth
+
+    # All stages
+
+    def _tied(self, bounds: tuple[int, ...]) -> list[tuple[Tie, int]]:
+        """Tied parameters that several stages hold, with their bytes."""
+        homes = [stage_modules(self._desc, self._flow, a, b) for a, b in pairwise(bounds)]
+        sizes = {
+            name: parameter.nbytes
+            for operator in self._desc.operators
+            for parameter in operator.parameters
+            for name in (parameter.name, *parameter.aliases)
+        }
+        return [(tie, sizes[tie.names[0]]) for tie in ties_of(self._desc, homes)]
+
+    def _tie_seconds(self, bounds: tuple[int, ...]) -> list[float]:
+        """Seconds of each stage to sum the gradients of tied parameters with other ranks: there and back."""
+        found = [0.0] * self._schedule.num_stages
+        placement, link = self._schedule.placement, self._device.stage_link
+        for tie, nbytes in self._tied(bounds):
+            if link is not None and len({placement[stage] for stage in tie.stages}) > 1:
+                for stage in tie.stages:
+                    found[stage] += 2 * link.seconds(nbytes / self._device.world_size)
+        return found
+
+    def _memories(
+        self, stages: Sequence[_Stage], sent: Sequence[Transfer], tied: Sequence[tuple[Tie, int]]
+    ) -> list[StageMemory]:
+        placement, memories = self._schedule.placement, []
+        for index, stage in enumerate(stages):
+            messages = messages_of(index, sent, placement, self._flow, self._profile.local_batch)
+            messages = replace(messages, again=self._made_again(stage.desc, index))
+            memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
+        if not self._alone:
+            return memories
+        shared = [
+            (stage, nbytes)
+            for tie, nbytes in tied
+            for at, stage in enumerate(tie.stages)
+            if placement[stage] in [placement[other] for other in tie.stages[:at]]
+        ]
+        return without_shared(memories, shared, self._training.num_states)
+
+    def _parts(
+        self, bounds: tuple[int, ...], stages: Sequence[_Stage], memories: Sequence[StageMemory]
+    ) -> list[StagePlan]:
+        parts = []
+        for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
+            # Plans contain whole sizes, however the ranks share them.
+            desc = self._stage_desc(self._whole, start, stop)
+            plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            own = self._rank_peak(self._schedule.placement[index], memories, index)
+            parts.append(
+                StagePlan(
+                    modules=stage_modules(self._desc, self._flow, start, stop),
+                    loose=self._loose(start, stop),
+                    plan=replace(plan, predicted=replace(plan.predicted, peak_bytes=own)),
+                    forward_seconds=stage.cost.forward_seconds,
+                    backward_seconds=stage.cost.backward_seconds,
+                    in_flight=self._schedule.in_flight(index),
+                )
+            )
+        return parts
+
+    def _rank_peak(self, rank: int, memories: Sequence[StageMemory], only: int | None = None) -> int:
+        return math.ceil(rank_peak(self._schedule, rank, memories, self._resident, only).nbytes)
+
+    def _assembled(
+        self, bounds: tuple[int, ...], stages: Sequence[_Stage], outcome: PipelineOutcome, *, proven: bool
+    ) -> PipelinePlan:
+        sent = transfers(self._flow, bounds)
+        tied = self._tied(bounds)
+        memories = self._memories(stages, sent, tied)
+        peaks = tuple(self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks))
+        parts = self._parts(bounds, stages, memories)
+        gap = max(stage.gap for stage in stages)
+        optimal = proven and all(part.plan.optimal for part in parts)
+        cut = "is proven best" if proven else "is the best of those that were planned"
+        notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {cut}",)
+        return PipelinePlan(
+            model=self._whole.fingerprint,
+            device=self._device.fingerprint,
+            training=replace(self._training, local_batch=self._profile.local_batch),
+            pp=self._layout.pp,
+            dp=self._layout.dp,
+            tp=self._layout.tp,
+            schedule=self._schedule.name,
+            stages=tuple(parts),
+            transfers=sent,
+            ties=tuple(tie for tie, _ in tied),
+            memory_limit=self._device.memory_limit,
+            predicted=pipeline_prediction(self._schedule, parts, outcome, peaks),
+            peaks=peaks,
+            bubble=outcome.bubble,
+            optimal=optimal,
+            notes=notes,
+        )

@@ -1,0 +1,18 @@
+"""Modes and units of all operators that make a step fastest within the memory limit.
+
+Start at :mod:`osdp.search.sharding.planner`, then :func:`osdp.search.sharding.solve.solve`.
+
+- ``planner``: a model, its profiles and the devices to the best Plan
+- ``candidates``: which units may be formed, and in which modes
+- ``solve``: the best units under one limit, with a proven bound
+- ``root_unit``: which operators may be in the root's unit
+- ``cutting_planes``: a few moments at a time, until the simulated peak fits
+- ``chain``: the best path along a chain under several limits
+- ``labels``: choices of repeated items, as sums that are not dominated
+- ``linear_relaxation``: a lower bound, by column generation
+- ``chain_problem``: from candidates to a chain and back
+- ``initial_plans``: simple plans to start from
+- ``local_search``: better neighbours of a plan
+- ``explain``: the reason of each decision: what the next-best choice would have cost
+- ``milp``: an independent checker, by HiGHS
+"""

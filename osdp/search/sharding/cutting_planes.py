@@ -1,0 +1,306 @@
+"""Cutting planes for one choice of root: solve under a few moments at a time, until the simulator agrees.
+
+One round::
+
+    rows so far --relaxation--> dual prices --labels--> units --simulate--> time, peak
+         ^                                                                      |
+         +------------- the moment that was underestimated or violated <--------+
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.memory import Moment, memory_row
+from osdp.cost.sharding.peaks import mildest_violation
+from osdp.cost.sharding.problem import RootPrice, Situation
+from osdp.cost.sharding.simulate import Outcome, judge
+from osdp.cost.sharding.time import TimeCut, time_row
+from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.units import Units
+from osdp.search.options import Rules
+from osdp.search.sharding.candidates import Space, build_space, root_dtype
+from osdp.search.sharding.chain import (
+    FIRST_LOOK,
+    LAST_WORD,
+    TOLERANCE,
+    ChainProblem,
+    ChainSolution,
+    Guide,
+    relaxation,
+)
+from osdp.search.sharding.chain_problem import arrangements, candidates_of, chain_problem
+from osdp.search.sharding.initial_plans import best_seed
+from osdp.search.sharding.local_search import Pattern, patterns_of, polish
+
+Floats = NDArray[np.float64]
+Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
+
+#: Chains of at most this many items are small: for them the search may be wider still.
+_SMALL = 6
+SMALL_WORD = 512
+#: Maximum number of rounds at full width; if they do not suffice a gap is left.
+_LAST_ROUNDS = 3
+#: Maximum number of moments added to prove that nothing fits, before initial plans are simulated.
+_PROOF_ROUNDS = 4
+#: Maximum number of rounds without a lower peak in the search for the lowest one.
+_LEAN_ROUNDS = 12
+#: Maximum number of rounds on larger chains, without and with a plan to beat; what further ones would gain,
+#: :mod:`osdp.search.sharding.local_search` gains faster.
+_MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
+#: Peak, relative to the limit, above which a plan says little about the blocks that are too high in a nearly
+#: feasible one.
+_NEAR = 1.2
+#: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
+CLOSE_ENOUGH = 1e-5
+
+
+@dataclass(frozen=True)
+class PricedSpace:
+    """Candidate units with their costs; shared by all root choices with the same candidates.
+
+    Attributes:
+        space: The candidates.
+        units: Costs of each of them as a unit.
+    """
+
+    space: Space
+    units: Units
+
+    @classmethod
+    def of(cls, situation: Situation, rules: Rules, *, root_unit: bool) -> "PricedSpace":
+        """All candidates that the options allow, with a root unit or without one."""
+        chain = situation.timeline.chain
+        space = build_space(
+            chain,
+            rules,
+            root_unit=root_unit,
+            root_way=situation.root_way,
+            root_dtype=root_dtype((*situation.timeline.root, *chain)),
+            recompute=situation.timeline.recompute.possible,
+            wires=[prices.wire for prices in situation.prices.by_wire],
+        )
+        units = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+        return cls(space, units)
+
+
+class CutSearch:
+    """Cutting-plane search for one choice of root."""
+
+    def __init__(
+        self, situation: Situation, root: RootPrice, limit: float, priced: PricedSpace, solver: Solver
+    ) -> None:
+        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
+        self._space, self._candidates = priced.space, priced.units
+        self.bound = 0.0
+        #: Whether it is proven that nothing fits.
+        self.impossible = False
+        self._needed: set[TimeCut | Moment] = set()
+        #: Patterns of items in the answers so far, feasible or not.
+        self._patterns: dict[Pattern, None] = {}
+        #: Widths to try after a first look at the same rows.
+        self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
+        self._guides: dict[tuple[int, int], Guide | None] = {}
+        self._times: dict[TimeCut, tuple[Floats, float]] = {}
+        self._moments: dict[Moment, tuple[Floats, float]] = {}
+
+    @property
+    def num_cuts(self) -> int:
+        """Number of rows."""
+        return len(self._times) + len(self._moments)
+
+    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`."""
+        # 1. The bound by device time and the optimizer step alone: often enough to give up.
+        self._cut_time(TimeCut())
+        self._cut_moment(Moment("step"))
+        probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
+        self.bound = min(upper, probe.bound)
+        if probe.bound >= upper:
+            return None
+        best, most_looks = None, _LOOKS_TO_BEAT
+        if np.isinf(upper):
+            most_looks = _MOST_LOOKS
+            # 2. Nothing feasible is known yet: find a plan to start from, as the search prunes by its time.
+            best = self._anything_that_fits()
+            if self.impossible:
+                self.bound = upper
+                return None
+            seed = best_seed(self._situation, self._space, self._root, self._limit)
+            best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
+        if best is not None:
+            upper = best[0].seconds
+            self._cut_time(best[0].cut)
+        # 3. Rounds of cuts: solve, simulate, add rows; widen the search when it agrees with the simulator.
+        widths, rounds, looks = FIRST_LOOK, 0, 0
+        while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
+            rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
+            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
+            self.bound = min(upper, max(found.bound, self.bound))
+            outcome = found.outcome
+            fits = outcome is not None and outcome.peak <= self._limit
+            if outcome is not None and fits and outcome.seconds < upper:
+                best, upper = (outcome, found.chosen), outcome.seconds
+            if outcome is None or (fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE)):
+                if widths == self._last_word or found.bound >= upper * (1 - CLOSE_ENOUGH):
+                    return best
+                widths = self._last_word
+                continue
+            # Add one or two moments at a time: every further row makes equal items different.
+            progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
+            if not fits:
+                progress |= self._cut_moment(outcome.moment)
+                if outcome.peak <= _NEAR * self._limit:
+                    self._cut_mildest(found.chosen)
+            if not progress:
+                raise RuntimeError(
+                    f"the rows and the simulated step disagree at {outcome.moment} and {outcome.cut}"
+                )
+            widths = FIRST_LOOK
+        return best
+
+    def _anything_that_fits(self) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+        """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
+        for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
+            found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
+            self.impossible = found.bound > self._limit
+            outcome = found.outcome
+            if self.impossible or outcome is None:
+                break
+            if outcome.peak <= self._limit:
+                return outcome, found.chosen
+            if not self._cut_moment(outcome.moment):
+                break
+        return None
+
+    def polished(
+        self, outcome: Outcome, chosen: tuple[tuple[int, int, int], ...]
+    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """The answer after a bounded number of local improvements, unless it is proven best."""
+        if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
+            return outcome, chosen
+        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns)
+
+    def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        """The units with the lowest peak that was found; it need not be below ``enough``.
+
+        The search also stops when it is proven that no peak is as low as ``enough``.
+        """
+        self._cut_moment(Moment("step"))
+        best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
+        if best is None:
+            raise RuntimeError("no initial plan was found although there is no memory limit")
+        patience = _LEAN_ROUNDS
+        while True:
+            upper = best[0].peak
+            found = self._relaxed(list(self._moments.values()), [], upper, (*FIRST_LOOK, *self._last_word))
+            outcome = found.outcome
+            if outcome is None:
+                return best
+            patience -= 1
+            if outcome.peak < upper:
+                best, patience = (outcome, found.chosen), _LEAN_ROUNDS
+            if outcome.peak <= found.value * (1 + 2 * TOLERANCE) or patience == 0:
+                return best
+            if best[0].peak <= enough or found.bound > enough > 0:
+                return best
+            if not self._cut_moment(outcome.moment):
+                raise RuntimeError(f"the rows and the simulated step disagree at {outcome.moment}")
+
+    def _cut_time(self, cut: TimeCut) -> bool:
+        if cut in self._times:
+            return self._need(cut)
+        self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
+        return True
+
+    def _need(self, name: TimeCut | Moment) -> bool:
+        """Keep a known row in every later problem: another arrangement of equal items may violate it."""
+        if name in self._needed:
+            return False
+        self._needed.add(name)
+        return True
+
+    def _cut_moment(self, moment: Moment) -> bool:
+        if moment in self._moments:
+            return self._need(moment)
+        self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
+        return True
+
+    def _cut_mildest(self, chosen: tuple[tuple[int, int, int], ...]) -> None:
+        """Add the moment at the other end of many equal items that are too high.
+
+        Adding the highest moments one by one would take many rounds.
+        """
+        start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        moment = mildest_violation(self._situation, units, self._root, self._limit)
+        if moment is not None and moment not in self._moments:
+            self._cut_moment(moment)
+
+    def _relaxed(
+        self,
+        objectives: list[tuple[Floats, float]],
+        bounded: list[tuple[Floats, float]],
+        upper: float,
+        widths: tuple[int, ...],
+    ) -> "_Relaxed":
+        """The best units under the rows so far, with their simulated step."""
+        # 1. Dual prices of all rows, by the linear relaxation.
+        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
+        constant = np.array([constant for _, constant in (*objectives, *bounded)])
+        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
+        times = len(objectives)
+        # Rows are only ever added, so their numbers identify them.
+        key = times, len(bounded)
+        if key not in self._guides:
+            self._guides[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        guide = self._guides[key]
+        if guide is None:
+            self.impossible = True
+            return _Relaxed(np.inf, upper)
+        # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
+        #    to stay, when an answer violates it.
+        names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
+        active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
+        while True:
+            num_times = sum(row < times for row in active)
+            problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
+            solution = self._solver(problem, upper, widths, guide.of_rows(active))
+            if solution.paths is None:
+                return _Relaxed(solution.value, solution.bound)
+            index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
+            reached = rows[index].sum(axis=0) + constant
+            excess = reached / np.where(np.isfinite(caps), caps, solution.value * (1 + TOLERANCE))
+            excess[active] = 0.0
+            worst = int(np.argmax(excess))
+            if excess[worst] <= 1:
+                break
+            self._needed.add(names[worst])
+            active = sorted([*active, worst])
+        # 3. The rows do not see the order of equal items, the simulator does: take the best arrangement.
+        options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
+        chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
+        self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
+        return _Relaxed(solution.value, solution.bound, chosen, outcome)
+
+    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
+        """Units of the paths through all items, and their simulated step."""
+        index = np.array(candidates_of(self._space, paths), dtype=np.int64)
+        start, stop, way = (
+            column[index] for column in (self._space.start, self._space.stop, self._space.way)
+        )
+        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        chosen = tuple(zip(start.tolist(), stop.tolist(), way.tolist(), strict=True))
+        return chosen, judge(self._situation, units, self._root)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """The best units under some rows, and a lower bound of all units' value."""
+
+    value: float
+    bound: float
+    chosen: tuple[tuple[int, int, int], ...] = ()
+    outcome: Outcome | None = None

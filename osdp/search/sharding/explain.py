@@ -1,0 +1,156 @@
+"""Reason of each decision of a plan: the time and memory of the next-best choice."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from osdp.cost.sharding.problem import Situation, price_root
+from osdp.cost.sharding.simulate import Outcome, judge_choice
+from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.strategies import (
+    FULL_SHARD,
+    OFFLOADED,
+    RECOMPUTED,
+    WAY_OF,
+    WIRE,
+    is_offloaded,
+    is_recomputed,
+    kept_of,
+    mode_of,
+    sliced_way,
+    slices_of,
+)
+from osdp.model.description import Operator
+from osdp.plan.plan import Mode
+from osdp.search.options import Rules
+from osdp.text import format_bytes, format_seconds
+
+Units = tuple[tuple[int, int, int], ...]
+
+
+class Reasons:
+    """Explains each decision by what the next-best choice would have cost."""
+
+    def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
+        self._situation, self._found = situation, found
+        self._limit = situation.device.memory_limit
+        self._ways = list(_named_ways(situation, rules))
+        self._forced, self._keep = len(rules.allowed) == 1, rules.keep
+        sharded, replicated = found.root_sharded, found.root_replicated
+        self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def of_unit(self, index: int) -> str:
+        """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
+        a, b, way = self._found.units[index]
+        chain = self._situation.timeline.chain
+        # The neighbours' strategies matter: they decide what is prefetched and what is still held.
+        neighbours = tuple(w for _, _, w in self._found.units[max(index - 1, 0) : index + 2])
+        shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
+        key = (shapes, way, neighbours)
+        if key not in self._known:
+            forced = self._forced and len(self._ways) == 1 and not is_offloaded(way)
+            self._known[key] = "forced" if forced else self._compare(index)
+        return self._known[key]
+
+    def _compare(self, index: int) -> str:
+        others = [(name, self._judged(units)) for name, units in self._others(index)]
+        return _difference(self._found.outcome, others, self._limit)
+
+    def _judged(self, units: Units) -> Outcome:
+        return judge_choice(self._situation, units, self._root)
+
+    def _others(self, index: int) -> Iterator[tuple[str, Units]]:
+        """Other strategies of one unit: a name, and the units of the whole chain with it."""
+        way = self._found.units[index][2]
+        again = RECOMPUTED * is_recomputed(way)
+        for name, other in self._ways:
+            # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
+            # compared.
+            if other != way - again and (not again or self._is_whole_block(index)):
+                whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
+                yield f"{name}{whole}", self._exchanged({index: other + again})
+        count, kept = slices_of(way), kept_of(way)
+        if count > 2:
+            yield f"{count // 2} slices", self._exchanged({index: sliced_way(count // 2, kept // 2) + again})
+        if kept:
+            yield "keeping none of the slices", self._exchanged({index: sliced_way(count)})
+        # Another number than the search's none or half, to show what a little more memory would give.
+        more = min(kept + max(1, count // 4), count - 1)
+        if more > kept and not again and self._keep:
+            yield f"keeping {more} of the slices", self._exchanged({index: sliced_way(count, more)})
+        if is_offloaded(way):
+            yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
+        if again:
+            # Recomputation is a decision about a block, hence about all its units.
+            members = self._of_block(index)
+            keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
+            yield "keeping its activations", self._exchanged(keeping)
+
+    def _exchanged(self, ways: Mapping[int, int]) -> Units:
+        return tuple((a, b, ways.get(i, way)) for i, (a, b, way) in enumerate(self._found.units))
+
+    def _of_block(self, index: int) -> list[int]:
+        chain = self._situation.timeline.chain
+        block = chain[self._found.units[index][0]].block
+        return [i for i, (a, _, _) in enumerate(self._found.units) if chain[a].block == block]
+
+    def _is_whole_block(self, index: int) -> bool:
+        return self._of_block(index) == [index]
+
+    def of_root(self, operator: Operator) -> str:
+        """The reason of an operator in the root unit."""
+        others = tuple(op for op in self._found.root_sharded if op != operator)
+        return self._root_difference(Mode.NO_SHARD, others, (*self._found.root_replicated, operator))
+
+    def of_replicated(self, operator: Operator) -> str:
+        """The reason of a replicated operator outside the chain."""
+        if any(not parameter.shape for parameter in operator.parameters):
+            return "a 0-dim parameter cannot be sharded"
+        others = tuple(op for op in self._found.root_replicated if op != operator)
+        return self._root_difference(Mode.SHARD_GRAD_OP, (*self._found.root_sharded, operator), others)
+
+    def _root_difference(
+        self, mode: Mode, sharded: tuple[Operator, ...], replicated: tuple[Operator, ...]
+    ) -> str:
+        if self._forced:
+            return "forced"
+        has_unit = bool(sharded) or self._found.chain_joins_root
+        root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
+        seen = judge_choice(self._situation, self._found.units, root)
+        return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
+
+
+def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]:
+    """Strategies of unsliced units, with their names for people."""
+    flat = (Mode.NO_SHARD,) if rules.two_step else tuple(WAY_OF)
+    yield from ((str(mode), WAY_OF[mode]) for mode in flat if mode in rules.allowed)
+    for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
+        wire = prices.wire
+        if wire.hybrid and Mode.HYBRID_SHARD in rules.allowed:
+            yield f"HYBRID_SHARD over {wire.group_size}", FULL_SHARD + WIRE * number
+        if wire.searched and not wire.hybrid and rules.two_step is not False:
+            for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
+                if mode in rules.allowed:
+                    yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number
+
+
+def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: int) -> str:
+    """Time and memory of the other choices: the best that fits, and each faster one that does not."""
+    parts = []
+    fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]
+    if fitting:
+        slower, mode, outcome = min(fitting, key=lambda item: item[0])
+        # The best other choice that fits: what it would cost, and what it would save.
+        spared = chosen.peak - outcome.peak
+        parts.append(
+            f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
+            + (f" and spare {format_bytes(spared)}" if spared > 0 else "")
+        )
+    for mode, outcome in others:
+        if outcome.peak > limit and outcome.seconds < chosen.seconds:
+            gain, over = chosen.seconds - outcome.seconds, outcome.peak - limit
+            parts.append(
+                f"{mode} would save {format_seconds(gain)} but exceed the limit by {format_bytes(over)}"
+            )
+    if not parts and others:
+        parts.append("no other choice fits the limit")
+    return "; ".join(parts)

@@ -1,0 +1,134 @@
+"""Local search: improve a plan by exchanging the units of items while the simulated step gets faster.
+
+Used where the exact search stopped with a gap. A neighbour gives one item, or all items that are alike, the
+units of another item of their size: in this plan, in a plan that was simulated before, or in an initial plan.
+The sweep is deterministic and bounded.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from osdp.cost.sharding.problem import RootPrice, Situation
+from osdp.cost.sharding.simulate import Outcome, judge_choice
+from osdp.cost.sharding.strategies import NO_SHARD
+from osdp.search.sharding.candidates import Space
+from osdp.search.sharding.initial_plans import item_patterns
+
+Units = tuple[tuple[int, int, int], ...]
+
+#: Number of operators of an item, and its units with operators counted from its beginning.
+Pattern = tuple[int, Units]
+
+#: Maximum number of plans that are simulated.
+LOOKS = 160
+
+
+def polish(
+    situation: Situation,
+    space: Space,
+    root: RootPrice,
+    limit: float,
+    chosen: Units,
+    outcome: Outcome,
+    seen: Iterable[Pattern] = (),
+) -> tuple[Outcome, Units]:
+    """The best plan found by repeated improvement of ``chosen``.
+
+    Args:
+        situation: The step to plan.
+        space: Candidate units; neighbours use no others.
+        root: Costs of the operators outside the chain.
+        limit: Bytes per device.
+        chosen: Units of a feasible plan.
+        outcome: The simulated step of ``chosen``.
+        seen: Patterns of items in plans that were simulated before.
+    """
+    # 1. Patterns to exchange: of this plan, of plans seen before, of initial plans.
+    items = patterns_of(space, chosen)
+    usual = [
+        pattern
+        for in_one_way in item_patterns(space)
+        for pattern in patterns_of(space, [unit for units in in_one_way for unit in units])
+    ]
+    others = list(dict.fromkeys([*items, *seen, *usual]))
+    candidates = zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True)
+    allowed = set(candidates)
+    # 2. The first improvement is taken and the sweep starts again, until none is left or LOOKS are used up.
+    looks, improved = 0, True
+    while improved:
+        improved = False
+        for moved, pattern in _neighbours(items, others):
+            trial = [pattern if item in moved else own for item, own in enumerate(items)]
+            units = _placed(space, trial)
+            if not allowed.issuperset(units):
+                continue
+            if looks == LOOKS:
+                return outcome, _placed(space, items)
+            looks += 1
+            judged = judge_choice(situation, units, root)
+            if judged.peak <= limit and judged.seconds < outcome.seconds:
+                outcome, items, improved = judged, trial, True
+                break
+    return outcome, _placed(space, items)
+
+
+def patterns_of(space: Space, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
+    """The pattern of each item in a plan."""
+    found: list[Pattern] = []
+    units = iter(chosen)
+    for first, end in pairwise(space.bounds):
+        mine, place = [], first
+        while place < end:
+            start, place, way = next(units)
+            mine.append((start - first, place - first, way))
+        found.append((end - first, tuple(mine)))
+    return found
+
+
+def _placed(space: Space, items: Sequence[Pattern]) -> Units:
+    return tuple(
+        (a + first, b + first, way)
+        for first, (_, units) in zip(space.bounds, items, strict=False)
+        for a, b, way in units
+    )
+
+
+def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator[tuple[set[int], Pattern]]:
+    """Pairs of a set of items and the pattern to give them: all equal items together, then single ones.
+
+    Rare patterns come first, since there the last bytes can be saved.
+    """
+    places: dict[Pattern, list[int]] = {}
+    for item, pattern in enumerate(items):
+        places.setdefault(pattern, []).append(item)
+    rare_first = sorted(places, key=lambda pattern: len(places[pattern]))
+    alike = [(own, set(places[own])) for own in rare_first if len(places[own]) > 1]
+    single = [(own, {item}) for own in rare_first for item in places[own]]
+    for own, moved in (*alike, *single):
+        for pattern in others:
+            if pattern != own and pattern[0] == own[0]:
+                yield moved, pattern
+
+
+def share_buckets(
+    situation: Situation, root: RootPrice, limit: float, chosen: Units, outcome: Outcome
+) -> tuple[Outcome, Units]:
+    """Join neighbouring replicated units, across blocks too, wherever the simulated step is no slower.
+
+    This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start.
+    """
+    units, place = list(chosen), 0
+    for _ in range(LOOKS):
+        while place + 1 < len(units) and (units[place][2], units[place + 1][2]) != (NO_SHARD, NO_SHARD):
+            place += 1
+        if place + 1 >= len(units):
+            break
+        # A joined unit stays at the same place, so that it may take in the next one, too.
+        joint = (units[place][0], units[place + 1][1], NO_SHARD)
+        trial = (*units[:place], joint, *units[place + 2 :])
+        seen = judge_choice(situation, trial, root)
+        if seen.peak <= limit and seen.seconds <= outcome.seconds:
+            outcome, units = seen, list(trial)
+        else:
+            place += 1
+    return outcome, tuple(units)

@@ -1,0 +1,342 @@
+"""Search for the best Plan of a model on given devices: batch, modes, units, reason of each decision."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from osdp.cost.evaluate import prediction, price_plan
+from osdp.cost.sharding.problem import Situation, build_situation, price_root
+from osdp.cost.sharding.simulate import judge
+from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.strategies import (
+    ROOT,
+    is_offloaded,
+    is_recomputed,
+    kept_of,
+    mode_of,
+    plain,
+    slices_of,
+    wire_of,
+)
+from osdp.errors import InfeasibleError, LargeOperator
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import Profile
+from osdp.model.description import ModelDesc, Operator
+from osdp.model.fqn import unit_modules
+from osdp.model.training import Training
+from osdp.plan.plan import Decision, Mode, Plan, Route, Unit
+from osdp.search.options import SHARDING, SLICES, Rules
+from osdp.search.sharding.explain import Reasons
+from osdp.search.sharding.local_search import share_buckets
+from osdp.search.sharding.root_unit import root_wire
+from osdp.search.sharding.solve import least_peak, solve_bounded
+from osdp.text import format_bytes
+
+_LARGEST_SHOWN = 3
+#: Relative gaps up to this are rounding.
+_PROVEN = 1e-9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A batch size of a step, before its units are decided.
+
+    Attributes:
+        training: Training with the local batch and the number of microbatches.
+        profile: Profile of the segments at that local batch.
+    """
+
+    training: Training
+    profile: Profile
+
+
+def best_plan(
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules = SHARDING
+) -> Plan:
+    """The plan with the highest throughput among all candidates.
+
+    ``Plan.optimal`` is true if it is proven best in the decision space (:mod:`osdp.search.sharding.solve`)
+    over all candidates; otherwise the notes give the largest possible improvement.
+
+    Args:
+        model_desc: The model.
+        candidates: Local batches and microbatches to choose from; one for a given step.
+        device: The devices and their memory limit.
+        rules: Allowed choices; offload is used only where nothing fits without it.
+
+    Raises:
+        InfeasibleError: No plan of any candidate fits the limit.
+    """
+    on_device = replace(rules, offload=False)
+    answer = _fastest(model_desc, candidates, device, on_device)
+    if answer is None and rules.offload and _knows_host(candidates, device):
+        candidates = [
+            replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
+        ]
+        answer = _fastest(model_desc, candidates, device, rules)
+        if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
+            answer = None
+    if answer is None:
+        raise _infeasible(model_desc, candidates, device, rules)
+    situation, found, gap = answer
+    return stage_plan(model_desc, situation, with_shared_buckets(situation, found), rules, gap)
+
+
+def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
+    """Whether the bandwidths to host memory and the speed of the optimizer there are known."""
+    return device.host is not None and all(c.profile.host_optimizer is not None for c in candidates)
+
+
+def _beside_host(training: Training) -> Training:
+    """The training of a plan that may offload: ``foreach=True`` unless the user decided.
+
+    Torch's default for tensors on the CPU is a for-loop.
+    """
+    return replace(training, foreach=True) if training.foreach is None and not training.fused else training
+
+
+def _host_bytes(situation: Situation, found: Assignment) -> float:
+    """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
+    total = 0.0
+    for start, stop, way in found.units:
+        if is_offloaded(way):
+            prices = situation.prices.by_wire[wire_of(way)]
+            total += float(prices.state_sharded[stop] - prices.state_sharded[start])
+            total += float(prices.gradient_sharded[stop] - prices.gradient_sharded[start])
+    return total
+
+
+def _fastest(
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
+) -> tuple[Situation, Assignment, float] | None:
+    """The assignment with the highest throughput, and its relative gap to the bound of the throughput."""
+    best: tuple[Situation, Assignment] | None = None
+    rate = possible = 0.0
+    for candidate in candidates:
+        samples = candidate.profile.local_batch * candidate.training.microbatches
+        for situation in _situations(model_desc, candidate, device, rules):
+            if rules.offload and situation.conditions.reductions > 1:
+                # A second gradient is added on the host while the device waits, which the cost model does not
+                # cover.
+                continue
+            upper = samples / rate if rate else np.inf
+            found, bound = solve_bounded(situation, device.memory_limit, rules=rules, upper=upper)
+            possible = max(possible, samples / bound)
+            if found is not None:
+                best, rate = (situation, found), samples / found.outcome.seconds
+    return None if best is None else (*best, max(0.0, 1 - rate / possible))
+
+
+def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
+    """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
+    if not found.units:
+        return found
+    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    limit = situation.device.memory_limit
+    outcome, units = share_buckets(situation, root, limit, found.units, found.outcome)
+    return replace(found, units=units, outcome=outcome)
+
+
+def _situations(
+    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: Rules
+) -> list[Situation]:
+    """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
+    training = candidate.training
+    found = []
+    for each in (True, False) if training.microbatches > 1 else (True,):
+        situation = build_situation(model_desc, candidate.profile, device, training, reduce_each=each)
+        found.append(replace(situation, root_wire=root_wire(situation, rules)))
+    return found
+
+
+def _infeasible(
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
+) -> InfeasibleError:
+    # The smallest batch has the lowest peak.
+    smallest = min(candidate.profile.local_batch for candidate in candidates)
+    situations = [
+        situation
+        for candidate in candidates
+        if candidate.profile.local_batch == smallest
+        for situation in _situations(model_desc, candidate, device, rules)
+    ]
+    usable = replace(rules, offload=rules.offload and _knows_host(candidates, device))
+    peaks = [least_peak(situation, rules=usable) for situation in situations]
+    leanest = situations[int(np.argmin(peaks))]
+    largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
+    return InfeasibleError(
+        limit=device.memory_limit,
+        best_peak=int(np.ceil(min(peaks))),
+        largest=[LargeOperator(op.name, op.nbytes) for op in largest],
+        suggestions=_suggestions(leanest, rules),
+    )
+
+
+def _suggestions(situation: Situation, rules: Rules) -> list[str]:
+    """Changes that would lower the peak, with the bytes where these are known."""
+    training, device = situation.training, situation.device
+    found = []
+    batch = situation.profile.local_batch
+    if batch > 1:
+        found.append(f"a local batch below {batch}; more microbatches keep the global batch as it is")
+    if rules.allowed != tuple(Mode):
+        found.append("leaving strategy= out, which allows every mode, slices and recomputation")
+    if training.param_dtype is None:
+        found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
+    if rules.allowed == tuple(Mode):
+        found += _wider(situation, rules)
+    in_groups = rules.allowed == (Mode.HYBRID_SHARD,)
+    prices = situation.prices.by_wire[situation.root_wire if in_groups else 0]
+    ranks = f"more ranks than {device.world_size}"
+    found.append(
+        f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded parameters and "
+        f"optimizer states take {format_bytes(float(prices.state_sharded[-1]))} of each device here"
+    )
+    return [*found, *_about_offload(situation, rules)]
+
+
+def _wider(situation: Situation, rules: Rules) -> list[str]:
+    """Options ruled out by the caller that would lower the peak, each with the peak it reaches."""
+    options = {
+        "recompute=True, which recomputes blocks in backward": replace(rules, recompute=True),
+        f"slices={SLICES}, which cuts large operators": replace(rules, slices=SLICES),
+    }
+    here = least_peak(situation, rules=replace(rules, offload=False))
+    peaks = {
+        text: least_peak(situation, rules=replace(wider, offload=False))
+        for text, wider in options.items()
+        if wider != rules
+    }
+    return [f"{text}: {format_bytes(peak)}" for text, peak in peaks.items() if peak < here]
+
+
+def _about_offload(situation: Situation, rules: Rules) -> list[str]:
+    """Advice on offloading, or the reason why it was not used."""
+    host, known = situation.device.host, situation.profile.host_optimizer is not None
+    if situation.device.kind == "cpu" and host is None:
+        return ["(nothing was offloaded: what CPU devices hold is in host memory already)"]
+    if not rules.offload:
+        return ["offload=True, which allows keeping parameters and optimizer states in host memory"]
+    if host is None or not known:
+        return ["a measured DeviceInfo.host and Profile.host_optimizer, which offloading needs"]
+    needed = float(situation.prices.state_sharded[-1] + situation.prices.gradient_sharded[-1])
+    if needed <= host.memory:
+        return []
+    return [f"more host memory than {format_bytes(host.memory)}: offloading all takes {format_bytes(needed)}"]
+
+
+def stage_plan(
+    model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float
+) -> Plan:
+    """The plan of an assignment, with the reason of each decision."""
+    # 1. Units of the chain; those that join the root unit are collected.
+    reasons = Reasons(situation, found, rules)
+    units: list[Unit] = []
+    decided: dict[str, tuple[Mode, str]] = {}
+    slices: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    recomputed: dict[str, None] = {}
+    in_root: list[Operator] = list(found.root_sharded)
+    chain = situation.timeline.chain
+    for index, (a, b, way) in enumerate(found.units):
+        operators = chain[a:b]
+        wire = situation.prices.by_wire[wire_of(way)].wire
+        mode = Mode.HYBRID_SHARD if wire.hybrid else mode_of(way)
+        decided |= {op.name: (mode, reasons.of_unit(index)) for op in operators}
+        slices |= {op.name: slices_of(way) for op in operators}
+        kept |= {op.name: kept_of(way) for op in operators}
+        if is_recomputed(way):
+            recomputed[str(chain[a].block)] = None
+        if plain(way) == ROOT:
+            in_root += operators
+            continue
+        modules = unit_modules(operators, model_desc.operators, model_desc.modules)
+        names = tuple(op.name for op in operators)
+        units.append(
+            Unit(
+                mode,
+                names,
+                modules,
+                offloaded=is_offloaded(way),
+                group_size=wire.group_size,
+                route=wire.route if mode.sharded else Route.FLAT,
+            )
+        )
+    # 2. Operators outside the chain: replicated, or in the root unit, which comes first.
+    for operator in found.root_replicated:
+        units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
+    decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
+    on = situation.prices.by_wire[situation.root_wire].wire
+    root_mode = Mode.HYBRID_SHARD if on.hybrid else Mode.SHARD_GRAD_OP
+    decided |= {op.name: (root_mode, reasons.of_root(op)) for op in found.root_sharded}
+    if in_root:
+        names = tuple(op.name for op in in_root)
+        units.insert(
+            0,
+            Unit(root_mode, names, ("",), root=True, group_size=on.group_size, route=on.route),
+        )
+    training, device = situation.training, situation.device
+    # 3. The plan.
+    plan = Plan(
+        model=model_desc.fingerprint,
+        device=device.fingerprint,
+        training=replace(training, local_batch=situation.profile.local_batch),
+        world_size=device.world_size,
+        memory_limit=device.memory_limit,
+        reduce_each_microbatch=situation.conditions.reduce_each,
+        decisions=tuple(
+            Decision(
+                op.name,
+                op.modules,
+                tuple(p.name for p in op.parameters),
+                op.nbytes,
+                *decided[op.name],
+                slices=slices.get(op.name, 1),
+                slices_kept=kept.get(op.name, 0),
+                sliced_by=op.cut.by if op.cut is not None and slices.get(op.name, 1) > 1 else "",
+            )
+            for op in model_desc.operators
+        ),
+        units=tuple(units),
+        predicted=prediction(situation, found.outcome),
+        measured_profile=situation.profile.measured,
+        optimal=gap <= _PROVEN,
+        recomputed=tuple(recomputed),
+        notes=_notes(found, gap),
+    )
+    # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
+    outcome = judge(situation, *price_plan(situation, plan))
+    return replace(plan, predicted=prediction(situation, outcome))
+
+
+def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
+    notes = [f"{found.cuts} moments of the step decided the search"]
+    if gap > _PROVEN:
+        notes.append(f"proven to be within {gap:.2%} of the highest throughput")
+    if any(is_offloaded(way) for _, _, way in found.units):
+        notes.append(
+            "no plan was found that fits device memory alone, so some units are offloaded to host memory; "
+            "give the optimizer foreach=True, since torch's default for them is a loop over all tensors"
+        )
+    return tuple(notes)
+
+
+def batches(
+    training: Training,
+    local_batches: Sequence[int],
+    microbatches: Sequence[int],
+    profile: Callable[[Training], Profile],
+) -> list[Candidate]:
+    """Candidates for each local batch and number of microbatches, largest first.
+
+    Where a list is empty, the training's own value is used.
+    """
+    sizes = set(local_batches) or {training.local_batch or 1}
+    counts = set(microbatches) or {training.microbatches}
+    found = []
+    for batch in sorted(sizes, reverse=True):
+        measured = profile(replace(training, local_batch=batch))
+        for count in sorted(counts, reverse=True):
+            found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
+    return found

@@ -1,0 +1,62 @@
+"""Choices for the root unit: which operators outside the chain it has, and its shard group."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from osdp.cost.sharding.problem import Situation
+from osdp.model.description import Operator
+from osdp.plan.plan import Mode
+from osdp.plan.shard_math import can_shard
+from osdp.search.options import Rules
+from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
+
+#: Operators outside the chain that are decided one by one; smaller ones beyond follow the last of them.
+_ROOT_CHOICES = 3
+
+#: Operators in the root unit, replicated operators, and whether there is a root unit.
+RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
+
+
+def root_wire(situation: Situation, rules: Rules) -> int:
+    """Index of the shard group with the fastest collectives for all operators that may join the root unit.
+
+    The root unit is sharded over all ranks, unless every unit must be sharded inside groups. This is decided
+    before the search, by time alone.
+    """
+    hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
+    loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
+    nbytes = sum(operator.nbytes for operator in loose)
+    wires = [(number, prices.wire) for number, prices in enumerate(situation.prices.by_wire)]
+    seconds = {
+        number: wire.gather.seconds(nbytes) + wire.reduce.seconds(nbytes)
+        for number, wire in wires
+        if wire.searched
+        and wire.hybrid == hybrid
+        and (hybrid or rules.two_step in (None, wire.route.in_two_steps))
+    }
+    return min(seconds, key=lambda number: seconds[number], default=0)
+
+
+def root_choices(operators: Sequence[Operator], rules: Rules) -> list[RootChoice]:
+    """All splits of the operators outside the chain into root unit and replicated ones."""
+    shards = any(mode.sharded for mode in rules.allowed)
+    dtype = root_dtype(operators)
+    fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
+    free = sorted(fitting, key=lambda op: -op.nbytes) if shards else []
+    forced = Mode.NO_SHARD not in rules.allowed
+    heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
+    groups = [*((op,) for op in heads), *([tail] if tail else [])]
+    choices: list[RootChoice] = []
+    # Most sharded first. With nothing to shard outside the chain, chain operators may still form a root unit.
+    for count in range(len(groups), -1, -1):
+        for chosen in combinations(groups, count):
+            sharded = tuple(op for group in chosen for op in group)
+            if forced and len(sharded) < len(free):
+                continue
+            replicated = tuple(op for op in operators if op not in sharded)
+            choices += (
+                [(sharded, replicated, True)]
+                if sharded
+                else [((), replicated, shards), ((), replicated, False)]
+            )
+    return list(dict.fromkeys(choices))

@@ -1,0 +1,154 @@
+"""Sharding: modes and units of all operators that make a step fastest under a memory limit.
+
+Decision space: :mod:`osdp.search.sharding.candidates`, with every operator outside the chain replicated or in
+the root unit (beyond the largest two, smaller ones are decided together). Neighbouring replicated units of
+the answer are joined afterwards wherever the simulated step is no slower
+(:func:`osdp.search.sharding.local_search.share_buckets`), so a plan may be better than the best of the space.
+
+Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
+on a few of them (:mod:`osdp.search.sharding.chain`), simulates the answer, adds the moments that were
+violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Plans that shard nothing are searched
+separately, since their overlap and their optimizer step have other costs; for the others every row is a lower
+bound of the simulated step. When the simulation agrees with the rows, the answer is optimal under the cost
+model.
+
+Where near-equal choices abound (many blocks, a limit to be filled to the last byte) the proof may be out of
+reach of a search in a second: then the answer is improved by :mod:`osdp.search.sharding.local_search` and
+carries the bound that was proven, see :attr:`Assignment.gap`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from osdp.cost.sharding.problem import Situation, price_root
+from osdp.cost.sharding.solution import Assignment
+from osdp.plan.plan import Mode
+from osdp.search.options import SHARDING, Rules
+from osdp.search.sharding.chain import solve_chain
+from osdp.search.sharding.cutting_planes import CLOSE_ENOUGH, CutSearch, PricedSpace, Solver
+from osdp.search.sharding.root_unit import RootChoice, root_choices
+
+
+def solve(
+    situation: Situation,
+    limit: float,
+    *,
+    rules: Rules = SHARDING,
+    upper: float = np.inf,
+    solver: Solver = solve_chain,
+) -> Assignment | None:
+    """The assignment of :func:`solve_bounded`, without the bound."""
+    return solve_bounded(situation, limit, rules=rules, upper=upper, solver=solver)[0]
+
+
+def solve_bounded(
+    situation: Situation,
+    limit: float,
+    *,
+    rules: Rules = SHARDING,
+    upper: float = np.inf,
+    solver: Solver = solve_chain,
+) -> tuple[Assignment | None, float]:
+    """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
+
+    Args:
+        situation: The step to plan.
+        limit: Bytes per device.
+        rules: Allowed choices.
+        upper: Seconds to beat.
+        solver: Solves the chain under a few rows.
+
+    Returns:
+        The best assignment found (``None`` if none fits or beats ``upper``), and a lower bound of
+        the seconds of any assignment. The assignment is proven best if its seconds equal the bound; without
+        an assignment, it is proven that nothing beats ``upper`` if the bound equals ``upper``.
+    """
+    best: Assignment | None = None
+    bound, undecided = np.inf, False
+    # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
+    for search, (root_sharded, root_replicated, _) in _searches(situation, limit, rules, solver):
+        found = search.fastest(upper)
+        bound = min(bound, search.bound)
+        undecided |= found is None and not search.impossible
+        if found is not None:
+            outcome, units = search.polished(*found)
+            upper = outcome.seconds
+            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
+    if best is None and undecided and np.isinf(upper):
+        # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
+        leanest = lean(situation, rules=rules, enough=limit, solver=solver)
+        best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
+    if best is None:
+        return None, bound
+    # Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
+    if rules.keep and rules.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
+        best = _without_kept_slices(situation, limit, rules, solver, best)
+    bound = min(bound, best.outcome.seconds)
+    return replace(best, bound=bound), bound
+
+
+def _searches(
+    situation: Situation, limit: float, rules: Rules, solver: Solver
+) -> Iterator[tuple[CutSearch, RootChoice]]:
+    """A cutting-plane search for each choice of root, for plans that shard nothing and for all others."""
+
+    @cache
+    def space(family: Rules, root_unit: bool) -> PricedSpace:
+        return PricedSpace.of(situation, family, root_unit=root_unit)
+
+    for family in _families(rules):
+        for choice in root_choices(situation.timeline.root, family):
+            sharded, replicated, has_unit = choice
+            root = price_root(situation, sharded, replicated, has_unit=has_unit)
+            yield CutSearch(situation, root, limit, space(family, root.has_unit), solver), choice
+
+
+def _without_kept_slices(
+    situation: Situation, limit: float, rules: Rules, solver: Solver, best: Assignment
+) -> Assignment:
+    """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
+    root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
+    space = PricedSpace.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
+    search = CutSearch(situation, root, limit, space, solver)
+    found = search.fastest(best.outcome.seconds)
+    if found is None:
+        return best
+    outcome, units = search.polished(*found)
+    return replace(best, units=units, outcome=outcome, cuts=search.num_cuts)
+
+
+def least_peak(situation: Situation, *, rules: Rules = SHARDING, solver: Solver = solve_chain) -> float:
+    """The lowest peak of any assignment that was found; bytes."""
+    return lean(situation, rules=rules, solver=solver).outcome.peak
+
+
+def lean(
+    situation: Situation, *, rules: Rules = SHARDING, enough: float = 0.0, solver: Solver = solve_chain
+) -> Assignment:
+    """The assignment with the lowest peak that was found; the search stops at a peak of ``enough`` bytes."""
+    best: Assignment | None = None
+    for root_sharded, root_replicated, has_unit in root_choices(situation.timeline.root, rules):
+        if best is not None and best.outcome.peak <= enough:
+            break
+        root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
+        space = PricedSpace.of(situation, rules, root_unit=root.has_unit)
+        search = CutSearch(situation, root, np.inf, space, solver)
+        outcome, units = search.leanest(enough)
+        if best is None or outcome.peak < best.outcome.peak:
+            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
+    if best is None:
+        raise RuntimeError("root_choices() returned nothing; every model has at least one choice of root")
+    return best
+
+
+def _families(rules: Rules) -> tuple[Rules, ...]:
+    """Search options of plans that shard nothing and of all others.
+
+    The rows of each family are lower bounds of the steps in it only.
+    """
+    if Mode.NO_SHARD not in rules.allowed or len(rules.allowed) == 1:
+        return (rules,)
+    return replace(rules, allowed=(Mode.NO_SHARD,)), rules

@@ -1,0 +1,53 @@
+"""Error messages for models whose forward fails on fake tensors, in terms of the user's own code."""
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from osdp.model.description import TensorSpec
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+#: Messages of torch's plain RuntimeErrors where values are read outside its dispatcher: by NumPy and by C++.
+_READS_DATA = (".numpy() is not supported", "its data is not allocated", "data pointer")
+#: Folders whose code is not the user's; code of other libraries, such as a model's, counts as the user's.
+_NOT_THE_USERS = (Path(torch.__path__[0]), Path(__file__).parents[1])
+
+
+def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueError:
+    """The error to raise after a forward raised ``error``; it names the line of the user's code.
+
+    Args:
+        error: The exception that the forward raised on fake tensors.
+        sample: The tensors of the sample batch.
+    """
+    place = _place(error)
+    if isinstance(error, UnsupportedOperatorException):
+        return ValueError(f"{error}{place} has no fake implementation; register one (torch.library)")
+    what = str(error).partition("\n")[0]
+    if isinstance(error, _DATA_DEPENDENT) or any(words in what for words in _READS_DATA):
+        return ValueError(
+            f"the model's forward depends on values of tensors{place} ({what}), but models are described on "
+            "fake tensors, which have no values; avoid .item(), .numpy(), boolean indexing and branches on "
+            "tensors (use torch.where, a mask, a fixed number of rows), or compute it before the forward and "
+            "pass it in"
+        )
+    shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in sample)
+    return ValueError(
+        f"the model rejects the sample batch ({shapes}){place}: {type(error).__name__}: {error}"
+    )
+
+
+def _place(error: Exception) -> str:
+    """Position of the innermost line of the user's code: ``" at file:line, in function"``, or nothing."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not any(path.is_relative_to(root) for root in _NOT_THE_USERS):
+            return f" at {path}:{frame.lineno}, in {frame.name}"
+    return ""

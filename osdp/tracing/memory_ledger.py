@@ -1,0 +1,117 @@
+"""Timeline of the live activation bytes of one run, on fake or real tensors.
+
+Every storage that an operation returns is recorded when it appears and when it is freed, under the pass and
+stretch that runs at that moment. Parameters, buffers, the batch and gradients of parameters are left out.
+Memory that a kernel allocates and frees inside one operation is not visible here; where the allocator reports
+it (CUDA), it is recorded as workspace.
+
+One event is (moment, storage number, change in bytes); the running sum of the changes is the timeline::
+
+    events   +a   +b   -a   +c   -c   -b
+    live      a  a+b    b  b+c    b    0     peak of the stretch: max(a+b, b+c) above its start
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from osdp.tracing.tensors import storage_key
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A position in a step: the pass and the stretch."""
+
+    backward: bool
+    stretch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Activation bytes of one pass of a stretch: net change, and peak relative to its start."""
+
+    live_bytes: int
+    peak_bytes: int
+
+
+class Ledger:
+    """Records the allocation and release of storages."""
+
+    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+        """Start with an empty timeline.
+
+        Args:
+            resident: Tensors that are not activations: parameters, buffers, the batch.
+        """
+        self.now = Moment(False, 0)
+        self._resident = {storage_key(tensor) for tensor in resident}
+        self._numbers: dict[int, int] = {}
+        self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._gradients: set[int] = set()
+        self._events: list[tuple[Moment, int, int]] = []
+        self._count = 0
+
+    def book(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record the storages of ``tensors`` that are new."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._resident and key not in self._numbers:
+                self._add(key, storage)
+
+    def book_workspace(self, nbytes: int) -> None:
+        """Record memory that was allocated and freed inside the last operation."""
+        self._events += [(self.now, -1, nbytes), (self.now, -1, -nbytes)]
+
+    def book_gradient(self, tensor: torch.Tensor) -> None:
+        """Exclude the storage of ``tensor`` from its allocation on: it is a parameter's gradient."""
+        number = self.number(tensor)
+        if number is not None:
+            self._gradients.add(number)
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Number of the storage of ``tensor`` in the timeline; ``None`` if it is no activation."""
+        return self._numbers.get(storage_key(tensor))
+
+    def book_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Exclude the gradients of ``parameters``; to be called after backward."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.book_gradient(parameter.grad)
+
+    def usage(self, place: Sequence[int]) -> dict[Moment, Usage]:
+        """Live and peak bytes by pass and place (segment).
+
+        Args:
+            place: The place of each stretch; the stretches of one place are consecutive.
+
+        Returns:
+            The usage of each place; the ``stretch`` of its moments is a place.
+        """
+        running = 0
+        result: dict[Moment, Usage] = {}
+        starts: dict[Moment, int] = {}
+        for moment, number, change in self._events:
+            if number in self._gradients:
+                continue
+            name = Moment(moment.backward, place[moment.stretch])
+            start = starts.setdefault(name, running)
+            running += change
+            peak = result[name].peak_bytes if name in result else 0
+            result[name] = Usage(running - start, max(peak, running - start))
+        return result
+
+    def _add(self, key: int, storage: torch.UntypedStorage) -> None:
+        number, nbytes = self._count, storage.nbytes()
+        self._count += 1
+        self._numbers[key] = number
+        self._events.append((self.now, number, nbytes))
+
+        def freed(_: object) -> None:
+            self._events.append((self.now, number, -nbytes))
+            # Another storage may get the same address from now on.
+            del self._numbers[key], self._watch[key]
+
+        self._watch[key] = weakref.ref(storage, freed)

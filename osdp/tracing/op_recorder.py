@@ -1,0 +1,146 @@
+"""Recorder of one run: FLOPs, moved, saved and live bytes of every stretch, and the parameters it uses."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from osdp.model.description import TensorSpec
+from osdp.tracing.memory_ledger import Ledger, Moment
+from osdp.tracing.module_walk import Stretch, shared_gradients
+from osdp.tracing.ops import Operation
+from osdp.tracing.tensors import storage_key, tensor_spec, tensors_in
+from osdp.tracing.workspace import NoWorkspace, Workspace
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running totals of one pass of a stretch.
+
+    Attributes:
+        operations: Number of operations.
+        flops: Floating-point operations.
+        moved_bytes: Bytes of operands and results.
+        saved_bytes: Bytes it newly saved for backward.
+        parameters: Names of the parameters it used, in order.
+        digest: Hash of its operations.
+    """
+
+    operations: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+    parameters: dict[str, None] = field(default_factory=dict)
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, other: "Tally") -> None:
+        """Add the totals of ``other``."""
+        self.operations += other.operations
+        self.flops += other.flops
+        self.moved_bytes += other.moved_bytes
+        self.saved_bytes += other.saved_bytes
+        self.parameters |= other.parameters
+        self.digest.update(other.digest.digest())
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that records every operation of a run under the current stretch."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        resident: Sequence[torch.Tensor],
+        workspace: Workspace | None = None,
+    ) -> None:
+        """Start with nothing recorded.
+
+        Args:
+            parameters: The model's parameters by name; tied ones once.
+            resident: Buffers and the batch.
+            workspace: Measures the memory that operations need temporarily; not measured by default.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace = workspace or NoWorkspace()
+        self._contributed: set[int] = set()
+        self.ledger = Ledger([*parameters.values(), *resident])
+        self.tallies: dict[Moment, Tally] = {}
+        self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
+        self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
+        self._saved: set[int] = set()
+        self._last = 0
+
+    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+        """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
+        if index:
+            self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(handed_on))
+        self._last = index
+        self.ledger.now = Moment(False, index)
+
+    def leave_forward(self, loss: torch.Tensor) -> None:
+        """Forward is over."""
+        self.outputs[self._last] = (tensor_spec(loss),)
+        for node, index, parameter in shared_gradients(loss):
+            node.register_hook(partial(self._contribute, parameter, index))
+
+    def start_backward(self) -> None:
+        """Backward is about to be called."""
+        self.ledger.now = Moment(True, self._last)
+
+    def enter_backward(self, index: int) -> None:
+        """The backward of a stretch begins."""
+        self.ledger.now = Moment(True, index)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context manager in which the bytes of tensors saved for backward are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, _unsave)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and record it."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # Fake tensors query their device this way: not an operation of the model.
+            return func(*args, **kwargs)
+        output, workspace = self._workspace.run(lambda: func(*args, **kwargs))
+        operation = Operation.of(func, args, kwargs, output)
+        self._count(operation)
+        self.ledger.book(operation.outputs)
+        self.ledger.book_workspace(workspace)
+        return output
+
+    def _count(self, operation: Operation) -> None:
+        tally = self.tallies.setdefault(self.ledger.now, Tally())
+        tally.operations += 1
+        tally.flops += operation.flops
+        tally.moved_bytes += operation.moved_bytes
+        tally.digest.update(operation.token.encode())
+        for tensor in operation.inputs:
+            name = self._names.get(storage_key(tensor))
+            if name is not None:
+                tally.parameters[name] = None
+
+    def _contribute(self, parameter: int, index: int, gradients: Any, _: Any) -> None:
+        # Of a gradient with several contributions the first one becomes the gradient, and autograd adds the
+        # others to it in place. Fake tensors are added out of place, where the first would look like an
+        # activation.
+        if parameter not in self._contributed and gradients[index] is not None:
+            self._contributed.add(parameter)
+            self.ledger.book_gradient(gradients[index])
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        number = self.ledger.number(tensor)
+        if number is not None and number not in self._saved:
+            self._saved.add(number)
+            tally = self.tallies.setdefault(self.ledger.now, Tally())
+            tally.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _unsave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

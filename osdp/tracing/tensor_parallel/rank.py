@@ -1,0 +1,90 @@
+"""Description of the part of a model on one tensor-parallel rank, and of its collectives."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model.description import ModelDesc
+from osdp.nn.fake_tensors import FakeTensors
+from osdp.plan.tensor_parallel import TensorParallelPlan
+from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key, rank_desc
+from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.loss import LossFn
+from osdp.tracing.module_walk import Key, Stretch, walk
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.trace import describe
+
+
+def describe_rank(
+    part: nn.Module,
+    log: list[Exchange],
+    sample_inputs: Any,
+    whole: ModelDesc,
+    plan: TensorParallelPlan,
+    *,
+    loss_fn: LossFn | None = None,
+    atoms: Sequence[str] = (),
+    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
+) -> RankDesc:
+    """Describe the part of a model on the first tensor-parallel rank, and its collectives.
+
+    Args:
+        part: The rank's part of the model, with collectives that only pretend that there are other ranks; on
+            any device, ``meta`` included.
+        log: The list to which forwards of ``part`` and of its copies append the collectives they would run.
+        sample_inputs: The batch that the whole model was described with.
+        whole: The description of the whole model.
+        plan: Sharding of the model over the tensor-parallel ranks.
+        loss_fn: As for :func:`osdp.tracing.trace.describe`, like the arguments below.
+        atoms: FQNs of modules each of which is to be exactly one operator.
+        cut_of: The dimension along which a module can run in slices.
+    """
+    batch = SampleBatch.of(sample_inputs)
+    desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+    watcher = _Watcher(log)
+    with SingleDraws(largest=True), FakeTensors(), torch.enable_grad():
+        twin = skeleton(part, on_fake_cpu)
+        fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        log.clear()
+        stretches = walk(twin, fake, watcher, loss_fn=loss_fn)
+    log.clear()
+    return rank_desc(whole, desc, plan, watcher.by_segment(stretches, {key(s) for s in desc.segments}))
+
+
+class _Watcher:
+    """Assigns the entries of a log of collectives to the stretches in which they were appended."""
+
+    def __init__(self, log: list[Exchange]) -> None:
+        self._log = log
+        self._begins: list[int] = []
+        self._all: list[Exchange] = []
+
+    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+        """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
+        self._begins.append(len(self._log))
+
+    def leave_forward(self, loss: torch.Tensor) -> None:
+        """Forward is over."""
+        # Forwards log the collectives of their backward, too: later entries are not needed.
+        self._all = list(self._log)
+
+    def start_backward(self) -> None:
+        """Nothing is recorded in backward."""
+
+    def enter_backward(self, index: int) -> None:
+        """Nothing is recorded in backward."""
+
+    def by_segment(self, stretches: Sequence[Stretch], segments: set[Key]) -> dict[Key, tuple[Exchange, ...]]:
+        """Collectives of each segment; stretches that are no segment belong to the segment before them."""
+        found: dict[Key, tuple[Exchange, ...]] = {}
+        now = next(stretch.key for stretch in stretches if stretch.key in segments)
+        for index, stretch in enumerate(stretches):
+            now = stretch.key if stretch.key in segments else now
+            stop = self._begins[index + 1] if index + 1 < len(stretches) else len(self._all)
+            entries = tuple(self._all[self._begins[index] : stop])
+            if entries:
+                found[now] = found.get(now, ()) + entries
+        return found

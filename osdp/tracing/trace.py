@@ -1,0 +1,259 @@
+"""Tracing: describes a module as a ModelDesc by two runs on fake tensors, without weights or a device.
+
+The model is run forward and backward at the sample's batch size and at twice that size; quantities that
+depend on the batch are the line through the two.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model.description import Affine, Cut, ModelDesc, Operator, Segment, TensorSpec, Work
+from osdp.nn.embeddings import check_embeddings
+from osdp.nn.fake_tensors import FakeTensors
+from osdp.tracing.blocks import find_blocks
+from osdp.tracing.failures import forward_failure
+from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.loss import LossFn
+from osdp.tracing.memory_ledger import Moment, Usage
+from osdp.tracing.module_walk import Stretch, walk
+from osdp.tracing.op_recorder import Recorder, Tally
+from osdp.tracing.operators import Use, find_operators, find_parameters
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.single_draws import SingleDraws
+
+
+@dataclass(frozen=True, slots=True)
+class _PassTrace:
+    """One pass of a segment at one batch size."""
+
+    tally: Tally
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentTrace:
+    """One segment at one batch size."""
+
+    stretch: Stretch
+    forward: _PassTrace
+    backward: _PassTrace
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """One fake run: its segments, the modules that ran, and whether single random numbers were large."""
+
+    segments: list[_SegmentTrace]
+    modules: tuple[str, ...]
+    largest_draws: bool
+
+
+def describe(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    atoms: Sequence[str] = (),
+    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
+) -> ModelDesc:
+    """Describe ``model``, as :meth:`osdp.model.description.ModelDesc.from_module` does.
+
+    Args:
+        model: As there.
+        sample_inputs: As there.
+        loss_fn: As there.
+        atoms: As there.
+        cut_of: Returns how a module can run in slices, or ``None``: what is cut, the dimension of its weight
+            that is cut, and the number of slices if it is fixed, else 0.
+    """
+    check_embeddings(model)
+    batch = SampleBatch.of(sample_inputs)
+    # 1. Two fake runs. Constants of the model that are neither parameters nor buffers stay real tensors,
+    # which FakeTensors accepts among fake ones.
+    with FakeTensors():
+        twin = skeleton(model, on_fake_cpu)
+        trace = _largest_run(twin, batch, loss_fn)
+        double = _other_batch(twin, batch, loss_fn, trace)
+    # 2. Blocks, then operators.
+    uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
+    blocks = find_blocks(twin, _digests(trace))
+    found = find_operators(find_parameters(twin), uses, blocks, atoms)
+    operators = tuple(replace(operator, cut=_cut(model, operator, cut_of)) for operator in found)
+    return ModelDesc(
+        name=type(model).__name__,
+        sample=batch.specs,
+        sample_names=batch.names,
+        local_batch=batch.local_batch,
+        batch_is_free=double is not None,
+        segments=_segments(trace, double, batch.local_batch, uses, operators),
+        operators=operators,
+        modules=trace.modules,
+    )
+
+
+def _cut(
+    model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int, int] | None]
+) -> Cut | None:
+    """The cut of ``operator`` if it can run in slices: one module's weight, with or without a bias."""
+    if len(operator.modules) != 1 or not operator.executed or operator.spanning:
+        return None
+    fqn = operator.modules[0]
+    weight, bias = (f"{fqn}.{name}".lstrip(".") for name in ("weight", "bias"))
+    names = {parameter.name for parameter in operator.parameters}
+    found = cut_of(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None
+    if found is None:
+        return None
+    by, dim, slices = found
+    return Cut(by, dim, weight, slices)
+
+
+def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
+    """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
+    try:
+        draws = SingleDraws(largest=trace.largest_draws)
+        double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
+    except ValueError:
+        return None
+    same = [s.stretch.key for s in double.segments] == [s.stretch.key for s in trace.segments]
+    return double if same else None
+
+
+def _largest_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
+    """The run in which most modules run: two are compared if ``twin`` drops modules at random."""
+    draws = SingleDraws(largest=True)
+    trace = _fake_run(twin, batch, loss_fn, draws)
+    if not draws.happened:
+        return trace
+    try:
+        other = _fake_run(twin, batch, loss_fn, SingleDraws(largest=False))
+    except ValueError:
+        return trace
+    return max(trace, other, key=lambda run: len(run.modules))
+
+
+def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws: SingleDraws) -> _Trace:
+    """Run ``twin`` once inside the current :class:`FakeTensors`."""
+    fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    named = dict(twin.named_parameters())
+    recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
+    try:
+        with draws, torch.enable_grad(), recorder.saving(), recorder:
+            stretches = walk(twin, fake, recorder, loss_fn=loss_fn)
+    except Exception as error:
+        raise forward_failure(error, batch.specs) from error
+    recorder.ledger.book_gradients(named.values())
+    twin.zero_grad(set_to_none=True)
+    return _trace(stretches, recorder, draws)
+
+
+def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws) -> _Trace:
+    """Build the trace; stretches in which nothing ran are folded into the segment before them."""
+    filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
+    if not filled:
+        raise ValueError("the model's forward runs no operation")
+    # A stretch without operations may still free memory, so its usage counts for the segment before it.
+    place = fold(filled, len(stretches))
+    usages = recorder.ledger.usage(place)
+    tallies: dict[Moment, Tally] = {}
+    for moment, tally in recorder.tallies.items():
+        tallies.setdefault(Moment(moment.backward, place[moment.stretch]), Tally()).add(tally)
+
+    def pass_trace(moment: Moment) -> _PassTrace:
+        return _PassTrace(tallies.get(moment, Tally()), usages.get(moment, Usage(0, 0)))
+
+    segments = [
+        _SegmentTrace(
+            stretches[index],
+            pass_trace(Moment(False, place)),
+            pass_trace(Moment(True, place)),
+            recorder.outputs.get(index, ()),
+        )
+        for place, index in enumerate(filled)
+    ]
+    modules = dict.fromkeys(stretch.module for stretch in stretches)
+    return _Trace(segments, tuple(modules), draws.largest)
+
+
+def fold(filled: Sequence[int], count: int) -> list[int]:
+    """For each of ``count`` stretches, the position in ``filled`` of the last stretch not after it.
+
+    >>> fold([1, 3], 5)
+    [0, 0, 0, 1, 1]
+    """
+    places, place = [], -1
+    wanted = set(filled)
+    for index in range(count):
+        place += index in wanted
+        places.append(max(place, 0))
+    return places
+
+
+def _parameters(segment: _SegmentTrace) -> tuple[str, ...]:
+    return tuple(segment.forward.tally.parameters)
+
+
+def _digests(trace: _Trace) -> dict[str, str]:
+    """For each module that ran, a hash of all operations under it."""
+    hashes: dict[str, Any] = {name: hashlib.sha256() for name in trace.modules}
+    for segment in trace.segments:
+        for frame in segment.stretch.stack:
+            hashes[frame].update(segment.forward.tally.digest.digest())
+    return {name: value.hexdigest() for name, value in hashes.items()}
+
+
+def _segments(
+    trace: _Trace,
+    double: _Trace | None,
+    local_batch: int,
+    uses: Sequence[Use],
+    operators: Sequence[Operator],
+) -> tuple[Segment, ...]:
+    held = {parameter.name: op.name for op in operators for parameter in op.parameters}
+    others = double.segments if double else trace.segments
+    return tuple(
+        Segment(
+            module=one.stretch.module,
+            call=one.stretch.call,
+            part=one.stretch.part,
+            operators=tuple(dict.fromkeys(held[name] for name in use.parameters)),
+            signature=_signature(one),
+            outputs=one.outputs,
+            forward=_work(one.forward, two.forward, local_batch),
+            backward=_work(one.backward, two.backward, local_batch),
+            saved_bytes=_affine(one, two, local_batch, lambda s: s.forward.tally.saved_bytes),
+        )
+        for one, two, use in zip(trace.segments, others, uses, strict=True)
+    )
+
+
+def _work(one: _PassTrace, two: _PassTrace, local_batch: int) -> Work:
+    return Work(
+        flops=_affine(one, two, local_batch, lambda p: p.tally.flops),
+        moved_bytes=_affine(one, two, local_batch, lambda p: p.tally.moved_bytes),
+        live_bytes=_affine(one, two, local_batch, lambda p: p.usage.live_bytes),
+        peak_bytes=_affine(one, two, local_batch, lambda p: p.usage.peak_bytes),
+    )
+
+
+def _affine(one: Any, two: Any, local_batch: int, quantity: Callable[[Any], int]) -> Affine:
+    """The line through ``one`` at ``local_batch`` and ``two`` at twice that."""
+    rise = quantity(two) - quantity(one)
+    return Affine(constant=float(quantity(one) - rise), per_sample=rise / local_batch)
+
+
+def _signature(segment: _SegmentTrace) -> str:
+    """Hash of the operations in both passes and of their memory.
+
+    Memory is included, since it depends on the neighbours, too: on whether they still need a tensor.
+    """
+    facts = [
+        (one.tally.digest.hexdigest(), one.tally.saved_bytes, one.usage.live_bytes, one.usage.peak_bytes)
+        for one in (segment.forward, segment.backward)
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""What a person starts: the demo, the tests and the training program."""

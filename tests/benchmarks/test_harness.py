@@ -1,0 +1,208 @@
+"""The harness itself: options, exit statuses, intervals, launching and ending processes, the rate limit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import planner_heterogeneous
+from benchmarks.support import harness, testbed
+from benchmarks.support.harness import Options, Result
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.models import CASES, FULL_SIZE, loss_of
+from benchmarks.support.timing import Ratio, alternate, paired_ratio
+
+
+def result(rows: list[harness.Row], summary: dict[str, float | int | None]) -> Result:
+    return Result(Options("claim"), rows, summary)
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary", "status"),
+    [
+        ([{"name": "a"}], {"x": 1.0}, harness.MEASURED),
+        ([{"name": "a", "reason": "no GPU"}], {"x": 1.0}, harness.UNMEASURED),
+        ([{"name": "a"}], {"x": None}, harness.UNMEASURED),
+        ([{"name": "a", "reason": "no GPU"}, {"name": "b", "error": "loss"}], {"x": None}, harness.WRONG),
+    ],
+)
+def test_a_wrong_row_outranks_an_unmeasured_one(rows, summary, status):
+    assert result(rows, summary).status == status
+
+
+def test_finish_writes_what_was_measured_and_where(tmp_path: Path, capsys):
+    path = tmp_path / "deep" / "result.json"
+    found = Result(Options("claim", quick=True, json=path), [{"name": "a", "reason": "no root"}], {"x": None})
+    assert harness.finish(found) == harness.UNMEASURED
+    written = json.loads(path.read_text())
+    assert written["command"] == "python -m benchmarks.claim --quick"
+    assert written["summary"] == {"x": None}
+    assert set(written["environment"]) == {
+        "torch", "python", "cores", "device", "backend", "world_size", "commit", "gpu_allocator", "ranks",
+    }  # fmt: skip
+    assert "not measured: a: no root" in capsys.readouterr().err
+
+
+def test_paired_ratio_ignores_noise_that_both_share():
+    noise = [1.0, 3.0, 1.5, 2.0, 9.0]
+    assert paired_ratio([2 * n for n in noise], noise) == Ratio(2.0, 2.0, 2.0)
+
+
+def test_interval_holds_the_median_and_widens_with_the_noise():
+    ratio = paired_ratio([1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8], [1.0] * 7)
+    assert ratio.low < ratio.median < ratio.high
+
+
+def test_alternate_takes_turns():
+    calls: list[str] = []
+    seconds = alternate(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2, warmup=1, repeats=2
+    )
+    assert "".join(calls) == "aabb" * 3
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FULL_SIZE])
+def test_every_case_trains_and_names_its_blocks(name: str):
+    case = CASES[name]
+    model = case.model()
+    batch = case.sample(2)
+    assert all(torch.equal(batch[key], case.sample(2)[key]) for key in batch)
+    loss_of(model(**batch)).backward()
+    blocks = case.find_blocks(model)
+    inside = sum(p.numel() for block in blocks for p in block.parameters())
+    assert len(blocks) >= 2
+    assert inside > 0.2 * sum(p.numel() for p in model.parameters())
+
+
+def work(rank: int, world_size: int, *, fail: int = -1, hang: float = 0.0) -> dict[str, int]:
+    """A worker: adds up the ranks, or fails or hangs on purpose."""
+    import torch.distributed as dist
+
+    if rank == fail:
+        raise ValueError("on purpose")
+    time.sleep(hang)
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return {"total": int(total), "threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
+
+
+def test_launch_gives_each_rank_one_core_and_one_thread():
+    assert (
+        launch("tests.benchmarks.test_harness:work", 2, {}, timeout=90)
+        == [{"total": 1, "threads": 1, "cores": 1}] * 2
+    )
+
+
+def test_launch_reports_the_rank_that_failed():
+    with pytest.raises(WorkerError, match=r"rank 1 ended with status 1(.|\n)*on purpose"):
+        launch("tests.benchmarks.test_harness:work", 2, {"fail": 1}, timeout=90)
+
+
+def test_launch_ends_ranks_that_take_too_long():
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="did not end within"):
+        launch("tests.benchmarks.test_harness:work", 1, {"hang": 600}, timeout=8)
+    assert time.monotonic() - begin < 60
+
+
+def test_ranks_are_gone_when_the_launcher_is_terminated(tmp_path: Path):
+    path = tmp_path / "pid"
+    script = (
+        "from benchmarks.support.launch import launch\n"
+        f"launch('tests.benchmarks.test_harness:hang', 1, {{'path': {str(path)!r}}}, timeout=90)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        rank = int(path.read_text())
+        process.terminate()
+        process.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def hang(rank: int, world_size: int, *, path: str) -> None:
+    """A worker that says who it is and never ends."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.mark.alone
+def test_hosts_limit_the_rate():
+    try:
+        with testbed.hosts(2, 80_000_000) as hosts:
+            seconds = _transfer(hosts, 2_000_000)
+    except testbed.NetworkUnavailableError as error:
+        pytest.skip(str(error))
+    # 2 MB at 10 MB/s: the bucket lets a little through at once.
+    assert 0.1 < seconds < 1.0
+    assert not set(hosts.namespaces) & set(_namespaces())
+
+
+def _transfer(hosts: testbed.Hosts, nbytes: int) -> float:
+    """Seconds from the first to the last byte of one stream between the hosts."""
+    receive = (
+        "import socket, time\n"
+        "listener = socket.create_server(('10.231.7.1', 5001)); print('ready', flush=True)\n"
+        "peer, _ = listener.accept(); peer.recv(1); begin = time.monotonic()\n"
+        "while peer.recv(65536): pass\n"
+        "print(time.monotonic() - begin)"
+    )
+    send = f"import socket; socket.create_connection(('10.231.7.1', 5001), 10).sendall(bytes({nbytes}))"
+    first, second = hosts.prefixes(2)
+    with subprocess.Popen(
+        [*first, sys.executable, "-c", receive], stdout=subprocess.PIPE, text=True
+    ) as receiver:
+        assert receiver.stdout is not None
+        try:
+            assert receiver.stdout.readline() == "ready\n"
+            subprocess.run([*second, sys.executable, "-c", send], check=True, timeout=120)
+            return float(receiver.stdout.readline())
+        finally:
+            receiver.kill()
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=120)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line]
+
+
+@pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM])
+def test_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
+    try:
+        testbed.check_available()
+    except testbed.NetworkUnavailableError as error:
+        pytest.skip(str(error))
+    script = (
+        # A shell that runs the tests in the background lets its children ignore the interrupt.
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from benchmarks import testbed\n"
+        "with testbed.hosts(2, 10**9) as hosts:\n"
+        "    print(*hosts.namespaces, flush=True)\n    time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        names = process.stdout.readline().split()
+        if not names:
+            pytest.skip("this machine does not let root make network namespaces")
+        assert set(names) <= set(_namespaces())
+        process.send_signal(request_to_end)
+        process.wait(30)
+    assert not set(names) & set(_namespaces())
+
+
+def test_the_planned_layout_is_the_best_of_its_contest_by_its_price() -> None:
+    entries = planner_heterogeneous.contest(planner_heterogeneous.prices_of(1e-4, 6e7))
+    assert [entry.name for entry in entries[:2]] == ["planned", "even"]
+    assert len(entries) > 5
+    assert entries[0].plan.step_seconds == min(entry.plan.step_seconds for entry in entries)

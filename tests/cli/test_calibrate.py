@@ -1,0 +1,89 @@
+"""``osdp calibrate``, and ``osdp estimate`` with what it found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from osdp.cli import main as cli
+from osdp.cluster.calibration.calibrate import Calibration
+from tests.helpers.measured import TRUE, grid, timed, write_csv
+
+CLUSTER = """
+nodes:
+  - {gpu: A100-80GB, count: 1, devices: 8, network: 400 Gbit/s}
+"""
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(word) for word in words])
+    if end.value.code:
+        raise ValueError(str(end.value.code))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def estimated(cluster: Path, capsys, *words: object) -> float:
+    run(
+        "estimate", "--model", "gpt2", "--cluster", cluster, "--global-batch", 16, "--tp", 1, "--pp", 1,
+        "--dp", 8, "--micro-batch", 2, *words,
+    )  # fmt: skip
+    (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    return float(step.split()[1])
+
+
+def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys) -> None:
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), TRUE)[::2])
+    out = tmp_path / "calibration.json"
+    run("calibrate", "--data", data, "--cluster", cluster, "--out", out)
+    printed = capsys.readouterr().out
+    assert "matrix_share" in printed
+    assert "36 steps" in printed
+    assert "recomputing none" in printed
+    found = Calibration.load(out)
+    assert found.node == "A100-80GB"
+    # The steps were made with slower hosts.
+    assert found.rates.call_seconds == pytest.approx(TRUE.call_seconds, rel=0.1)
+    assert estimated(cluster, capsys, "--calibration", out) > 1.2 * estimated(cluster, capsys)
+
+
+def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, cluster: Path) -> None:
+    data = tmp_path / "steps.csv"
+    data.write_text("hidden size\n1024\n")
+    with pytest.raises(ValueError, match="lacks the columns # GPUs"):
+        run("calibrate", "--data", data, "--cluster", cluster)
+    with pytest.raises(ValueError, match="there are none, selective, full"):
+        run("calibrate", "--data", data, "--cluster", cluster, "--recomputation", "some")
+    mixed = tmp_path / "mixed.yaml"
+    mixed.write_text(CLUSTER + "  - {gpu: A10, count: 1, devices: 4, network: 40 Gbit/s}\n")
+    with pytest.raises(ValueError, match=r"2 kinds of nodes \(A100-80GB, A10\)"):
+        run("calibrate", "--data", data, "--cluster", mixed)
+    data.write_text(json.dumps({"node": "A100-80GB"}))
+    with pytest.raises(ValueError, match="Calibration"):
+        run(
+            "estimate", "--model", "gpt2", "--cluster", cluster, "--global-batch", 16, "--tp", 1, "--pp", 1,
+            "--dp", 8, "--micro-batch", 2, "--calibration", data,
+        )  # fmt: skip
+
+
+def test_steps_of_a_larger_cluster_are_refused_and_fast_links_are_told(
+    tmp_path: Path, cluster: Path, capsys
+) -> None:
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), TRUE)[::2])
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(CLUSTER.replace("devices: 8", "devices: 8, link: 20 GB/s"))
+    run("calibrate", "--data", data, "--cluster", slow, "--out", tmp_path / "calibration.json")
+    printed = capsys.readouterr().out
+    assert "the link comes out faster than specified" in printed and "attention writes its scores" in printed
+    small = tmp_path / "small.yaml"
+    small.write_text(CLUSTER.replace("devices: 8", "devices: 4"))
+    with pytest.raises(ValueError, match=r"has steps on 8 devices, and .* has 4: calibrate on the cluster"):
+        run("calibrate", "--data", data, "--cluster", small)
+    with pytest.raises(ValueError, match="--recomputation some: there are none, selective, full"):
+        run("calibrate", "--data", data, "--cluster", cluster, "--recomputation", "some")

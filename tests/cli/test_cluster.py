@@ -1,0 +1,277 @@
+"""``osdp plan --cluster`` and ``osdp estimate``: tables, files, and what a user can mend."""
+
+import csv
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osdp.cluster import runnable as cluster_run
+from osdp.cluster.plan import ClusterPlan
+from osdp.errors import InfeasibleError
+from osdp.plan.pipeline import PipelinePlan
+from tests.cli.test_main import run
+
+CLUSTER = """\
+nodes:
+  - gpu: A100
+    count: 1
+    devices: 2
+    network: 40 Gbit/s
+    price: {per_hour: 8, date: 2026-01-01, source: a test}
+  - gpu: A10
+    count: 1
+    devices: 2
+    network: 40 Gbit/s
+    price: {per_hour: 4, date: 2026-01-01, source: a test}
+"""
+#: Those of ZeROSearch, in its order, with one count for each kind of GPU.
+COLUMNS = [
+    "rank", "real_rank", "m", "mbs", "tp", "pp", "dp", "dp_method", "A100", "A10", "estimated time(s/step)",
+    "pipeline time", "DP all-reduce time", "Emb layer all-reduce time", "gpumem", "is_oom", "node placement",
+    "exp_partition", "partition", "train_cost", "price_per_step",
+]  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER, encoding="utf8")
+    return [
+        "--model",
+        "gpt2",
+        "--set",
+        "layers=4",
+        "--cluster",
+        str(path),
+        "--global-batch",
+        "8",
+        "--seq",
+        "128",
+    ]
+
+
+def test_the_table_is_printed_and_written(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, listed = tmp_path / "table.csv", tmp_path / "table.json"
+    files = ["--csv", str(table), "--json", str(listed)]
+    run("plan", *words, "--top", "3", "--steps", "1000", *files)
+    printed = capsys.readouterr().out
+    assert "none is better than the first row" in printed
+    assert "proven best in its space" in printed
+    with table.open(encoding="utf8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[: len(COLUMNS)] == COLUMNS
+    assert [row["rank"] for row in rows] == ["1", "2", "3"]
+    times = [float(row["estimated time(s/step)"]) for row in rows]
+    assert times == sorted(times)
+    assert float(rows[0]["train_cost"]) == pytest.approx(1000 * float(rows[0]["price_per_step"]))
+    assert sum(map(int, rows[0]["partition"].split("-"))) == 6
+    assert json.loads(listed.read_text(encoding="utf8"))[0]["rank"] == 1
+
+
+def test_all_layouts_can_be_listed(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    run(
+        "plan",
+        *words,
+        "--every",
+        "--csv",
+        str(table),
+        "--reserve",
+        "22GiB",
+        "--set",
+        "layers=12",
+        "--micro-batch",
+        "8",
+    )
+    capsys.readouterr()
+    with table.open(encoding="utf8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["is_oom"] for row in rows} == {"True", "False"}
+    assert all((row["real_rank"] == "0") == (row["is_oom"] == "True") for row in rows)
+
+
+def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = ["--zero", "mixed", "--recomputation", "mixed"]
+    degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
+    run("estimate", *words, *degrees, *mixed, "--set", "layers=48", "--seq", "1024", "--reserve", "18GiB")
+    told = capsys.readouterr().out
+    assert "mixed" in told and "25 zero1, recompute full" in told
+    # What is best alike is told as that.
+    run("plan", *words, *degrees, *mixed, "--every", "--top", "1")
+    assert "mixed" not in capsys.readouterr().out
+
+
+def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", *words, "--objective", "cost", "--subsets", "--top", "1")
+    cheap = capsys.readouterr().out
+    run("plan", *words, "--objective", "pareto")
+    assert cheap.splitlines()[2].split()[-2:] == ["none", "1"]
+    assert "$" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "library"), [("front.png", "matplotlib"), ("front.html", "plotly")])
+def test_time_and_cost_are_drawn(name: str, library: str, words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    run("plan", *words, "--objective", "pareto", "--plot", str(tmp_path / name))
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = ["--tp", "1", "--pp", "2", "--dp", "2", "--micro-batch", "2"]
+    run("estimate", *words, *degrees)
+    best = capsys.readouterr().out
+    run("estimate", *words, *degrees, "--partition", "4-2")
+    uneven = capsys.readouterr().out
+    assert "4-2" in uneven
+    with pytest.raises(RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"):
+        run("estimate", *words, *degrees, "--partition", "4-3")
+    run("estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
+    assert "it does not fit: " in capsys.readouterr().out
+    assert best != uneven
+
+
+def test_a_plan_is_written_that_runs_and_how_to_start_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    degrees = ["--pp", "2", "--dp", "2", "--micro-batch", "1", "--schedule", "1f1b", "--zero", "0"]
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
+    run("plan", *words, *small, *degrees, "--out", str(out))
+    printed = capsys.readouterr().out
+    plan, layout = PipelinePlan.load(out), ClusterPlan.load(tmp_path / "plan.layout.json")
+    assert (plan.pp, plan.dp, plan.tp, plan.schedule, plan.training.microbatches) == (2, 2, 1, "1f1b", 4)
+    held = [sum(module.startswith("transformer.h.") for module in stage.modules) for stage in plan.stages]
+    items = [stop - start for start, stop in zip(layout.bounds[:-1], layout.bounds[1:], strict=True)]
+    assert held == [items[0] - 1, items[1] - 1]
+    assert {decision.mode.value for stage in plan.stages for decision in stage.plan.decisions} == {"NO_SHARD"}
+    assert "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2" in (tmp_path / "launch.sh").read_text()
+    assert "#SBATCH hetjob" in (tmp_path / "launch.sbatch").read_text()
+    assert "--pipeline-model-parallel-size 2" in (tmp_path / "megatron_args.sh").read_text()
+    assert json.loads((tmp_path / "deepspeed.json").read_text())["train_batch_size"] == 8
+    assert "cannot say" in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--model", "gpt3"], "unknown model 'gpt3'; there are gpt2, .*did you mean"),
+        (
+            ["--dp", "3"],
+            "no layout is possible: dp=3 does not divide the global batch of 8; dp=3 does not make the 4",
+        ),
+        (["--tp", "4"], "no layout is possible: tp=4 does not divide the 2 devices of A100"),
+        (
+            ["--tp", "2", "--set", "heads=3", "--set", "head_width=64"],
+            "tp=2 does not divide the 3 heads of gpt2",
+        ),
+        (
+            ["--dp", "2", "--micro-batch", "3"],
+            "3 samples of a microbatch do not divide the 4 samples of each of dp=2",
+        ),
+        (["--schedule", "zb"], "schedule 'zb' is not known here; there are 1f1b"),
+        (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),
+        (["--budget", "3"], "a budget or a deadline is for the whole training: say --steps, too"),
+        (["--deadline", "3w", "--steps", "5"], "a time is a number above 0 and one of s, m, h and d"),
+        (
+            ["--deadline", "0.001s", "--steps", "100"],
+            "no step takes at most 1e-05 s; the fastest without a limit takes",
+        ),
+        (
+            ["--token-slices", "4", "--recomputation", "full", "--pp", "2"],
+            "no layout is possible: token slices cannot be combined with recomputation",
+        ),
+        (["--token-slices", "4", "--zero", "3", "--dp", "2"], "token slices need ZeRO 0 or 1"),
+        (
+            ["--schedule", "interleaved", "--pp", "4", "--set", "layers=4"],
+            "interleaved needs 2 x pp=4 stages, more than the 6 items",
+        ),
+        (
+            ["--schedule", "interleaved", "--pp", "4", "--set", "layers=12", "--micro-batch", "4"],
+            "interleaved needs at least pp=4 microbatches, there are 2",
+        ),
+        (["--set", "causal=False"], "causal='False' is not of type bool"),
+        (
+            ["--set", "gated=true", "--out", "plan.json"],
+            "has the architecture of gpt2: learnt positions=True where a llama",
+        ),
+        (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
+        (
+            ["--every", "--subsets", "--budget", "3", "--steps", "5"],
+            "--every lists all layouts on the whole cluster, without a limit: leave out --subsets, --budget",
+        ),
+        (["--budget", "-3", "--steps", "5"], "--budget -3: a budget is more than 0 dollars"),
+        (
+            ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
+            "--csv /nowhere/a.csv: there is no folder /nowhere; --plot a.xyz: pictures are .png or .html",
+        ),
+        (["--steps", "0"], "--steps 0: at least 1 is needed"),
+        (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),
+        (["--schedule", "zb-h1"], "which 16-bit weights do not allow"),
+        (["--recomputation", "selective"], "say --no-flash, or full"),
+        (["--strategy", "NO_SHARD", "--no-recompute"], "--recompute, --strategy cannot be said of --model"),
+        (["--token-slices", "3"], "3 token slices do not divide the 128 tokens of a sequence"),
+        (["--micro-batch", "3"], "microbatches of 3 do not divide the global batch of 8"),
+        (["--reserve", "22.48GiB"], "nothing fits the memory limit of 22.49 GiB: .*\n.*embedding"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message(more: list[str], message: str, words: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=f"error: (?s:.*){message}"):
+        run("plan", *words, *more)
+
+
+def test_a_layout_needs_all_its_degrees(words: list[str]) -> None:
+    with pytest.raises(
+        RuntimeError, match="say what to plan for: a folder that osdp profile wrote, or --model"
+    ):
+        run("plan")
+    with pytest.raises(
+        RuntimeError, match="a layout on a cluster needs --model, --cluster and --global-batch"
+    ):
+        run("plan", *words[:-4])
+
+
+def test_the_next_row_is_written_where_the_first_does_not_fit_when_it_is_traced(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = cluster_run.runnable_plan, []
+
+    def never_the_first(plan: ClusterPlan, *rest: Any, **options: Any) -> Any:
+        asked.append(plan)
+        if len(asked) == 1:
+            raise InfeasibleError(limit=1, best_peak=2, largest=(), suggestions=())
+        return real(plan, *rest, **options)
+
+    monkeypatch.setattr(cluster_run, "runnable_plan", never_the_first)
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512", "--pp", "2"]
+    run("plan", *words, *small, "--out", str(tmp_path / "plan.json"))
+    assert "row 1 does not fit when its stages are traced: nothing fits" in capsys.readouterr().out
+    assert ClusterPlan.load(tmp_path / "plan.layout.json") == asked[1] != asked[0]
+    asked.clear()
+    with pytest.raises(RuntimeError, match="nothing fits the memory limit"):
+        run("plan", *words, *small, "--top", "1", "--out", str(tmp_path / "plan.json"))
+
+
+def test_a_job_fails_as_its_steps_do(words: list[str], tmp_path: Path) -> None:
+    small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
+    run("plan", *words, *small, "--pp", "2", "--dp", "2", "--out", str(tmp_path / "plan.json"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, body in (("srun", 'case "$1" in *=1) exit 7 ;; esac'), ("scontrol", "echo host")):
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf8")
+        (tools / name).chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    job = subprocess.run(["bash", "launch.sbatch"], cwd=tmp_path, env={"PATH": path}, timeout=30)
+    assert job.returncode == 7
+    sheet = subprocess.run(
+        ["bash", str(tmp_path / "launch.sh"), "0"], capture_output=True, text=True, timeout=30,
+        env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert sheet.returncode != 0 and "MASTER_ADDR: address of node 0" in sheet.stderr

@@ -1,0 +1,264 @@
+"""The command line: models by name, one message for what a user can mend, and plans printed and saved."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import osdp
+from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile
+from osdp.cli import main as cli
+from osdp.cli import models as cli_models
+
+SMALL = ["n_layer=2", "n_embd=32", "n_head=2", "vocab_size=64", "attn_pdrop=0.0"]
+SET = [part for field in SMALL for part in ("--set", field)]
+
+
+def run(*arguments: str) -> None:
+    """The command with ``arguments``; returns only if it succeeded."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    if caught.value.code:
+        raise RuntimeError(caught.value.code)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that ``osdp profile`` wrote."""
+    folder = tmp_path_factory.mktemp("described")
+    run(
+        "profile", "gpt2", "--batch", "2", "--seq", "16", *SET, "--memory-limit", "1GiB", "--out", str(folder)
+    )
+    return folder
+
+
+def test_profile_saves_what_it_found(described: Path) -> None:
+    model_desc = ModelDesc.load(described / "model_desc.json")
+    assert model_desc.name == "GPT2LMHeadModel"
+    assert model_desc.sample[0].shape == (2, 16)
+    assert DeviceInfo.load(described / "device.json").memory_limit == 2**30
+    profile = Profile.load(described / "profile.json")
+    assert (profile.measured, profile.local_batch) == (True, 2)
+    assert {s.signature for s in profile.segments} == {s.signature for s in model_desc.segments}
+
+
+def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
+    run("profile", "gpt2", "--seq", "16", *SET, "--estimate", "--out", str(tmp_path))
+    assert not Profile.load(tmp_path / "profile.json").measured
+
+
+def test_plan_saves_and_prints_what_show_prints(
+    described: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", str(described), "--memory-limit", "500MiB", "--out", str(path))
+    printed = capsys.readouterr().out
+    assert "limited to 500.00 MiB" in printed
+    assert Plan.load(path).memory_limit == 500 * 2**20
+    run("show", str(path))
+    assert capsys.readouterr().out == printed
+
+
+def test_a_plan_of_stages_is_made_and_shown(
+    described: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", str(described), "--pp", "2", "--schedule", "1f1b", "--out", str(path))
+    printed = capsys.readouterr().out
+    assert "pp=2 x dp=1 x tp=1 = 2 ranks, schedule 1f1b, 8 microbatches of 2" in printed
+    plan = PipelinePlan.load(path)
+    # On one data-parallel rank there is nothing to shard: other modes were taken where they cost nothing.
+    assert {decision.mode for stage in plan.stages for decision in stage.plan.decisions} == {Mode.NO_SHARD}
+    run("show", str(path))
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "2"], "error: --dp 2: 1 devices were described; describe as many"),
+        (["--schedule", "gpipe"], "error: --schedule gpipe orders the stages of a pipeline: pass --pp, too"),
+        (["--pp", "2", "--schedule", "zb"], "error: schedule 'zb' is unknown; there are gpipe, 1f1b, "),
+        (["--tp", "4"], "error: .* has 2 heads, which 4 tensor-parallel ranks cannot share evenly"),
+        (["--pp", "9"], "error: 9 stages need 8 places to cut"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_one_message(arguments: list[str], message: str, described: Path) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run("plan", str(described), *arguments)
+
+
+@pytest.mark.parametrize("axis", ["--pp", "--dp", "--tp"])
+def test_a_degree_of_nothing_is_refused(
+    axis: str, described: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(described), axis, "0", "--out", str(tmp_path / "plan.json")])
+    assert "greater than or equal to 1" in capfd.readouterr().err
+
+
+def test_a_limit_that_nothing_fits_is_explained(described: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"error: nothing fits the memory limit of 1\.00 KiB"):
+        run("plan", str(described), "--memory-limit", "1KiB", "--out", str(tmp_path / "plan.json"))
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "no_such_model"], "error: unknown model 'no_such_model'; write one of gpt2, "),
+        (["profile", "gpt2", "--set", "layers=2"], "error: gpt2 has no configuration field layers"),
+        (["profile", "gpt2", "--set", "n_layer"], "error: --set takes name=value, got n_layer"),
+        (["profile", "no_such_module:make"], "error: No module named 'no_such_module'"),
+        (["profile", "a:b", "--set", "n_layer=2"], "error: a:b makes its own configuration"),
+        (["show", "no_such_file.json"], "error: .*No such file or directory: 'no_such_file.json'"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message(arguments: list[str], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run(*arguments)
+
+
+def test_a_damaged_plan_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}", encoding="utf8")
+    with pytest.raises(RuntimeError, match=r"plan\.json: Plan: unknown fields"):
+        run("show", str(path))
+
+
+def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+    path.write_text(json.dumps(fields), encoding="utf8")
+    model, sample = cli_models.build(str(path), {"intermediate_size": 48, "vocab_size": 64}, batch=3, seq=8)
+    assert len(model.model.layers) == 3  # type: ignore[arg-type, union-attr]
+    assert model.model.layers[0].mlp.up_proj.weight.shape == (48, 32)  # type: ignore[index, union-attr]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sample["input_ids"].shape == (3, 8)
+
+
+def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_model.py").write_text("def make():\n    return 'model', 'batch'\n", encoding="utf8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli_models.build("my_model:make", {}, batch=1, seq=1) == ("model", "batch")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558)]
+)
+def test_known_sizes_have_their_published_parameters(name: str, millions: int) -> None:
+    model, _ = cli_models.build(name, {}, batch=1, seq=8)
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+
+
+def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ImportError", encoding="utf8")
+    done = subprocess.run(
+        [sys.executable, "-c", "from osdp.cli.main import main"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[2])]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: the osdp command needs typer: pip install 'osdp[cli]'\n"
+
+
+COMMANDS = ("profile", "plan", "estimate", "layers", "calibrate", "show")
+
+
+def test_the_version_is_said() -> None:
+    done = CliRunner().invoke(cli.app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"osdp {osdp.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_every_command_has_help(command: tuple[str, ...], option: str) -> None:
+    done = CliRunner().invoke(cli.app, [*command, option])
+    assert done.exit_code == 0 and "Usage: " in done.output
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> dict[str, str]:
+    """Paths of what no command can read, by what they are."""
+    contents = {"empty": b"", "other": b'{"a": 1}', "list": b"[1]", "binary": b"\x80\x00"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    return {
+        "nothing": str(tmp_path / "nothing.json"),
+        "folder": str(tmp_path / "folder"),
+        **{name: str(tmp_path / f"{name}.json") for name in contents},
+    }
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "empty", "other", "list", "binary"])
+@pytest.mark.parametrize("command", ["show", "plan", "cluster", "layers", "calibrate", "estimate"])
+def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: dict[str, str]) -> None:
+    path = wrong[kind]
+    layout = ["--tp", "1", "--pp", "1", "--dp", "1", "--micro-batch", "1"]
+    arguments = {
+        "show": ["show", path],
+        "plan": ["plan", path],
+        "cluster": ["plan", "--model", "gpt2", "--cluster", path, "--global-batch", "8"],
+        "layers": ["layers", path, "--gpu", "H200", "--model", "gpt2"],
+        "calibrate": ["calibrate", "--data", path, "--cluster", path],
+        "estimate": ["estimate", "--model", "gpt2", "--cluster", path, "--global-batch", "8", *layout],
+    }
+    with pytest.raises(RuntimeError, match=r"^error: ") as caught:
+        run(*arguments[command])
+    message = str(caught.value)
+    assert Path(path).name in message and "Traceback" not in message
+    if command in ("plan", "layers"):
+        assert "is no folder that osdp profile wrote: it has no model_desc.json" in message
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "message"),
+    [
+        ("transformers", ["profile", "gpt2"], r"this needs transformers: pip install 'osdp\[hf\]'"),
+        (
+            "yaml",
+            ["plan", "--model", "gpt2", "--cluster", "nodes.yaml", "--global-batch", "8"],
+            r"cluster files in YAML need PyYAML: pip install 'osdp\[cli\]'",
+        ),
+    ],
+)
+def test_a_missing_extra_says_what_to_type(
+    library: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nodes.yaml").write_text("nodes: []", encoding="utf8")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RuntimeError, match=f"^error: {message}"):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("gone", "my_factory:gone is no function: MODEL is module:function"),
+        ("number", "my_factory:number is no function"),
+        ("alone", r"my_factory:alone\(\) returned 'model'; it is to return \(model, sample batch\)"),
+        ("broken", r"KeyError: 'lost' \(line 4 of .*my_factory\.py\)"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_one_message(
+    factory: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "number = 1\ndef alone():\n    return 'model'\ndef broken(): {}['lost']\n"
+    (tmp_path / "my_factory.py").write_text(text, encoding="utf8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_factory", raising=False)
+    with pytest.raises(RuntimeError, match=f"^error: {message}"):
+        run("profile", f"my_factory:{factory}")

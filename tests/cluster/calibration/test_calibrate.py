@@ -1,0 +1,220 @@
+"""Calibration on steps that the model itself has made: coefficients are found again, others are predicted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import planner_accuracy
+from osdp import codec
+from osdp.cluster.calibration.calibrate import (
+    Calibration,
+    Fitted,
+    calibrate,
+    cross_validation,
+    fit,
+    leave_out,
+    relative_errors,
+)
+from osdp.cluster.calibration.measured_step import MeasuredStep
+from osdp.cluster.calibration.step_model import StepModel, assumed_recompute
+from osdp.cluster.cost.corrections import LayerCase, correction_factor, corrections_of
+from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
+from osdp.cluster.cost.matmul import aligned, occupied_flops
+from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.hardware import Cluster, NodeGroup, Wire
+from osdp.cluster.plan import Recompute, Workload
+from osdp.cluster.transformer import TransformerShape
+from tests.helpers.measured import NODE, SETTING, TRUE, grid, timed, write_csv
+
+INSIDE = Wire(1.5e11, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def steps() -> tuple[MeasuredStep, ...]:
+    return timed(grid(), TRUE, INSIDE)
+
+
+def test_coefficients_are_found_again(steps: tuple[MeasuredStep, ...]) -> None:
+    found = fit(steps, SETTING, corrected=False)
+    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.01
+    published = Fitted(PUBLISHED, NODE.inside, NODE.outside)
+    assert np.abs(relative_errors(steps, SETTING, published)).mean() > 0.1
+    for name in ("matrix_share", "memory_share", "unaligned_share", "call_seconds"):
+        assert getattr(found.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.06), name
+    assert found.inside.bandwidth == pytest.approx(INSIDE.bandwidth, rel=0.1)
+    # No step left its node.
+    assert found.outside == NODE.outside
+
+
+def test_the_network_is_found_where_steps_cross_it() -> None:
+    network = Wire(1e10, 2e-5)
+    wide = [
+        replace(step, devices=8 * step.devices, dp=8 * step.dp, global_batch=8 * step.global_batch)
+        for step in grid()
+        if step.devices > 1
+    ]
+    steps = timed((*grid(), *wide), TRUE, INSIDE, network)
+    found = fit(steps, SETTING, corrected=False)
+    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.02
+    assert found.outside.bandwidth == pytest.approx(network.bandwidth, rel=0.1)
+    calibrated = replace(calibrate(steps, SETTING), outside=found.outside)
+    node = calibrated.applied(Cluster((NodeGroup(NODE, 8),))).groups[0].node
+    assert (node.inside, node.outside) == (calibrated.inside, found.outside)
+
+
+def test_what_rows_do_not_tell_stays_as_published(steps: tuple[MeasuredStep, ...]) -> None:
+    alone = [step for step in steps if step.devices == step.pp]
+    inside = fit(alone, SETTING).inside
+    assert inside.latency == pytest.approx(NODE.inside.latency, rel=0.2)
+
+
+def test_larger_steps_are_met_from_smaller_ones(steps: tuple[MeasuredStep, ...]) -> None:
+    errors = leave_out(steps, SETTING, lambda step: step.hidden > 1024)
+    assert len(errors) == len(steps) // 2
+    assert np.abs(errors).mean() < 0.04
+
+
+def test_what_is_left_out_is_not_fitted(steps: tuple[MeasuredStep, ...]) -> None:
+    # The held-out half is wrong by a factor, which nothing that saw only the other half can know.
+    wrong = [replace(s, seconds=s.seconds * (1 + (s.hidden > 1024))) for s in steps]
+    errors = leave_out(wrong, SETTING, lambda step: step.hidden > 1024)
+    assert errors.mean() == pytest.approx(-0.5, abs=0.03)
+
+
+def test_outliers_do_not_pull_the_others_along(steps: tuple[MeasuredStep, ...]) -> None:
+    spoilt = [replace(s, seconds=s.seconds * (1 + 2 * (i % 10 == 0))) for i, s in enumerate(steps)]
+    found = fit(spoilt, SETTING, corrected=False)
+    assert np.median(np.abs(relative_errors(steps, SETTING, found))) < 0.03
+
+
+def test_habits_of_layers_are_kept_for_layers_like_them(steps: tuple[MeasuredStep, ...]) -> None:
+    slow = [replace(s, seconds=s.seconds * (1.25 if (s.tp, s.samples) == (2, 4) else 1.0)) for s in steps]
+    alone = cross_validation(slow, SETTING, corrected=False, folds=3)
+    corrected = cross_validation(slow, SETTING, folds=3)
+    picked = np.array([(s.tp, s.samples) == (2, 4) for s in steps])
+    assert np.abs(corrected[picked]).mean() < 0.5 * np.abs(alone[picked]).mean()
+    assert np.abs(corrected[~picked]).mean() < 0.02
+
+
+def test_the_same_steps_give_the_same_calibration(steps: tuple[MeasuredStep, ...], tmp_path: Path) -> None:
+    few = steps[::3]
+    found = calibrate(few, SETTING, folds=2)
+    assert found == calibrate(few, SETTING, folds=2)
+    found.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json") == found
+    errors = np.abs(cross_validation(few, SETTING, folds=2))
+    assert (found.mean_error, found.median_error) == (errors.mean(), np.median(errors))
+    assert found.steps == len(few)
+
+
+def test_a_calibration_is_of_its_nodes() -> None:
+    found = Calibration("node", PUBLISHED, INSIDE, None, 1, 0.1, 0.1, 2, flash=False)
+    assert found.applied(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
+    with pytest.raises(ValueError, match="of nodes 'node', the cluster has other"):
+        found.applied(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fit((), SETTING), "at least 1 measured step"),
+        (lambda: cross_validation(grid()[:3], SETTING, folds=4), "3 steps cannot be divided into 4 folds"),
+        (lambda: leave_out(grid()[:3], SETTING, lambda _: True), "3 of 3 steps are left out"),
+        (lambda: replace(PUBLISHED, memory_share=0.0, blend=2.0), "wrong: memory_share, blend"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_even_steps_cost_what_the_planner_says() -> None:
+    for step, seconds in zip(
+        grid(), StepModel(grid(), SETTING).seconds(TRUE, INSIDE, NODE.outside), strict=True
+    ):
+        shape = TransformerShape(
+            name="measured", layers=step.layers, hidden=step.hidden, heads=step.heads,
+            sequence=step.sequence, vocabulary=SETTING.vocabulary, positions=step.sequence,
+        )  # fmt: skip
+        cluster = Cluster((NodeGroup(replace(NODE, inside=INSIDE), 1),))
+        load = Workload(shape=shape, global_batch=step.global_batch, flash=False)
+        prices = ClusterPrices(cluster, load, TRUE)
+        layout = StepModel([step], SETTING).layouts[0]
+        slots = (even_slot(prices, layout),) * step.pp
+        assert price(prices, layout, even_bounds(step.layers, step.pp), slots).step_seconds == pytest.approx(
+            seconds
+        )
+        assert EvenSteps(prices).seconds(layout) == pytest.approx(seconds)
+
+
+def test_recomputation_is_assumed_where_a_step_could_not_have_run() -> None:
+    assert assumed_recompute(grid(), SETTING) is Recompute.NONE
+    large = MeasuredStep(512, 1536, 6, 12288, 96, 96, 2048, 8, 4, 16, 60.0)
+    assert assumed_recompute([*grid(), large], SETTING) is Recompute.FULL
+    full = replace(SETTING, recompute=Recompute.FULL)
+    longer = StepModel(grid(), full).seconds(TRUE, INSIDE, NODE.outside) / StepModel(grid(), SETTING).seconds(
+        TRUE, INSIDE, NODE.outside
+    )
+    assert ((longer > 1.1) & (longer < 1.6)).all()
+
+
+def test_corrections_fade_with_doublings() -> None:
+    measured = LayerCase(1024, 16, 1024, 2, 4)
+    found = corrections_of((measured,), np.array([np.log(1.2)]), np.array([1e-6]))
+    factors = [
+        correction_factor(found, replace(measured, samples=4 * 2**n, hidden=1024 * 2**n)) for n in range(4)
+    ]
+    assert factors[0] == pytest.approx(1.2)
+    assert factors == sorted(factors, reverse=True)
+    assert factors[3] == pytest.approx(1.0, abs=1e-3)
+    assert correction_factor((), measured) == 1.0
+
+
+def test_host_and_device_hide_behind_each_other() -> None:
+    assert replace(PUBLISHED, blend=0.0).together(3.0, 2.0) == 3.0
+    assert replace(PUBLISHED, blend=1.0).together(3.0, 2.0) == pytest.approx(5.0)
+    assert 3.0 < replace(PUBLISHED, blend=0.3).together(2.0, 3.0) < 5.0
+    assert replace(PUBLISHED, blend=0.3).together(0.0, 3.0) == 3.0
+    assert codec.from_json(Rates, codec.to_json(TRUE)) == TRUE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "waves"),
+    [((256, 128, 64), 1), ((256 * 9, 128 * 12, 64), 1), ((256 * 9, 128 * 12 + 1, 64), 2), ((1, 1, 64), 1)],
+)
+def test_products_take_whole_waves_of_tiles(sizes: tuple[int, int, int], waves: int) -> None:
+    assert occupied_flops(*sizes, 1, 108) == waves * 108 * 2 * 256 * 128 * 64
+    assert aligned(*sizes) == (sizes[0] % 8 == 0 and sizes[1] % 8 == 0)
+
+
+def test_kendall_counts_pairs() -> None:
+    order = np.array([1.0, 2.0, 3.0, 4.0])
+    assert planner_accuracy.kendall_tau(order, order**2) == 1.0
+    assert planner_accuracy.kendall_tau(order, -order) == -1.0
+    assert planner_accuracy.kendall_tau(order, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
+    assert planner_accuracy.kendall_tau(order, np.ones(4)) is None
+
+
+def test_the_larger_half_is_extrapolated(steps: tuple[MeasuredStep, ...]) -> None:
+    assert planner_accuracy.larger_half(steps, "hidden") == {2048}
+    assert planner_accuracy.larger_half(steps, "samples") == {8}
+    assert planner_accuracy.larger_half(steps, "devices") == {8}
+    assert planner_accuracy.larger_half(steps, "sequence") == set()
+
+
+def test_the_benchmark_writes_its_summary(steps: tuple[MeasuredStep, ...], tmp_path: Path, capsys) -> None:
+    data = write_csv(tmp_path / "steps.csv", [s for s in steps if s.layers == 8 and s.dp == 1])
+    status = planner_accuracy.main(["--data", str(data), "--json", str(tmp_path / "found.json")])
+    assert status == 0
+    found = codec.json.loads((tmp_path / "found.json").read_text())
+    assert set(found["summary"]) == {
+        "mape_zero_shot", "mape_cv", "median_cv", "kendall_tau", "leave_out_gpus", "leave_out_hidden",
+        "leave_out_microbatch",
+    }  # fmt: skip
+    assert found["summary"]["mape_cv"] < 0.05 < found["summary"]["mape_zero_shot"]
+    with pytest.raises(SystemExit, match="No such file"):
+        planner_accuracy.main(["--data", str(tmp_path / "none.csv")])

@@ -1,0 +1,201 @@
+"""Prices of layouts on clusters: parts that add up, formulas by hand, the simulated schedules beside them."""
+
+from dataclasses import replace
+
+import pytest
+
+from osdp.cluster.cost.layer_work import layer_work
+from osdp.cluster.cost.ring import Ring
+from osdp.cluster.cost.schedule import BUBBLE_SHARE, bubble_share, in_flight
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.hardware import Wire
+from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.transformer import Item
+from osdp.cost.pipeline.simulate import StageCost, simulate
+from osdp.plan.dims import Degrees
+from osdp.plan.schedule import make_schedule
+from tests.helpers.clusters import FAST, SLOW, cluster, node_type, shape, workload
+
+ONE = cluster((node_type(FAST, 4), 1))
+FOUR = cluster((node_type(FAST, 4), 4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 12)])
+def test_the_formula_is_what_the_simulated_schedule_takes(schedule: str, pp: int, microbatches: int) -> None:
+    # Zero bubble counts on a forward as long as each part of a backward.
+    forward, backward = 1.0, 2.0
+    per_rank = 2 if schedule == "interleaved" else 1
+    played = simulate(
+        make_schedule(schedule, pp, microbatches),
+        [StageCost(forward / per_rank, backward / per_rank, backward / 2 / per_rank)] * (pp * per_rank),
+    )
+    total = forward + backward
+    expected = (microbatches - BUBBLE_SHARE[schedule]) * total + BUBBLE_SHARE[schedule] * pp * total
+    assert played.seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("pp", "microbatches", "slices"), [(2, 1, 4), (4, 2, 2), (4, 3, 8)])
+def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
+    schedule: str, pp: int, microbatches: int, slices: int
+) -> None:
+    layout = Layout(Degrees(pp, 1, 1), 1, microbatches, schedule, token_slices=slices)
+    stages = [StageCost(1.0 / slices, 2.0 / slices, activation_bytes=1)] * pp
+    played = simulate(make_schedule(schedule, pp, microbatches, num_slices=slices), stages)
+    share = bubble_share(layout)
+    assert played.seconds == pytest.approx((microbatches - share) * 3.0 + share * pp * 3.0)
+    assert [in_flight(layout, rank) * slices for rank in range(pp)] == list(played.peak_activation_bytes)
+
+
+def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD):
+        whole, part = (layer_work(gpt, item, 2, 1, flash=False, slices=slices) for slices in (1, 4))
+        assert 4 * sum(gemm.flops for gemm in part.gemms) == sum(gemm.flops for gemm in whole.gemms)
+        assert (4 * part.kept_bytes, 4 * part.output_bytes) == (whole.kept_bytes, whole.output_bytes)
+        assert part.kernels == whole.kernels
+    layout = Layout(Degrees(2, 1, 1), 2, 4)
+    prices = ClusterPrices(FOUR, replace(workload(global_batch=8), shape=gpt))
+    slot = Slot((1,), 2)
+    kept = [prices.item_prices(replace(layout, token_slices=k), slot)[Item.LAYER].kept for k in (1, 4)]
+    # Keys and values of whole sequences, and their gradients.
+    assert kept[1] - kept[0] == 2 * 2 * (2 * 2 * 1024 * 1024)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_activations_in_flight_are_those_of_the_schedule(schedule: str) -> None:
+    per_rank = 2 if schedule == "interleaved" else 1
+    for pp, microbatches in ((2, 2), (2, 8), (4, 4), (4, 9)):
+        layout = Layout(Degrees(pp, 1, 1), 1, microbatches, schedule)
+        stages = [StageCost(1.0, 2.0, activation_bytes=1)] * (pp * per_rank)
+        peaks = simulate(make_schedule(schedule, pp, microbatches), stages).peak_activation_bytes
+        assert [in_flight(layout, rank) * per_rank for rank in range(pp)] == list(peaks)
+
+
+def test_a_ring_sends_what_the_textbook_says() -> None:
+    ring = Ring(4, Wire(1e9, 0.0))
+    assert ring.scatter_seconds(4e9) == pytest.approx(3.0)
+    assert ring.reduce_seconds(4e9) == pytest.approx(6.0)
+    assert Ring(1, Wire(1e9, 1.0)).reduce_seconds(4e9) == 0.0
+    # Of many ranks a tree has fewer steps.
+    assert Ring(1024, Wire(1e9, 1.0)).scatter_seconds(0.0) == 20.0
+
+
+def test_a_layer_does_and_keeps_what_is_published() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    s, h, b = 1024, 1024, 2
+    work = layer_work(gpt, Item.LAYER, b, 1, flash=False)
+    # Narayanan et al. (SC 2021, appendix): 24 b s h^2 + 4 b s^2 h in a forward.
+    assert sum(gemm.flops for gemm in work.gemms) == 24 * b * s * h * h + 4 * b * s * s * h
+    assert work.kept_bytes == 34 * s * b * h + 5 * 16 * s * s * b
+    flash = layer_work(gpt, Item.LAYER, b, 1)
+    assert flash.kept_bytes == 34 * s * b * h
+    assert sum(gemm.flops for gemm in flash.gemms) == 24 * b * s * h * h + 2 * b * s * s * h
+    assert sum(gemm.moved_bytes for gemm in flash.attention) == 0
+    half = layer_work(gpt, Item.LAYER, b, 2, flash=False)
+    assert half.kept_bytes == s * b * h * 10 + (s * b * h * 24 + 5 * 16 * s * s * b) // 2
+    assert work.sums == 0 and half.sums == 2
+
+
+def plan_of(zero: int = 0, dp: int = 4, **changes: object) -> ClusterPlan:
+    layout = replace(Layout(Degrees(1, dp, 1), 1, 4, zero=zero), **changes)  # type: ignore[arg-type]
+    prices = ClusterPrices(ONE, workload(global_batch=16))
+    return price(prices, layout, (0, len(prices.items)), [Slot((1,))])
+
+
+def test_zero_shards_what_it_says_and_sends_what_that_costs() -> None:
+    count = shape().num_parameters
+    wire = node_type(FAST).inside
+    whole, sharded = 2 * count, 2 * count / 4
+    zero = [plan_of(stage) for stage in range(4)]
+    assert [plan.stages[0].weights for plan in zero] == [whole, whole, whole, sharded]
+    assert [plan.stages[0].gradients for plan in zero] == [whole, whole, sharded, sharded]
+    assert [plan.stages[0].states for plan in zero] == [12 * count, *[12 * count / 4] * 3]
+    part = 0.75 * whole / wire.bandwidth
+    latency = 3 * wire.latency
+    assert zero[0].seconds.gradients == pytest.approx(2 * (part + latency))
+    assert zero[1].seconds.gradients == pytest.approx(2 * (part + latency))
+    assert zero[2].seconds.gradients == pytest.approx(part + latency)
+    assert zero[3].seconds.gradients == 0.0
+    # An embedding's weight is tied: items are gathered one by one, the head's copy as well.
+    items = [shape().parameters(item) for item in shape().items]
+    each = sum(0.75 * 2 * number / wire.bandwidth + latency for number in items)
+    assert zero[2].seconds.shards == pytest.approx(4 * each)
+    assert zero[3].seconds.shards == pytest.approx(4 * 3 * each)
+
+
+def test_wider_gradients_cost_what_their_dtype_does() -> None:
+    load = workload(global_batch=16)
+    layout = Layout(Degrees(1, 4, 1), 1, 4)
+    found = [
+        price(ClusterPrices(ONE, wide), layout, (0, 6), [Slot((1,))])
+        for wide in (load, replace(load, reduce_bytes=4, gradient_bytes=4))
+    ]
+    latency = 2 * 3 * node_type(FAST).inside.latency
+    narrow, wide = (plan.seconds.gradients - latency for plan in found)
+    assert wide == pytest.approx(2 * narrow)
+    assert found[1].stages[0].gradients == 2 * found[0].stages[0].gradients
+
+
+def test_compute_hides_communication_up_to_its_own_length() -> None:
+    layout = Layout(Degrees(1, 4, 1), 1, 4, zero=3)
+    hidden = [
+        price(
+            ClusterPrices(ONE, replace(workload(global_batch=16), overlap=part)), layout, (0, 6), [Slot((1,))]
+        )
+        for part in (0.0, 0.5, 1.0)
+    ]
+    assert hidden[0].seconds.shards > hidden[1].seconds.shards > hidden[2].seconds.shards >= 0.0
+
+
+def test_recomputation_takes_a_forward_and_keeps_inputs() -> None:
+    plain, full = plan_of(), plan_of(recompute=Recompute.FULL)
+    assert full.seconds.recompute > 0.2 * full.seconds.compute
+    assert full.stages[0].activations < plain.stages[0].activations
+    assert full.seconds.compute == plain.seconds.compute
+
+
+def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
+    prices = ClusterPrices(FOUR, workload(global_batch=16))
+    layout = Layout(Degrees(4, 2, 2), 1, 8)
+    plan = price(prices, layout, (0, 2, 3, 4, 6), [Slot((1,))] * 4)
+    seconds = plan.seconds
+    assert seconds.total == pytest.approx(plan.step_seconds)
+    assert seconds.embedding > 0
+    free = replace(prices.workload.shape, tied=False)
+    untied = price(
+        ClusterPrices(FOUR, Workload(shape=free, global_batch=16)), layout, plan.bounds, plan.slots
+    )
+    assert untied.seconds.embedding == 0.0
+    slow_network = cluster((replace(node_type(FAST, 4), outside=Wire(1e8, 2e-5)), 4))
+    slower = price(ClusterPrices(slow_network, prices.workload), layout, plan.bounds, plan.slots)
+    # Of three borders one belongs to the slowest stage, the others to the bubble.
+    sent = 2 * prices.border_bytes(layout)[2] * 4 * (1e-8 - 2e-10)
+    grown = slower.seconds.pipeline - seconds.pipeline
+    assert grown == pytest.approx((8 + 2) * sent, rel=0.05)
+
+
+def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:
+    prices = ClusterPrices(FOUR, workload(global_batch=16))
+    homes = [prices.home(Layout(Degrees(1, 16 // tp, tp), 1, 1), Slot((4,))) for tp in (1, 4)]
+    assert homes[0].data.wire.bandwidth == 4 * homes[1].data.wire.bandwidth == 5e9
+    assert prices.home(Layout(Degrees(8, 2, 1), 1, 1), Slot((1,), 2)).data.wire == node_type(FAST).inside
+
+
+@pytest.mark.parametrize("bounds", [(0, 3), (0, 3, 3), (1, 3, 6), (0, 3, 5)])
+def test_stages_that_do_not_make_the_model_are_refused(bounds: tuple[int, ...]) -> None:
+    prices = ClusterPrices(FOUR, workload())
+    with pytest.raises(
+        ValueError, match="2 stages of 6 items need 3 ascending bounds from 0 to 6 and 2 slots"
+    ):
+        price(prices, Layout(Degrees(2, 8, 1), 1, 1), bounds, [Slot((2,))] * 2)
+
+
+def test_the_memory_of_the_smallest_device_is_the_limit() -> None:
+    mixed = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
+    prices = ClusterPrices(mixed, workload(global_batch=16))
+    plan = price(prices, Layout(Degrees(2, 4, 1), 1, 4), (0, 3, 6), [Slot((1, 0)), Slot((0, 1))])
+    assert [stage.limit for stage in plan.stages] == [FAST.memory, SLOW.memory]
+    assert plan.peak is plan.stages[1]

@@ -1,0 +1,132 @@
+"""The planner's first row is the best of its space, and its bounds are bounds."""
+
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.search.bound import family_bound, lower_bound
+from osdp.cluster.search.layouts import arrange, best_layouts, every_layout
+from osdp.cluster.search.space import Space, cells_of, families
+from osdp.plan.dims import Degrees
+from tests.helpers.clusters import FAST, GIB, SLOW, cluster, node_type, shape, workload
+
+MIXED = cluster((node_type(FAST, 2), 1), (node_type(SLOW, 2), 3))
+#: Room for half of the small model's states, so that much of the space does not fit.
+SHORT = cluster(
+    (node_type(FAST, 2, memory=GIB + 500 * 2**20), 1), (node_type(SLOW, 2, memory=GIB + 330 * 2**20), 2)
+)
+ENCODER_DECODER = Workload(shape=shape(2, decoder_layers=2), global_batch=4)
+CASES = [
+    (MIXED, workload(6, global_batch=4)),
+    (cluster((node_type(SLOW, 4), 2)), workload(5)),
+    (SHORT, workload(6, hidden=1024)),
+    (MIXED, ENCODER_DECODER),
+    (MIXED, Workload(shape=shape(4), global_batch=2, flash=False, overlap=0.5)),
+]
+
+
+@pytest.mark.parametrize(("devices", "load"), CASES)
+def test_the_best_rows_are_those_of_the_whole_list(devices: Cluster, load: Workload) -> None:
+    prices = ClusterPrices(devices, load)
+    every = list(every_layout(prices, Space()))
+    whole = sorted(plan.step_seconds for plan in every if plan.fits)
+    found = best_layouts(prices, Space(), top=5)
+    known = families(devices, devices.counts, load, Space())
+    assert found.candidates == sum(len(family.ways) for family in known)
+    # What is decided item by item, and best alike, is listed as what it is.
+    layouts = [plan.layout for plan in every]
+    assert len(set(layouts)) == len(layouts) < found.candidates
+    # GPipe's rows are those of 1F1B again.
+    listed = sorted(plan.step_seconds for plan in every if _counts(plan))
+    assert [plan.step_seconds for plan in found.plans] == pytest.approx(listed[:5], rel=1e-12)
+    assert found.plans[0].step_seconds == pytest.approx(whole[0], rel=1e-12)
+    assert all(plan.fits for plan in found.plans)
+    assert [plan.optimal for plan in found.plans[:2]] == [True, False][: len(found.plans)]
+    assert found.arranged < found.candidates
+    assert best_layouts(ClusterPrices(devices, load), Space(), top=5).plans == found.plans
+
+
+def _counts(plan: ClusterPlan) -> bool:
+    return plan.fits and plan.layout.schedule != "gpipe"
+
+
+@pytest.mark.parametrize(("devices", "load"), CASES)
+def test_bounds_lie_below_what_they_bound(devices: Cluster, load: Workload) -> None:
+    prices = ClusterPrices(devices, load)
+    tight = 0
+    for family in families(devices, devices.counts, load, Space()):
+        loose = family_bound(prices, family)
+        for way in family.ways:
+            bound = lower_bound(prices, way, family.cells)
+            plan = arrange(prices, way, family.cells)
+            if plan is not None:
+                assert loose <= plan.step_seconds
+                assert bound <= plan.step_seconds
+                tight += bound > 0.9 * plan.step_seconds
+    assert tight
+
+
+def test_an_arrangement_is_the_best_of_all_that_the_judge_prices() -> None:
+    prices = ClusterPrices(MIXED, workload(6))
+    for degrees in (Degrees(4, 2, 1), Degrees(4, 1, 2), Degrees(8, 1, 1)):
+        for schedule, way in (("1f1b", Recompute.NONE), ("interleaved", Recompute.NONE), ("1f1b", None)):
+            layout = Layout(degrees, 1, 8 // degrees.dp, schedule, recompute=way)
+            cells = cells_of(MIXED, MIXED.counts, degrees.tp * degrees.dp)
+            assert cells is not None
+            kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
+            values = []
+            for order in sorted(set(permutations(kinds))):
+                slots = [cells.slots[kind] for kind in order for _ in range(cells.stages[kind])]
+                for inside in combinations(range(1, len(prices.items)), degrees.pp - 1):
+                    bounds = (0, *inside, len(prices.items))
+                    least = min(stop - start for start, stop in pairwise(bounds))
+                    plan = price(prices, layout, bounds, slots)
+                    if plan.fits and least >= (2 if schedule == "interleaved" else 1):
+                        values.append(plan.step_seconds)
+            found = arrange(prices, layout, cells)
+            assert (found is None) == (not values)
+            if found is not None:
+                assert found.step_seconds == pytest.approx(min(values), rel=1e-12)
+
+
+def test_cells_hold_all_nodes_or_there_are_none() -> None:
+    devices = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 7))
+    quarter, whole, pair = (cells_of(devices, devices.counts, size) for size in (1, 4, 8))
+    assert quarter is not None and whole is not None and pair is not None
+    assert (quarter.slots, quarter.counts, quarter.stages) == (
+        (Slot((1, 0), 4), Slot((0, 1), 4)),
+        (1, 7),
+        (4, 4),
+    )
+    assert (whole.counts, whole.num_orders) == ((1, 7), 8)
+    # The odd node of each kind makes a stage with the other.
+    assert (pair.slots, pair.counts) == ((Slot((0, 2)), Slot((1, 1))), (3, 1))
+    assert cells_of(devices, devices.counts, 3) is None
+    assert cells_of(devices, (1, 6), 8) is None
+    alone = cells_of(devices, (0, 7), 4)
+    assert alone is not None and alone.counts == (7,)
+
+
+def test_a_mixed_stage_has_the_slowest_pace_and_the_smallest_memory() -> None:
+    devices = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
+    prices = ClusterPrices(devices, workload())
+    layout = Layout(Degrees(1, 8, 1), 1, 1)
+    mixed = prices.stage_prices(layout, Slot((1, 1)))
+    slow = ClusterPrices(cluster((node_type(SLOW, 4), 2)), workload()).stage_prices(layout, Slot((2,)))
+    assert mixed.home.limit == SLOW.memory
+    assert np.array_equal(mixed.seconds, slow.seconds)
+
+
+def test_narrowing_the_space_narrows_the_answer() -> None:
+    prices = ClusterPrices(MIXED, workload())
+    space = Space(tp=(2,), pp=(4,), zero=(0,), schedules=("1f1b",))
+    found = best_layouts(prices, space, top=100)
+    assert found.plans
+    assert {(plan.layout.degrees.tp, plan.layout.degrees.pp) for plan in found.plans} == {(2, 4)}
+    assert found.plans == best_layouts(prices, space, top=100).plans
+    assert best_layouts(prices, space, upper=found.plans[0].step_seconds).plans == ()

@@ -1,0 +1,85 @@
+"""Time, cost, budgets, deadlines and the front of both, over all parts of a cluster."""
+
+import math
+
+import pytest
+
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.layouts import best_layouts
+from osdp.cluster.search.objectives import Objective, Wish, best_plans, not_beaten, pareto, parts_of
+from osdp.cluster.search.space import Space
+from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
+
+PRICED = cluster((node_type(FAST, 2, per_hour=9.0), 2), (node_type(SLOW, 2, per_hour=2.0), 2))
+SPACE = Space(schedules=("1f1b",))
+
+
+@pytest.fixture(scope="module")
+def prices() -> ClusterPrices:
+    return ClusterPrices(PRICED, workload(6))
+
+
+@pytest.fixture(scope="module")
+def every(prices: ClusterPrices) -> list[ClusterPlan]:
+    """The best layout of every part, each searched alone."""
+    found = [best_layouts(prices, SPACE, counts=counts).plans for counts in parts_of(prices, True)]
+    return [plan for plans in found for plan in plans]
+
+
+def dollars(plan: ClusterPlan) -> float:
+    assert plan.dollars_per_step is not None
+    return plan.dollars_per_step
+
+
+def test_parts_are_all_numbers_of_nodes_once(prices: ClusterPrices) -> None:
+    assert parts_of(prices, False) == [(2, 2)]
+    assert sorted(parts_of(prices, True)) == [(a, b) for a in range(3) for b in range(3) if a or b]
+
+
+def test_the_least_time_and_the_least_cost_are_those_of_all_parts(
+    prices: ClusterPrices, every: list[ClusterPlan]
+) -> None:
+    time = best_plans(prices, SPACE, Wish(parts=True)).plans[0]
+    cost = best_plans(prices, SPACE, Wish(objective=Objective.COST, parts=True)).plans[0]
+    assert time.step_seconds == min(plan.step_seconds for plan in every)
+    assert dollars(cost) == min(map(dollars, every))
+    assert dollars(cost) < dollars(time)
+    assert best_plans(prices, SPACE, Wish()).plans[0].step_seconds >= time.step_seconds
+
+
+def test_limits_are_kept_and_used(prices: ClusterPrices, every: list[ClusterPlan]) -> None:
+    for chosen in every:
+        budget = best_plans(prices, SPACE, Wish(parts=True, step_dollars=dollars(chosen))).plans[0]
+        possible = [plan.step_seconds for plan in every if dollars(plan) <= dollars(chosen) * (1 + 1e-12)]
+        assert budget.step_seconds == pytest.approx(min(possible), rel=1e-12)
+        wish = Wish(objective=Objective.COST, parts=True, step_seconds=chosen.step_seconds)
+        late = best_plans(prices, SPACE, wish).plans[0]
+        assert dollars(late) == pytest.approx(
+            min(dollars(plan) for plan in every if plan.step_seconds <= chosen.step_seconds * (1 + 1e-12)),
+            rel=1e-12,
+        )
+    assert best_plans(prices, SPACE, Wish(parts=True, step_seconds=1e-9)).plans == ()
+
+
+def test_the_front_is_what_nothing_beats(prices: ClusterPrices, every: list[ClusterPlan]) -> None:
+    front = pareto(prices, SPACE).plans
+    expected = not_beaten(every)
+    assert [(plan.step_seconds, dollars(plan)) for plan in front] == [
+        (plan.step_seconds, dollars(plan)) for plan in expected
+    ]
+    assert len(front) > 1
+    for plan in every:
+        assert any(
+            other.step_seconds <= plan.step_seconds and dollars(other) <= dollars(plan) for other in front
+        )
+
+
+def test_cost_without_a_price_is_asked_for() -> None:
+    unpriced = ClusterPrices(cluster((node_type(FAST, 2), 1)), workload())
+    for wish in (Wish(objective=Objective.COST), Wish(step_dollars=1.0)):
+        with pytest.raises(ValueError, match="the price of fast is unknown, and none is assumed: add"):
+            best_plans(unpriced, SPACE, wish)
+    with pytest.raises(ValueError, match="the price of fast is unknown"):
+        pareto(unpriced, SPACE)
+    assert best_plans(unpriced, SPACE, Wish(step_seconds=math.inf)).plans

@@ -1,0 +1,146 @@
+"""Cluster files are read, and what is wrong with them is said with its line and field."""
+
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from osdp.cluster.export.topology import topology
+from osdp.cluster.file import known_gpus, load_cluster, make_gpu
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.known_transformers import SHAPES, shape_from_config, shape_of
+from osdp.cluster.transformer import TransformerShape
+
+GOOD = """\
+nodes:
+  - gpu: A100
+    count: 2
+    devices: 4
+    network: 40 Gbit/s
+    link: 230 GB/s
+    price: {per_hour: 10.5, date: 2026-01-31, source: a contract}
+  - gpu: Mine
+    count: 3
+    devices: 8
+    network: 3 GB/s
+gpus:
+  Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
+"""
+
+
+def read(tmp_path: Path, text: str, name: str = "cluster.yaml") -> Cluster:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf8")
+    return load_cluster(path)
+
+
+def test_a_file_becomes_a_cluster_that_is_saved_and_loaded(tmp_path: Path) -> None:
+    cluster = read(tmp_path, GOOD)
+    first, second = (group.node for group in cluster.groups)
+    assert (cluster.counts, cluster.num_devices, cluster.num_nodes) == ((2, 3), 32, 5)
+    assert first.inside.bandwidth == 230e9
+    assert first.outside.bandwidth == pytest.approx(0.9 * 5e9)
+    assert first.price is not None and first.price.date == "2026-01-31"
+    assert (second.gpu.flops, second.gpu.memory, second.price) == (100e12, 24 * 2**30, None)
+    assert (cluster.dollars_per_second, cluster.unpriced) == (None, ("Mine",))
+    assert cluster.part((2, 0)).dollars_per_second == pytest.approx(21 / 3600)
+    cluster.save(tmp_path / "saved.json")
+    assert load_cluster(tmp_path / "saved.json") == cluster
+
+
+def test_its_topology_is_a_tree(tmp_path: Path) -> None:
+    links = topology(read(tmp_path, GOOD))
+    assert links.number_of_nodes() == 1 + 5 + 32
+    assert nx.is_tree(links)
+    assert links.edges["A100-0/3", "A100-0"]["bandwidth"] == 230e9
+    assert nx.shortest_path(links, "A100-0/0", "Mine-2/7") == [
+        "A100-0/0",
+        "A100-0",
+        "network",
+        "Mine-2",
+        "Mine-2/7",
+    ]
+
+
+def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
+    known = known_gpus()
+    assert {"A10", "A100", "A6000", "H100", "H200", "L4", "T4", "V100", "RTX3090"} <= set(known)
+    for name, spec in known.items():
+        assert make_gpu(name, spec).source
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "gpu: A100",
+            "gpu: A1000",
+            r"line 2: nodes\[0\]\.gpu: unknown GPU 'A1000'; there are A10, .*mean A100\?",
+        ),
+        ("count: 2", "count: two", r"line 3: nodes\[0\]\.count: must be a positive whole number, got 'two'"),
+        ("    devices: 4\n", "", r"line 2: nodes\[0\]: devices missing; no default is assumed"),
+        ("network: 3 GB/s", "network: 3", r"line 11: nodes\[1\]\.network: must be a speed such as 40 Gbit/s"),
+        ("network: 3 GB/s", "net: 3", r"line 11: nodes\[1\]\.net: unknown field; .*did you mean network\?"),
+        (", date: 2026-01-31", "", r"line 7: nodes\[0\]\.price: date missing"),
+        ("tflops: 100, ", "", r"line 13: gpus\.Mine: tflops missing"),
+        (
+            ", link: 32 GB/s}",
+            "}",
+            r"nodes\[1\]: link missing: the bandwidth between the 8 devices of a node is unknown",
+        ),
+        ("nodes:", "nodes: [", r"line \d+: "),
+        ("gpu: Mine", "gpu: A100", "must be listed once, these are repeated: A100. Add up their counts"),
+        ("gpu: A100", "gpu: a100", r"unknown GPU 'a100'; .*did you mean A100\?"),
+        ("gpu: A100", "gpu: A100\n    gpu: A10", "line 3: gpu is written twice in one place"),
+        ("date: 2026-01-31", "date: someday", r"nodes\[0\]\.price\.date: must be a day such as 2026-01-31"),
+        ("memory: 24 GiB", "memory: 24", r"gpus\.Mine\.memory: must be a size with its unit such as 80 GiB"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line_and_field(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_json_is_read_as_well(tmp_path: Path) -> None:
+    text = '{"nodes": [{"gpu": "T4", "count": 1, "devices": 1, "network": "25 Gbit/s"}]}'
+    assert read(tmp_path, text, "cluster.json").num_devices == 1
+    with pytest.raises(ValueError, match=r"cluster\.json, line 1: "):
+        read(tmp_path, text[:-1], "cluster.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt2-xl", 1557.6),
+        ("llama2-7b", 6738.4),
+        ("llama2-13b", 13015.9),
+        ("llama2-70b", 68976.6),
+        ("llama3-8b", 8030.3),
+    ],
+)
+def test_known_shapes_have_their_published_parameters(name: str, millions: float) -> None:
+    assert SHAPES[name].num_parameters / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_a_configuration_of_transformers_is_a_shape() -> None:
+    from transformers import GPT2Config, LlamaConfig, T5Config
+
+    gpt2 = shape_from_config(GPT2Config(n_layer=48, n_embd=1600, n_head=25).to_dict(), "gpt2-xl")
+    assert gpt2 == SHAPES["gpt2-xl"]
+    llama = shape_from_config(LlamaConfig(max_position_embeddings=4096).to_dict(), "llama2-7b")
+    assert llama.num_parameters == SHAPES["llama2-7b"].num_parameters
+    t5 = shape_from_config({**T5Config(num_layers=3).to_dict(), "n_positions": 512}, "t5")
+    assert (t5.layers, t5.decoder_layers) == (3, 3)
+
+
+def test_an_unknown_model_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'gpt2-xxl'; there are gpt2, .*did you mean gpt2-xl"):
+        shape_of("gpt2-xxl")
+    with pytest.raises(ValueError, match=r"a model has no depth; there are name, layers"):
+        shape_of("gpt2", {"depth": 3})
+    with pytest.raises(ValueError, match="lacks heads"):
+        shape_from_config({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9, "n_ctx": 4}, "mine")
+    with pytest.raises(ValueError, match="3 heads do not divide a hidden size of 8"):
+        TransformerShape(name="odd", layers=1, hidden=8, heads=3, sequence=4, vocabulary=9)

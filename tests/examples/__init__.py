@@ -1,0 +1,1 @@
+"""Tests of the examples, and of the scripts that start them."""

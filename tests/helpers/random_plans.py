@@ -1,0 +1,82 @@
+"""Plans drawn at random from all those that the search could find, and what it finds at a given limit."""
+
+import random
+
+from osdp.api import make_plan
+from osdp.cost.sharding.problem import build_situation, price_root
+from osdp.cost.sharding.simulate import judge_choice
+from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.strategies import ROOT, is_recomputed, mode_of, plain
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
+from osdp.plan.plan import Plan
+from osdp.profiler.roofline import estimate
+from osdp.search.options import Rules
+from osdp.search.sharding.candidates import Space
+from osdp.search.sharding.cutting_planes import PricedSpace
+from osdp.search.sharding.planner import stage_plan
+from osdp.search.sharding.root_unit import root_choices
+
+_RULES = Rules(slices=(2, 4), recompute=True)
+
+
+def device(world_size: int, memory_limit: int = 2**40) -> DeviceInfo:
+    """Ranks on one machine, with speeds to estimate with."""
+    links = tuple(Link(name, "world", world_size, 1e-4, 1e9) for name in COLLECTIVES)
+    return DeviceInfo(
+        memory_limit=memory_limit,
+        devices_per_node=world_size,
+        links=links,
+        flops=1e10,
+        memory_bandwidth=1e10,
+    )
+
+
+def searched_plan(model_desc: ModelDesc, world_size: int, limit: float) -> Plan:
+    """The best plan in an estimate.
+
+    Args:
+        model_desc: The model.
+        world_size: Number of ranks.
+        limit: Of memory, in parts of the model's parameter bytes.
+    """
+    nbytes = sum(operator.nbytes for operator in model_desc.operators)
+    return make_plan(None, model_desc, device(world_size, int(limit * nbytes)))
+
+
+def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
+    """One of all plans in the decision space: any units, modes, slices, recomputed blocks and root."""
+    rng = random.Random(seed)
+    training = Training(local_batch=model_desc.local_batch)
+    info = device(world_size)
+    profile = estimate(model_desc, info, training)
+    situation = build_situation(model_desc, profile, info, training, reduce_each=True)
+    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, _RULES))
+    space = PricedSpace.of(situation, _RULES, root_unit=has_unit).space
+    units = [unit for item in range(space.num_items) for unit in _path(space, item, rng)]
+    joins = any(plain(way) == ROOT for *_, way in units)
+    root = price_root(situation, sharded, replicated, has_unit=bool(sharded) or joins)
+    outcome = judge_choice(situation, units, root)
+    found = Assignment(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
+    return stage_plan(model_desc, situation, found, _RULES, gap=1.0)
+
+
+def _path(space: Space, item: int, rng: random.Random) -> list[tuple[int, int, int]]:
+    """Units that partition an item; those of a recomputed one are all recomputed."""
+    inner = space.inner[item]
+    all_units = list(
+        zip(*(column[inner].tolist() for column in (space.start, space.stop, space.way)), strict=True)
+    )
+    again = rng.random() < 0.3 and any(is_recomputed(way) for *_, way in all_units)
+    candidates = [unit for unit in all_units if is_recomputed(unit[2]) == again]
+    position, end = space.bounds[item], space.bounds[item + 1]
+    found = []
+    while position < end:
+        possible = [unit for unit in candidates if unit[0] == position]
+        # Modes alike often, whatever the number of ways each has: wires and kept slices.
+        mode = rng.choice(sorted({mode_of(way) for *_, way in possible}))
+        unit = rng.choice([unit for unit in possible if mode_of(unit[2]) is mode])
+        found.append(unit)
+        position = unit[1]
+    return found

@@ -1,0 +1,194 @@
+"""The optimizer table against torch itself, and what a Training accepts."""
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.optimizer_memory import SIZES, build, measure, variants
+from osdp.model.training import FOR_LOOP, FOREACH, FUSED, OPTIMIZERS, UNSUPPORTED, Training, unsupported_step
+
+VARIANTS = list(variants())
+
+
+def label(training: Training) -> str:
+    return f"{training._described()} {training.implementation('cpu')}"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("training", VARIANTS, ids=label)
+def test_state_and_temporaries_are_what_torch_has(training: Training) -> None:
+    for sizes in SIZES:
+        row = measure(training, sizes)
+        assert row.agrees, row
+
+
+@pytest.mark.parametrize("training", VARIANTS, ids=label)
+def test_dtensor_parameters_need_the_same(training: Training, mesh) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    def make(size: int) -> torch.Tensor:
+        return DTensor.from_local(torch.randn(size // 32, 32), mesh, [Shard(0)], run_check=False)
+
+    for sizes in SIZES[1:4]:
+        row = measure(training, sizes, make)
+        assert row.agrees, row
+
+
+@pytest.mark.parametrize("name", [name for name, cost in OPTIMIZERS.items() if not cost.fused])
+def test_refused_fused_steps_do_not_work_on_dtensors(name: str, mesh) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    with pytest.raises(ValueError, match=f"{name} has no fused step.*Adam, AdamW"):
+        Training(optimizer=name, fused=True)
+    parameter = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Shard(0)], run_check=False))
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises((TypeError, NotImplementedError, RuntimeError)):
+        getattr(torch.optim, name)([parameter], fused=True).step()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
+def test_refused_optimizers_do_not_work_on_dtensors(name: str, mesh) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    parameter = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Shard(0)], run_check=False))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        getattr(torch.optim, name)([parameter]).step()
+
+
+def test_every_torch_optimizer_is_planned_for_or_refused() -> None:
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
+    assert kinds == set(OPTIMIZERS) | set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("dtensor", [False, True], ids=["tensor", "dtensor"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}]
+)
+def test_implementation_is_the_one_torch_runs(
+    flags: dict[str, bool], dtensor: bool, mesh, monkeypatch
+) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    ran = []
+    adam = importlib.import_module("torch.optim.adam")
+    for name in (FOR_LOOP, FOREACH, FUSED):
+        inside = {FOR_LOOP: "_single_tensor_adam", FOREACH: "_multi_tensor_adam", FUSED: "_fused_adam"}[name]
+        monkeypatch.setattr(adam, inside, lambda *_, _name=name, **__: ran.append(_name))
+    local = torch.randn(4, 4)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False) if dtensor else local
+    parameter = nn.Parameter(tensor)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], **flags)
+    optimizer.step()
+    assert ran == [Training(**flags).implementation("cpu")]
+    # On an accelerator torch asks this function, which only looks at types and device types.
+    monkeypatch.setattr(
+        importlib.import_module("torch.optim.optimizer"),
+        "_get_foreach_kernels_supported_devices",
+        lambda: ["cpu"],
+    )
+    ran.clear()
+    optimizer.step()
+    assert ran == [Training(**flags).implementation("NVIDIA H100")]
+
+
+@pytest.mark.parametrize("training", VARIANTS, ids=label)
+def test_read_from_a_live_optimizer(training: Training) -> None:
+    optimizer = build(training, [nn.Parameter(torch.zeros(4))])
+    read = Training.from_optimizer(optimizer, local_batch=3)
+    assert read.local_batch == 3
+    assert read.temporaries == training.temporaries
+    assert read.state_bytes(100, 3) == training.state_bytes(100, 3)
+    assert read.implementation("cpu") == training.implementation("cpu")
+    assert training.mismatch(optimizer) == []
+
+
+def test_subclass_and_decoupled_weight_decay() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    parameters = [nn.Parameter(torch.zeros(4))]
+    assert Training.from_optimizer(Mine(parameters, lr=1.0)).optimizer == "SGD"
+    adam = torch.optim.Adam(parameters, weight_decay=0.1, decoupled_weight_decay=True)
+    assert not Training.from_optimizer(adam).weight_decay
+
+
+def test_one_group_with_an_option_is_enough() -> None:
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(4))]},
+        {"params": [nn.Parameter(torch.zeros(4))], "momentum": 0.9},
+    ]
+    assert Training.from_optimizer(torch.optim.SGD(groups, lr=1.0)).momentum
+
+
+def test_mismatch_names_both_sides() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    (state,) = Training(optimizer="SGD").mismatch(torch.optim.SGD(parameters, momentum=0.9))
+    assert "SGD with momentum, which keeps 1" in state and "made for SGD, which keeps 0" in state
+    (temporaries,) = Training(foreach=True).mismatch(torch.optim.AdamW(parameters, foreach=False))
+    assert "AdamW (for-loop)" in temporaries and "AdamW (foreach)" in temporaries
+    assert Training(foreach=False).mismatch(torch.optim.AdamW(parameters, fused=True)) == []
+
+
+def test_less_state_is_no_mismatch_but_a_surplus() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    sgd, adam = torch.optim.SGD(parameters), torch.optim.NAdam(parameters)
+    assert Training(foreach=False).mismatch(sgd) == []
+    assert "SGD, which keeps 0" in (Training().surplus(sgd) or "")
+    # It counts steps in two more scalars than AdamW, and keeps as much for each element.
+    assert Training(foreach=False).mismatch(adam) == [] and Training().surplus(adam) is None
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_classes_whose_home_is_the_package_are_recognised(name: str) -> None:
+    # Their __module__ is torch.optim, not a module in it: they passed for classes of users.
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(ValueError, match=f"optimizer '{name}' cannot be planned for"):
+        Training.from_optimizer(optimizer)
+    assert (unsupported_step(optimizer) or "").startswith(f"{name}: ")
+
+
+def test_mismatch_of_what_cannot_be_planned_for() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    assert "capturable=True" in Training().mismatch(torch.optim.AdamW(parameters, capturable=True))[0]
+    assert "Rprop" in Training().mismatch(torch.optim.Rprop(parameters))[0]
+
+    class Own(torch.optim.Optimizer):
+        pass
+
+    assert "Own is not derived" in Training().mismatch(Own(parameters, {}))[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"optimizer": "Adm"}, "'Adm' is unknown; there are SGD"),
+        ({"optimizer": "Adafactor"}, "its state depends on the shapes"),
+        ({"momentum": True}, "AdamW has no option momentum"),
+        ({"optimizer": "SGD", "nesterov": True}, "needs momentum"),
+        ({"foreach": True, "fused": True}, "exclude each other"),
+        ({"param_dtype": "bf16"}, "'bf16' is unknown"),
+        ({"local_batch": 0}, "at least 1, got 0"),
+        ({"microbatches": -1, "local_batch": 0}, "microbatches must be at least 1, got -1"),
+    ],
+)
+def test_bad_input(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Training(**arguments)
+
+
+def test_no_parameters_need_no_temporaries() -> None:
+    assert Training(foreach=False).step_temporary_bytes([], "cpu") == 0

@@ -1,0 +1,223 @@
+"""Measured collectives: the fit, the wiring, and real groups of two and four ranks."""
+
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osdp.cost.sharding.shard_groups import wires_of
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo
+from osdp.plan.plan import Route
+from osdp.profiler.links import detect as collectives
+from osdp.profiler.links import machine
+from osdp.profiler.links.detect import fit
+from osdp.profiler.links.fsdp_probe import Probe, UnitTimes
+from osdp.profiler.links.overlap import hidden_part, measure_mixed_overlap, measure_overlap
+from tests.helpers.distributed import run
+
+SIZES = [2**power for power in (16, 18, 20, 22, 24)]
+FEW = tuple(2**power for power in (12, 14, 16))
+
+
+@given(latency=st.floats(1e-6, 1e-1), bandwidth=st.floats(1e6, 1e12))
+def test_fit_recovers_a_line(latency: float, bandwidth: float) -> None:
+    seconds = [latency + size / bandwidth for size in SIZES]
+    found = fit(SIZES, seconds)
+    for size, true in zip(SIZES, seconds, strict=True):
+        assert found[0] + size / found[1] == pytest.approx(true, rel=1e-6)
+    assert found[2] < 1e-6
+
+
+@given(st.lists(st.floats(1e-6, 10.0), min_size=5, max_size=5))
+def test_fit_is_physical_and_says_how_wrong_it_is(seconds: list[float]) -> None:
+    latency, bandwidth, residual = fit(SIZES, seconds)
+    assert latency >= 0 and bandwidth > 0 and math.isfinite(bandwidth)
+    errors = [abs((latency + b / bandwidth) / t - 1) for b, t in zip(SIZES, seconds, strict=True)]
+    assert residual == pytest.approx(max(errors))
+
+
+def test_one_odd_time_at_either_end_does_not_decide_the_fit() -> None:
+    true = [1e-3 + size / 1e9 for size in SIZES]
+    # Relative errors alone would let a small message that passed at once bend the whole line.
+    latency, bandwidth, _ = fit(SIZES, [true[0] / 3, *true[1:]])
+    assert latency + SIZES[-1] / bandwidth == pytest.approx(true[-1], rel=0.05)
+    # Absolute ones would let the largest do it.
+    latency, bandwidth, _ = fit(SIZES, [*true[:-1], true[-1] * 1.3])
+    assert latency + SIZES[0] / bandwidth == pytest.approx(true[0], rel=0.5)
+
+
+def test_links_take_their_times() -> None:
+    samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
+    links = collectives._links("inside 8", 8, {Route.FLAT: samples})
+    assert [(link.collective, link.group, link.size) for link in links] == [
+        (name, "inside 8", 8) for name in COLLECTIVES
+    ]
+    assert [link.latency for link in links] == pytest.approx([1e-3, 2e-3, 3e-3])
+    assert [link.bandwidth for link in links] == pytest.approx([1e9, 2e9, 4e9])
+
+
+def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
+    slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
+    fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
+    links = collectives._links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(links))
+    assert device.link("reduce_scatter").by_exchange
+    assert device.link("reduce_scatter").latency == pytest.approx(2e-3)
+    chosen, own = wires_of(device)
+    assert (chosen.route, chosen.searched) == (Route.EXCHANGE, True)
+    assert (own.route, own.searched) == (Route.FLAT, False)
+    assert own.reduce.latency == pytest.approx(4e-3)
+    inside = collectives._links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    assert len(inside) == 3
+
+
+def test_a_time_that_noise_swallowed_does_not_count() -> None:
+    samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
+    samples[SIZES[0]] = UnitTimes(0.0, 1e-4, 0.0, 3e-3)
+    links = collectives._links("world", 8, {Route.FLAT: samples})
+    assert [link.bandwidth for link in links[:2]] == pytest.approx([1e9, 2e9])
+    nothing = dict.fromkeys(SIZES, UnitTimes(0.0, 0.0, 0.0, 0.0))
+    assert all(
+        link.seconds(SIZES[-1]) < 1e-6 for link in collectives._links("world", 8, {Route.FLAT: nothing})
+    )
+
+
+def test_hidden_part_stays_in_its_range() -> None:
+    assert hidden_part(1.0, 1.0, 0.5) == 1.0
+    assert hidden_part(1.0, 1.0, 3.0) == 0.0
+    assert hidden_part(1.0, 0.0, 1.0) == 0.0
+
+
+def test_one_device_needs_no_group() -> None:
+    info = DeviceInfo.detect("1GiB", device="cpu")
+    assert (info.memory_limit, info.world_size, info.links, info.kind) == (2**30, 1, (), "cpu")
+    assert info.flops > 0 and info.memory_bandwidth == 2 * info.copy_bandwidth > 0
+    assert info.measured
+
+
+def test_memory_is_what_is_free_divided_among_ranks(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\n")
+    assert machine.available_memory(torch.device("cpu"), 2, meminfo) == 16 * 1024
+    with pytest.raises(ValueError, match=r"give memory_limit='8GiB'"):
+        machine.available_memory(torch.device("cpu"), 2, tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    "limit, error", [("eight", "cannot read"), (-1, "cannot read"), ("0GiB", "positive")]
+)
+def test_bad_limits(limit, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        DeviceInfo.detect(limit, device="cpu")
+
+
+def _detected() -> tuple[DeviceInfo, list[str]]:
+    info = DeviceInfo.detect("64MiB", sizes=FEW, repeats=3, seconds=0.2)
+    refused = []
+    for wrong in ({"sizes": (1024,)}, {"sizes": FEW[::-1]}, {"devices_per_node": 3}):
+        try:
+            DeviceInfo.detect("1GiB", **wrong)
+        except ValueError as error:
+            refused.append(str(error))
+    return info, refused
+
+
+@pytest.mark.alone
+def test_two_ranks_agree() -> None:
+    (info, refused), (other, _) = run(2, _detected)
+    assert info == other
+    assert (info.nodes, info.devices_per_node, info.blocking, info.measured) == (1, 2, True, True)
+    assert [(link.collective, link.group, link.size) for link in info.links[:3]] == [
+        (name, "world", 2) for name in COLLECTIVES
+    ]
+    # The backend's own reduce-scatter is known even where an exchange is faster.
+    own = [link for link in info.links if link.collective == "reduce_scatter" and not link.by_exchange]
+    assert len(own) == 1 and len(info.links) == 3 + info.link("reduce_scatter").by_exchange
+    assert all(link.latency + link.residual > 0 for link in info.links)
+    assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
+    assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
+    assert len(refused) == 3 and "ascending" in refused[0] and "nodes of 3" in refused[2]
+
+
+def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    told = collectives._groups(collectives._world_mesh(None, "cpu", 4), (2,))
+    mesh = init_device_mesh("cpu", (2, 2))
+    refused = ""
+    try:
+        DeviceInfo.detect("64MiB", mesh=mesh, devices_per_node=4)
+    except ValueError as error:
+        refused = str(error)
+    info = DeviceInfo.detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
+    return info, [(name, group.mesh.size()) for name, group in told.items()], refused
+
+
+def test_two_nodes_have_links_inside_and_between() -> None:
+    answers = run(4, _on_two_nodes)
+    info, told, refused = answers[0]
+    assert all(other == info for other, _, _ in answers)
+    assert (info.nodes, info.devices_per_node) == (2, 2)
+    assert list(dict.fromkeys((link.group, link.size) for link in info.links)) == told
+    assert told == [("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)]
+    assert len(info.links) == 12 + info.link("reduce_scatter").by_exchange
+    assert info.group_sizes == (2,)
+    assert "is 4, but axis 1 of the mesh has 2" in refused
+
+
+def _probed() -> tuple[list[int], UnitTimes, list[float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+    group = mesh.get_group()
+    counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0)
+    probe = Probe(2**20, mesh, cpu)
+    times = collectives._median([probe.step() for _ in range(5)])
+    measures = (measure_overlap, measure_mixed_overlap)
+    overlaps = [measure(dist.group.WORLD, cpu, repeats=2) for measure in measures]
+    return [one.nbytes for one in counts], times, overlaps
+
+
+def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() -> None:
+    answers = run(2, _probed)
+    sizes, times, overlaps = answers[0]
+    assert len(sizes) == 3
+    assert all(abs(size / wanted - 1) < 0.1 for size, wanted in zip(sizes, SIZES, strict=False))
+    assert min(times.unshard, times.reduce, times.all_reduce) > 0
+    assert 0 < times.hooks < times.unshard + times.reduce
+    assert len(overlaps) == 2 and all(0 <= overlap <= 1 for overlap in overlaps)
+    assert answers[1][2] == overlaps, "all ranks know the same"
+
+
+def _on_named_hosts(names: str) -> tuple[int, int]:
+    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
+        return collectives._shape(None, None)
+
+
+def _on_all_named_hosts() -> list[tuple[int, int]]:
+    return [_on_named_hosts(names) for names in ("aaaa", "aabb", "abcd", "abbb", "abab")]
+
+
+def _detected_on_named_hosts(names: str) -> tuple[int, list[tuple[str, int]]]:
+    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
+        info = DeviceInfo.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
+    return info.world_size, [(link.group, link.size) for link in info.links]
+
+
+def test_the_links_of_machines_told_by_name_join_all_ranks() -> None:
+    """The world was once the ranks of one machine; two machines of one device each had no links at all."""
+    alone = run(4, _detected_on_named_hosts, "abcd")
+    assert all(world_size == 4 and set(links) == {("world", 4)} for world_size, links in alone)
+    world_size, links = run(4, _detected_on_named_hosts, "aabb")[0]
+    assert world_size == 4
+    assert set(links) == {("world", 4), ("inside 2", 2), ("across 2", 2), ("two_step 2", 4)}
+
+
+def test_machines_are_told_by_their_names() -> None:
+    answers = run(4, _on_all_named_hosts)
+    assert all(answer == [(1, 4), (2, 2), (4, 1), (1, 4), (1, 4)] for answer in answers)

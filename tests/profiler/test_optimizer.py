@@ -1,0 +1,70 @@
+"""Measured optimizer steps, and the optimizer a Training describes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from osdp.model.training import OPTIMIZERS, Training
+from osdp.profiler import optimizer as module
+from osdp.profiler.optimizer import make_optimizer, profile_optimizer
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_measurements_solve_for_all_costs(mesh, monkeypatch) -> None:
+    def seconds(training, parameters, seconds):
+        local = [p.to_local() if isinstance(p.data, DTensor) else p for p in parameters]
+        nbytes = sum(tensor.nbytes for tensor in local)
+        each = 9e-6 if isinstance(parameters[0].data, DTensor) else 3e-6
+        return each * len(parameters) + 5e-10 * nbytes
+
+    monkeypatch.setattr(module, "_step_seconds", seconds)
+    profile = profile_optimizer(Training(), device="cpu", mesh=mesh)
+    assert profile.per_tensor == pytest.approx(3e-6)
+    assert profile.per_dtensor == pytest.approx(9e-6)
+    assert profile.per_byte == pytest.approx(5e-10)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_every_class_is_measured(name: str) -> None:
+    profile = profile_optimizer(Training(optimizer=name), device="cpu", seconds=0.02)
+    assert profile.per_tensor > 0
+    assert profile.per_byte > 0
+
+
+def test_with_a_mesh_the_parameters_are_dtensors(mesh, monkeypatch) -> None:
+    kinds = set()
+    inner = module._step_seconds
+
+    def seconds(training, parameters, seconds):
+        kinds.update(type(parameter.data) for parameter in parameters)
+        return inner(training, parameters, 0.02)
+
+    monkeypatch.setattr(module, "_step_seconds", seconds)
+    for flags in ({}, {"foreach": True}, {"fused": True}):
+        assert profile_optimizer(Training(**flags), device="cpu", mesh=mesh).per_dtensor > 0
+    assert kinds == {DTensor, torch.Tensor}
+
+
+def test_dtensor_steps_cost_more_per_tensor(mesh) -> None:
+    # DTensor dispatch takes about ten times as long as the kernels of a tiny tensor.
+    profile = profile_optimizer(Training(), device="cpu", mesh=mesh, seconds=0.2)
+    assert profile.per_dtensor > 2 * profile.per_tensor
+
+
+def test_made_optimizers_have_the_options() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    sgd = make_optimizer(Training(optimizer="SGD", momentum=True, nesterov=True, foreach=True), parameters)
+    (group,) = sgd.param_groups
+    assert (group["momentum"], group["nesterov"], group["foreach"]) == (0.9, True, True)
+    assert make_optimizer(Training(), parameters, lr=0.5).param_groups[0]["lr"] == 0.5
+    assert make_optimizer(Training(fused=True), parameters).param_groups[0]["fused"]

@@ -1,0 +1,336 @@
+"""Measured segments: together they are the whole model, though it never runs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.support.memory_oracle import measure_peak
+from osdp.hardware.profile import SegmentProfile
+from osdp.model.description import ModelDesc
+from osdp.profiler import segments as segments_module
+from osdp.profiler.block_stubs import Template
+from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.reduced_model import reduced_model
+from osdp.profiler.repeats import find_repeats
+from osdp.profiler.segments import cached_segments, profile_segments
+from osdp.profiler.stopwatch import Clock, timed
+from osdp.profiler.workspace import CpuWorkspace
+from osdp.tracing.loss import scalar_loss
+from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.trace import describe
+
+CPU = torch.device("cpu")
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(self.conv(x)) + x)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.stages = nn.Sequential(*(Bottleneck(8) for _ in range(5)), nn.MaxPool2d(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+class Keeper(nn.Module):
+    """Layers that share a module, leave tensors behind for the end, and hand on a constant."""
+
+    class Layer(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.other, self.shared = nn.Linear(16, 16), nn.Linear(16, 16), shared
+
+        def forward(self, x: torch.Tensor, kept: list[torch.Tensor], bias: torch.Tensor) -> Any:
+            kept.append(x * 2)
+            return self.other(self.shared(self.linear(x)) + bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Tanh()
+        self.bias = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Keeper.Layer(self.shared) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        bias = self.bias(x)
+        for layer in self.layers:
+            x, bias = layer(x, kept, bias)
+        return self.shared(x) + self.shared(bias)
+
+
+def _gpt2(layers: int = 6, width: int = 32, samples: int = 2, length: int = 24) -> tuple[nn.Module, Any]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=4,
+        n_positions=length,
+        vocab_size=256,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ids = torch.randint(256, (samples, length))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def _encoder() -> tuple[nn.Module, Any]:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 5, enable_nested_tensor=False), torch.randn(3, 16, 32)
+
+
+def _mlp() -> tuple[nn.Module, Any]:
+    hidden = [module for _ in range(6) for module in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 32), *hidden, nn.Linear(32, 4)), torch.randn(16, 8)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "gpt2": _gpt2,
+    "gpt2 long": lambda: _gpt2(layers=4, width=16, samples=1, length=96),
+    "encoder": _encoder,
+    "mlp": _mlp,
+    "convnet": lambda: (ConvNet(), torch.randn(2, 3, 16, 16)),
+    "keeper": lambda: (Keeper(), torch.randn(4, 16)),
+}
+
+
+def _profile(model: nn.Module, sample: Any, **options: Any) -> tuple[ModelDesc, tuple[SegmentProfile, ...]]:
+    desc = describe(model, sample)
+    options = {"repeats": 1, "progress": False, "device": "cpu", **options}
+    return desc, profile_segments(model, sample, desc, **options)
+
+
+def _timeline(
+    desc: ModelDesc, profile: tuple[SegmentProfile, ...], gradients: bool
+) -> tuple[int, int, list[int]]:
+    """Peak, end and course of the activation bytes; with those of the gradients if asked for."""
+    by_signature = {one.signature: one for one in profile}
+    trainable = {op.name: sum(p.nbytes for p in op.parameters if p.trainable) for op in desc.operators}
+    running = peak = 0
+    course = []
+    for segment in desc.segments:
+        one = by_signature[segment.signature].forward
+        peak, running = max(peak, running + one.peak_bytes), running + one.live_bytes
+        course.append(running)
+    for segment in reversed(desc.segments):
+        one = by_signature[segment.signature].backward
+        if gradients:
+            running += sum(trainable.pop(name, 0) for name in segment.operators)
+        peak, running = max(peak, running + one.peak_bytes), running + one.live_bytes
+        course.append(running)
+    return peak, running, course
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_timeline_is_that_of_the_whole_model(name: str) -> None:
+    model, sample = MODELS[name]()
+    desc, profile = _profile(model, sample)
+    assert find_repeats(desc)
+    predicted, end, _ = _timeline(desc, profile, gradients=True)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    whole = measure_peak(lambda: _step(*MODELS[name]()))
+    resident = sum(tensor.nbytes for tensor in (*model.buffers(), *SampleBatch.of(sample).tensors))
+    true = whole.peak - parameters - resident
+    assert predicted == pytest.approx(true, rel=0.02, abs=1024)
+    # All activations are gone in the end: what is left are the gradients.
+    assert end == pytest.approx(parameters, abs=64)
+
+
+def _step(model: nn.Module, sample: Any) -> Callable[[], None]:
+    batch = SampleBatch.of(sample)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        scalar_loss(batch.run(model)).backward()
+
+    return step
+
+
+def test_only_the_first_blocks_come_to_the_device() -> None:
+    model, sample = _gpt2(layers=8)
+    desc = describe(model, sample)
+    repeats = find_repeats(desc)
+    assert len(repeats) >= 6
+    assert {repeat.exemplar for repeat in repeats} <= {"transformer.h.0", "transformer.h.1"}
+    reduced = reduced_model(model, SampleBatch.of(sample), desc, CPU, None, None, repeats)
+    real = sum(p.numel() for p in reduced.model.parameters() if not p.is_meta)
+    per_block = sum(p.numel() for p in model.transformer.h[0].parameters())
+    assert real == sum(p.numel() for p in model.parameters()) - len(repeats) * per_block
+
+
+@pytest.mark.alone
+def test_seconds_sum_to_a_step_of_the_whole_model() -> None:
+    model, sample = _gpt2(layers=4, width=128, samples=4, length=128)
+    clock, seen = Clock(CPU), []
+    for _ in range(20):
+        before = _whole_seconds(model, sample, clock)
+        desc, profile = _profile(model, sample, repeats=5)
+        whole = (before + _whole_seconds(model, sample, clock)) / 2
+        by_signature = {one.signature: one for one in profile}
+        each = [by_signature[segment.signature] for segment in desc.segments]
+        seen.append(sum(one.forward.seconds + one.backward.seconds for one in each) / whole)
+        # Other processes share the caches: a round that they disturb says nothing.
+        if abs(seen[-1] - 1) <= 0.03:
+            return
+    pytest.fail(f"segments sum to {[f'{ratio:.3f}' for ratio in seen]} of the step in twenty rounds")
+
+
+def _whole_seconds(model: nn.Module, sample: Any, clock: Clock) -> float:
+    step = _step(model.train(), sample)
+    step()
+    swept = torch.ones(2**24)
+    seconds = []
+    for _ in range(5):
+        swept.mul_(1.0)  # a step begins with the caches that an optimizer left
+        seconds.append(timed(clock, step)[0])
+    return median(seconds)
+
+
+def test_saved_bytes_are_those_of_the_whole_model() -> None:
+    model, sample = _encoder()
+    desc, profile = _profile(model, sample)
+    saved: dict[int, int] = {}
+    excluded = {t.untyped_storage().data_ptr() for t in (*model.parameters(), sample)}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.train()(sample).sum()
+    by_signature = {one.signature: one for one in profile}
+    assert sum(by_signature[s.signature].saved_bytes for s in desc.segments) == sum(saved.values())
+
+
+def test_half_the_bits_save_half_the_bytes() -> None:
+    model, sample = _mlp()
+    desc, whole = _profile(model, sample)
+    _, half = _profile(model, sample, param_dtype="bfloat16")
+    for signature in (s.signature for s in desc.segments if s.module):
+        one, other = (next(p for p in profile if p.signature == signature) for profile in (whole, half))
+        assert other.forward.live_bytes * 2 == one.forward.live_bytes
+        assert other.saved_bytes * 2 == one.saved_bytes
+    assert sum(p.saved_bytes for p in half) > 0
+
+
+def test_frozen_models_have_no_backward() -> None:
+    model, sample = _mlp()
+    _, profile = _profile(model.requires_grad_(False), sample)
+    assert all(one.backward.seconds == one.backward.live_bytes == one.saved_bytes == 0 for one in profile)
+
+
+def test_model_and_random_numbers_are_left_alone() -> None:
+    model, sample = _mlp()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    desc = describe(model, sample)
+    state = torch.get_rng_state()
+    profile_segments(model, sample, desc, repeats=1, progress=False, device="cpu")
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_on_meta_is_measured() -> None:
+    with torch.device("meta"):
+        model, sample = _encoder()
+    desc, profile = _profile(model, sample)
+    assert len(profile) == len(desc.distinct_segments)
+    assert all(one.forward.seconds >= 0 for one in profile)
+    assert sum(one.backward.seconds for one in profile) > 0
+
+
+def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = _mlp()
+    desc = describe(model, sample)
+    cache = MeasurementCache(tmp_path)
+    options: dict[str, Any] = {"cache": cache, "device": "cpu", "repeats": 1, "progress": False}
+    first = cached_segments(model, sample, desc, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments_module, "profile_segments", _must_not_run)
+        assert cached_segments(model, sample, desc, **options) == first
+        with pytest.raises(AssertionError):
+            cached_segments(model, sample, desc, **options, param_dtype="bfloat16")
+        with pytest.raises(AssertionError):
+            cached_segments(model, sample.repeat(2, 1), desc, **options)
+
+
+def _must_not_run(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("measured again")
+
+
+def test_bad_input_gets_one_clear_error() -> None:
+    model, sample = _mlp()
+    desc = describe(model, sample)
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        profile_segments(model, sample, desc, repeats=0)
+    with pytest.raises(ValueError, match="of another model: 18 parameters differ"):
+        profile_segments(nn.Linear(8, 4), sample, desc, progress=False, device="cpu")
+    with pytest.raises(ValueError, match="'float31' is not a dtype"):
+        profile_segments(model, sample, desc, param_dtype="float31", progress=False, device="cpu")
+
+
+def test_a_stub_returns_what_its_exemplar_did() -> None:
+    x, mask = torch.ones(2, 3, requires_grad=True), torch.ones(2, dtype=torch.bool)
+    output = {"out": x * 2, "same": mask, "other": [x.sum(0), None], "number": 3}
+    template = Template.of(((x,), {"mask": mask}), output)
+    y, other_mask = torch.full((2, 3), 5.0, requires_grad=True), torch.zeros(2, dtype=torch.bool)
+    filled = template.fill(((y,), {"mask": other_mask}))
+    assert filled["same"] is other_mask and filled["number"] == 3 and filled["other"][1] is None
+    assert torch.equal(filled["out"], y) and filled["out"] is not y
+    assert filled["other"][0].shape == (3,) and filled["other"][0].requires_grad
+    (filled["out"].sum() + filled["other"][0].sum()).backward()
+    assert torch.equal(y.grad, torch.ones(2, 3))
+
+
+def test_workspace_inside_an_operation_is_seen() -> None:
+    x, weight = torch.randn(4, 16, 32, 32), torch.randn(16, 16, 3, 3)
+    # This convolution unfolds its input, nine times its size, and drops that before it returns.
+    unfolding = partial(torch.ops.aten._slow_conv2d_forward, x, weight, [3, 3], None, [1, 1], [1, 1])
+    workspace = CpuWorkspace()
+    added, convolved = workspace.run(lambda: x + 1), workspace.run(unfolding)
+    assert torch.equal(added[0], x + 1)
+    assert added[1] < 1024 < 9 * x.numel() <= convolved[1]
+
+
+def test_an_operation_that_fails_leaves_no_profiler_behind() -> None:
+    workspace = CpuWorkspace()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        workspace.run(lambda: torch.ones(2) + torch.ones(3))
+    assert workspace.run(lambda: torch.ones(2))[1] == 0
+
+
+def test_profiling_writes_nothing_where_nobody_watches() -> None:
+    code = """
+import torch
+from torch import nn
+from osdp import ModelDesc
+from osdp.profiler.measure import profile_model
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2), nn.Dropout())
+batch = torch.randn(2, 3, 8, 8)
+profile_model(model, ModelDesc.from_module(model, batch), batch, device="cpu")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

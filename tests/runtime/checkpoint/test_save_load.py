@@ -1,0 +1,117 @@
+"""Checkpoints: saved under one plan, loaded under another or into the plain model, training goes on alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from osdp import OSDP
+from osdp.runtime import checkpoint
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import plan_by_hand, split
+from tests.test_parity import LAYOUTS, difference, whole
+
+#: Layouts of plans, some of them with operators in slices.
+SAVED = [*LAYOUTS, "shard apart in 2", "shard apart in 5", "shard apart in 4, 3 kept"]
+
+
+def make(layout: str | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net: nn.Module = Net(gated=False)
+    if layout is not None:
+        name, _, slicing = layout.partition(" in ")
+        slices, _, kept = slicing.removesuffix(" kept").partition(", ")
+        modes, groups = LAYOUTS[name]
+        plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+        net = OSDP(net, plan=split(plan, net, int(slices or 1), int(kept or 0)))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        # Every rank has the same batch, so that the plain model trains on the same gradients.
+        loss_of(net(tokens(step, 2, 6)), tokens(step, 2, 6)).backward()
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
+
+
+def save_all(folder: str) -> dict[str, torch.Tensor]:
+    want: dict[str, torch.Tensor] = {}
+    for layout in SAVED:
+        net, optimizer = make(layout, seed=7)
+        train(net, optimizer, range(3))
+        checkpoint.save(f"{folder}/{layout}", net, optimizer)
+        state = checkpoint.train_state(net, optimizer)
+        assert list(state["model"]) == list(Net(gated=False).state_dict())
+        assert not any(key.startswith("state.head.weight") for key in state["optimizer"])
+        assert state["optimizer"]["state.embed.weight.exp_avg"].shape == (13, 5)
+        train(net, optimizer, range(3, 6))
+        want = weights(net)
+    return want
+
+
+def load_all(folder: str, want: dict[str, torch.Tensor]) -> None:
+    layouts: list[str | None] = [*SAVED, None]
+    for saved in SAVED:
+        for index, layout in enumerate(layouts):
+            if (index + SAVED.index(saved)) % 4 != dist.get_world_size() % 4:
+                continue  # a quarter of the pairs, another one at another world size
+            net, optimizer = make(layout, seed=99)
+            checkpoint.load(f"{folder}/{saved}", net, optimizer)
+            train(net, optimizer, range(3, 6))
+            for name, got in weights(net).items():
+                assert difference(got, want[name]) < 1e-5, (saved, layout, name)
+
+
+def whole_states() -> dict[str, Any]:
+    net, optimizer = make("mixed leaves", seed=7)
+    train(net, optimizer, range(2))
+    expected = weights(net)
+    state = checkpoint.whole_state_dict(net)
+    if dist.get_rank():
+        assert state == {}
+        return {}
+    plain = Net(gated=False)
+    plain.load_state_dict(state)
+    assert all(torch.equal(p, expected[name]) for name, p in plain.named_parameters())
+    return state
+
+
+def wrapper_loads_its_own_state() -> None:
+    for layout in SAVED:
+        net, optimizer = make(layout, seed=7)
+        train(net, optimizer, range(1))
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        want = weights(net)
+        train(net, optimizer, range(1, 2))
+        result = net.load_state_dict(state)
+        assert not result.missing_keys and not result.unexpected_keys
+        with torch.no_grad():
+            net(tokens(0, 2, 6))
+        for name, got in weights(net).items():
+            assert torch.equal(got, want[name]), (layout, name)
+        with pytest.raises(ValueError, match="assign"):
+            net.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_saved_under_one_plan_loaded_under_another(tmp_path: Path, ranks: int) -> None:
+    want = run(2, save_all, str(tmp_path), timeout=100)[0]
+    run(ranks, load_all, str(tmp_path), want, timeout=150)
+
+
+def test_whole_state_dict_is_the_plain_models() -> None:
+    state = run(2, whole_states)[0]
+    assert list(state) == list(Net(gated=False).state_dict())
+
+
+def test_state_dicts_of_the_wrapper() -> None:
+    run(2, wrapper_loads_its_own_state)

@@ -1,0 +1,99 @@
+"""Parameters sharded within groups compute together with those on the mesh of all ranks."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from osdp.runtime.module.group_dtensor import GroupDTensor, compute_with_other_meshes
+from tests.helpers.distributed import run
+
+
+def on(mesh: DeviceMesh, seed: int) -> nn.Parameter:
+    value = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+    parameter = nn.Parameter(distribute_tensor(value, mesh, placements))
+    compute_with_other_meshes(parameter)
+    return parameter
+
+
+def parameters() -> list[nn.Parameter]:
+    """On the mesh of all ranks, on pairs, on all ranks, on pairs."""
+    world, pairs = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    found = [on(mesh, seed) for seed, mesh in enumerate((world, pairs, world, pairs))]
+    for seed, parameter in enumerate(found):
+        parameter.grad = on(parameter.device_mesh, 10 + seed).detach()
+    return found
+
+
+def plain(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
+    whole = [nn.Parameter(tensor.detach().full_tensor()) for tensor in tensors]
+    for mine, tensor in zip(whole, tensors, strict=True):
+        mine.grad = tensor.grad.full_tensor()
+    return whole
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def alike(operation: Callable[[list[nn.Parameter]], Any]) -> None:
+    """``operation`` on parameters of two meshes is what it is on whole ones."""
+    ours = parameters()
+    theirs = plain(ours)
+    got, want = operation(ours), operation(theirs)
+    if isinstance(want, torch.Tensor):
+        torch.testing.assert_close(whole(got), want)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(whole(mine.detach()), other.detach())
+        torch.testing.assert_close(whole(mine.grad), other.grad)
+        assert (mine.device_mesh.ndim == 2) is isinstance(mine, GroupDTensor)
+
+
+def clip(tensors: list[nn.Parameter], **options: Any) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(tensors, 0.1, **options)
+
+
+def merge(tensors: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        tensors[0].add_(tensors[1] @ tensors[2].t() @ tensors[3])
+        tensors[1].sub_(tensors[0] * tensors[3])
+
+
+def step(tensors: list[nn.Parameter], **options: Any) -> None:
+    torch.optim.AdamW(tensors, lr=0.1, **options).step()
+
+
+def lists(tensors: list[nn.Parameter]) -> torch.Tensor:
+    with torch.no_grad():
+        torch._foreach_mul_(tensors, [1.0, 2.0, 3.0, 4.0])
+        torch._foreach_add_(tensors, [tensor.grad for tensor in tensors], alpha=0.5)
+        return torch.stack([whole(norm) for norm in torch._foreach_norm(tensors)])
+
+
+def on_four_ranks() -> None:
+    alike(clip)
+    alike(lambda tensors: clip(tensors, norm_type=float("inf")))
+    alike(lambda tensors: clip(tensors, foreach=True))
+    alike(lambda tensors: torch.nn.utils.clip_grad_value_(tensors, 0.1))
+    alike(merge)
+    alike(lists)
+    alike(step)
+    alike(lambda tensors: step(tensors, foreach=True))
+    alike(lambda tensors: torch.stack([tensor.norm() for tensor in tensors]).sum().detach())
+    mine = parameters()[1]
+    (mine.square().sum() + parameters()[0].sum()).backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), (2 * mine + on(mine.device_mesh, 11)).full_tensor())
+    file = io.BytesIO()
+    torch.save(mine.detach(), file)
+    file.seek(0)
+    # Others read it without osdp.
+    assert type(torch.load(file, weights_only=False)) is DTensor
+
+
+def test_two_meshes_compute_together() -> None:
+    run(4, on_four_ranks)

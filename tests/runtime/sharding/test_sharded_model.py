@@ -1,0 +1,420 @@
+"""What happens around a step: unused parameters, exceptions, evaluation, several forwards, frozen later."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from osdp.plan.plan import Mode
+from osdp.runtime import AppliedPlan, apply
+from tests.helpers.distributed import RankError, run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import plan_by_hand
+from tests.test_parity import LAYOUTS, difference, whole
+
+FEW = ("replicate all", "shard all", "mixed leaves")
+
+
+def start(
+    layout: str, *, find_unused_parameters: bool = True, param_dtype: str | None = None, **options: Any
+) -> tuple[Net, AppliedPlan]:
+    torch.manual_seed(7)
+    net = Net(gated=False, **options)
+    modes, groups = LAYOUTS[layout]
+    plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups, param_dtype=param_dtype)
+    return net, apply(net, plan, find_unused_parameters=find_unused_parameters)
+
+
+def step(net: nn.Module, seed: int = 0) -> None:
+    batch = tokens(seed + dist.get_rank(), 2, 6)
+    loss_of(net(batch), batch).backward()
+
+
+def gradients(net: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else whole(p.grad) for n, p in net.named_parameters()}
+
+
+def expected(
+    work: Callable[[nn.Module, int], torch.Tensor], **options: Any
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of the mean over ranks of ``work(net, rank)``, in one process."""
+    torch.manual_seed(7)
+    net = Net(gated=False, **options)
+    ranks = range(dist.get_world_size())
+    (sum(work(net, rank) for rank in ranks) / len(ranks)).backward()
+    return {n: p.grad for n, p in net.named_parameters()}
+
+
+def assert_same(got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], what: str) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert difference(got[name], want[name]) < 1e-5, f"{what}: {name} {got[name]} {want[name]}"
+
+
+def one_loss(net: nn.Module, rank: int) -> torch.Tensor:
+    batch = tokens(rank, 2, 6)
+    return loss_of(net(batch), batch)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("backward fails on purpose")
+
+
+@contextlib.contextmanager
+def failing(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def fail_forward(*_: Any) -> None:
+    raise KeyError("forward fails on purpose")
+
+
+def fail_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return Failing.apply(output)
+
+
+# Ranks
+
+
+def recovers() -> None:
+    want = expected(one_loss)
+    for layout in LAYOUTS:
+        for place in ("blocks.0.up", "blocks.1", "embed"):
+            for hook in (fail_forward, fail_backward):
+                net, _ = start(layout)
+                for _ in range(2):
+                    with failing(net.get_submodule(place), hook), contextlib.suppress(KeyError):
+                        step(net, seed=50)
+                    net.zero_grad()
+                    step(net)
+                    assert_same(gradients(net), want, f"{layout}, {hook.__name__} in {place}")
+                    net.zero_grad()
+
+
+def a_failed_forward_keeps_what_was_accumulated() -> None:
+    want = expected(lambda net, rank: one_loss(net, rank) + one_loss(net, rank + 10))
+    for layout in LAYOUTS:
+        for keeps in (True, False):
+            net, applied = start(layout)
+            with applied.no_sync() if keeps else contextlib.nullcontext():
+                step(net)
+            with failing(net.blocks[1], fail_forward), contextlib.suppress(KeyError):
+                step(net, seed=50)
+            step(net, seed=10)
+            assert_same(gradients(net), want, f"{layout}, keeps {keeps}")
+
+
+def evaluates() -> None:
+    for layout in LAYOUTS:
+        for dtype in (None, "bfloat16"):
+            net, _ = start(layout, param_dtype=dtype)
+            before = {name: type(p) for name, p in net.named_parameters()}
+            torch.manual_seed(7)
+            plain = Net(gated=False)
+            net.eval()
+            with torch.no_grad():
+                got = net(tokens(3, 2, 6))
+                want = plain.to(got.dtype)(tokens(3, 2, 6))
+            assert difference(got, want) < 1e-5, (layout, dtype)
+            with torch.inference_mode():
+                net(tokens(3, 2, 6))
+            replicated = [n for n, k in before.items() if not issubclass(k, DTensor)]
+            assert "replicate" in layout or not replicated
+            net.train()
+            step(net)
+            net.zero_grad()
+            after = {name: type(p) for name, p in net.named_parameters()}
+            assert after == before
+
+
+def evaluates_before_the_optimizer_step() -> None:
+    """What the evaluation had gathered was computed with after the step."""
+    for layout in LAYOUTS:
+        losses = []
+        for evaluates_first in (False, True):
+            net, _ = start(layout)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            step(net)
+            with torch.no_grad():
+                if evaluates_first:
+                    one_loss(net, 5)
+                optimizer.step()
+                losses.append(float(one_loss(net, 5)))
+        assert losses[0] == losses[1], layout
+
+
+def forwards_interleave() -> None:
+    """Two forwards and an evaluation before one backward, and two backwards of two forwards."""
+
+    def two(net: nn.Module, rank: int) -> torch.Tensor:
+        return one_loss(net, rank) + one_loss(net, rank + 10)
+
+    for recompute in (False, True):
+        want = expected(two, recompute=recompute)
+        for layout in LAYOUTS:
+            net, applied = start(layout, recompute=recompute)
+            first = one_loss(net, dist.get_rank())
+            with torch.no_grad():
+                one_loss(net, 5)
+            (first + one_loss(net, dist.get_rank() + 10)).backward()
+            assert_same(gradients(net), want, f"one backward, {layout}, {recompute}")
+            for keeps in (False, True):
+                net.zero_grad()
+                first, second = one_loss(net, dist.get_rank()), one_loss(net, dist.get_rank() + 10)
+                with applied.no_sync() if keeps else contextlib.nullcontext():
+                    first.backward()
+                second.backward()
+                assert_same(gradients(net), want, f"two backwards, {layout}, {recompute}, {keeps}")
+
+
+def low_precision_backwards_interleave() -> None:
+    """The copies in low precision are freed by the first backward and needed by the second."""
+    results = []
+    for together in (True, False):
+        net, _ = start("mixed blocks", param_dtype="bfloat16", recompute=True)
+        first, second = one_loss(net, dist.get_rank()), one_loss(net, dist.get_rank() + 10)
+        if together:
+            (first + second).backward()
+        else:
+            first.backward()
+            second.backward()
+        results.append(gradients(net))
+    for name, want in results[0].items():
+        assert difference(results[1][name], want) < 2e-2, name
+
+
+def recomputes_the_whole() -> None:
+    want = expected(one_loss)
+    for layout in FEW:
+        for reentrant in (False, True):
+            net, _ = start(layout)
+            batch = tokens(dist.get_rank(), 2, 6)
+            offset = torch.zeros(
+                (), requires_grad=True
+            )  # reentrant checkpoints need an input with a gradient
+            if reentrant and layout != "replicate all":
+                continue  # FSDP2 itself does not run in a reentrant checkpoint of the root
+
+            def work(batch: torch.Tensor, offset: torch.Tensor, net: nn.Module = net) -> torch.Tensor:
+                return net(batch) + offset
+
+            loss_of(checkpoint(work, batch, offset, use_reentrant=reentrant), batch).backward()
+            assert_same(gradients(net), want, f"{layout}, reentrant {reentrant}")
+
+
+def freezes_later() -> None:
+    for layout in LAYOUTS:
+        net, _ = start(layout)
+        step(net)
+        net.zero_grad()
+        net.blocks[0].up.requires_grad_(False)
+        net.frozen.requires_grad_(True)
+        step(net)
+        got = gradients(net)
+        assert got["blocks.0.up.weight"] is None
+        assert got["frozen.weight"] is not None
+        torch.manual_seed(7)
+        plain = Net(gated=False)
+        plain.frozen.requires_grad_(True)
+        (sum(one_loss(plain, r) for r in range(2)) / 2).backward()
+        assert difference(got["frozen.weight"], plain.frozen.weight.grad) < 1e-5, layout
+        assert (
+            difference(
+                got["head.weight"] if "head.weight" in got else got["embed.weight"], plain.embed.weight.grad
+            )
+            < 1e-5
+        )
+
+
+def autograd_grad_is_let_alone() -> None:
+    for layout in LAYOUTS:
+        net, _ = start(layout)
+        features = torch.randn(2, 6, 5, requires_grad=True)
+        handle = net.embed.register_forward_hook(lambda m, a, o, features=features: o * 0 + features)
+        (grad,) = torch.autograd.grad(net(tokens(0, 2, 6)).square().sum(), [features])
+        handle.remove()
+        assert grad.abs().sum() > 0
+        step(net)
+        assert_same(gradients(net), expected(one_loss), layout)
+
+
+def zeroed_gradients_are_added_to() -> None:
+    want = expected(one_loss)
+    for layout in LAYOUTS:
+        net, _ = start(layout)
+        step(net, seed=50)
+        net.zero_grad(set_to_none=False)
+        step(net)
+        got = gradients(net)
+        assert_same(
+            {n: g for n, g in got.items() if want[n] is not None},
+            {n: g for n, g in want.items() if g is not None},
+            layout,
+        )
+
+
+def models_can_be_freed() -> None:
+    for layout in LAYOUTS:
+        net, applied = start(layout, find_unused_parameters=True)
+        step(net)
+        alive = weakref.ref(net)
+        del net, applied
+        gc.collect()
+        assert alive() is None, layout
+
+
+def freezing_inside_an_accumulation_is_refused() -> None:
+    net, applied = start("mixed leaves")
+    with applied.no_sync():
+        step(net)
+    net.blocks[0].up.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="between the microbatches"):
+        step(net)
+
+
+def clips() -> None:
+    torch.manual_seed(7)
+    for norm_type in (2.0, 1.0, float("inf")):
+        for layout in LAYOUTS:
+            net, applied = start(layout)
+            step(net)
+            want = expected(one_loss)
+            held = [g for g in want.values() if g is not None]
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(g, norm_type) for g in held]), norm_type
+            )
+            limit = norm.item() / 3
+            if norm_type == 2.0:
+                other, _ = start(layout)
+                step(other)
+                total = whole(torch.nn.utils.clip_grad_norm_(other.parameters(), limit, norm_type))
+                assert difference(total, norm) < 1e-5, layout
+                scaled = {n: None if g is None else g / 3 for n, g in want.items()}
+                assert_same(gradients(other), scaled, f"torch's, {layout}")
+            got = applied.clip_grad_norm_(limit, norm_type)
+            assert difference(got, norm) < 1e-5, (layout, norm_type)
+            assert_same(gradients(net), {n: None if g is None else g / 3 for n, g in want.items()}, layout)
+            net.zero_grad()
+            assert applied.clip_grad_norm_(1.0).item() == 0.0
+
+
+def all_step_checks() -> None:
+    recovers()
+    a_failed_forward_keeps_what_was_accumulated()
+    evaluates()
+    evaluates_before_the_optimizer_step()
+    forwards_interleave()
+    low_precision_backwards_interleave()
+    recomputes_the_whole()
+    freezes_later()
+    autograd_grad_is_let_alone()
+    clips()
+    zeroed_gradients_are_added_to()
+    models_can_be_freed()
+    freezing_inside_an_accumulation_is_refused()
+
+
+class Branches(nn.Module):
+    """Two linears, of which a rank uses those it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses: str) -> torch.Tensor:
+        x = torch.tanh(self.stem(x))
+        if "l" in uses:
+            x = x + self.left(x)
+        if "r" in uses:
+            x = x + self.right(x)
+        return x
+
+
+BRANCHES: dict[str, Any] = {
+    "replicated": (Mode.NO_SHARD, {"": "one"}),
+    "replicated each": (Mode.NO_SHARD, {}),
+    "sharded in the root": (Mode.FULL_SHARD, {"": "root"}),
+    "mixed": ({"": Mode.FULL_SHARD, "left": Mode.NO_SHARD}, {"": "root"}),
+}
+
+
+def branches(layout: str, *, find: bool) -> tuple[Branches, AppliedPlan]:
+    torch.manual_seed(3)
+    net = Branches()
+    modes, groups = BRANCHES[layout]
+    return net, apply(net, plan_by_hand(net, modes, 2, groups=groups), find_unused_parameters=find)
+
+
+def unused_are_found() -> None:
+    for layout in BRANCHES:
+        for uses in (("l", "r"), ("lr", ""), ("l", "l")):
+            net, applied = branches(layout, find=True)
+            torch.manual_seed(3)
+            plain = Branches()
+            x = torch.randn(2, 5, 3)
+            for _ in range(2):
+                (sum(plain(x[r], uses[r]).square().mean() for r in range(2)) / 2).backward()
+                net(x[dist.get_rank()], uses[dist.get_rank()]).square().mean().backward()
+                got, want = gradients(net), {n: p.grad for n, p in plain.named_parameters()}
+                assert_same(got, want, f"{layout} {uses}")
+            net.zero_grad()
+            plain.zero_grad()
+            for index, used in enumerate((uses, uses[::-1])):
+                (sum(plain(x[r], used[r]).square().mean() for r in range(2)) / 2).backward()
+                with applied.no_sync() if index == 0 else contextlib.nullcontext():
+                    net(x[dist.get_rank()], used[dist.get_rank()]).square().mean().backward()
+            assert_same(gradients(net), {n: p.grad for n, p in plain.named_parameters()}, f"no_sync {layout}")
+
+
+def unused_is_an_error() -> None:
+    for layout in BRANCHES:
+        net, _ = branches(layout, find=False)
+        x = torch.randn(2, 5, 3)
+        # The same on all ranks, so that all of them can go on.
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"never\.weight.*find_unused_parameters=False"):
+                net(x[0], "lr").square().mean().backward()
+        net.zero_grad()
+
+
+def unused_on_one_rank(layout: str) -> None:
+    net, _ = branches(layout, find=False)
+    uses = ("lr", "l")[dist.get_rank()]
+    (net(torch.randn(5, 3), uses) + 0 * net.never(torch.zeros(1, 4))).square().mean().backward()
+
+
+def test_steps_at_two_ranks() -> None:
+    run(2, all_step_checks, timeout=150)
+
+
+def test_unused_parameters() -> None:
+    run(2, unused_are_found)
+    run(2, unused_is_an_error)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sharded in the root", "mixed"])
+def test_a_parameter_unused_on_one_rank_is_refused_and_nothing_hangs(layout: str) -> None:
+    with pytest.raises(RankError, match="find_unused_parameters=False") as caught:
+        run(2, unused_on_one_rank, layout, timeout=30)
+    assert caught.value.rank == 1

@@ -1,0 +1,143 @@
+"""Plans with slices and recomputation: what is refused, what the search makes of them, what they take."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.support.candidates import given_device, make_setting
+from benchmarks.support.models import CASES
+from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
+from osdp.cost.evaluate import evaluate
+from osdp.errors import InfeasibleError
+from osdp.plan.plan import Decision, Mode, Unit
+from osdp.search.options import SLICES
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net
+from tests.helpers.plans import plan_by_hand, split
+from tests.test_parity import LAYOUTS
+
+
+def plan_for(net: Net, change: Callable[[Decision], Decision]) -> Plan:
+    modes, groups = LAYOUTS["shard apart"]
+    plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+    return replace(plan, decisions=tuple(map(change, plan.decisions)))
+
+
+def refusals() -> None:
+    def cut(operator: str, slices: int) -> Callable[[Decision], Decision]:
+        return lambda d: replace(d, slices=slices, sliced_by="output") if d.operator == operator else d
+
+    net = Net(gated=False)
+    with pytest.raises(PlanMismatchError, match="a dimension of 7 cannot be cut into 8 slices; 1 to 7"):
+        OSDP(net, plan=plan_for(net, cut("blocks.0.up", 8)))
+    with pytest.raises(PlanMismatchError, match=r"a LayerNorm cannot run in slices: only nn\.Linear, .* can"):
+        OSDP(net, plan=plan_for(net, cut("blocks.0.norm", 2)))
+    modes, groups = LAYOUTS["shard all"]
+    shared = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
+    shared = replace(shared, decisions=tuple(map(cut("blocks.0.up", 2), shared.decisions)))
+    with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.up' runs in slices but shares a unit"):
+        OSDP(net, plan=shared)
+    good = split(plan_for(net, lambda d: d), net, 2)
+    kept = split(plan_for(net, lambda d: d), net, 2, 1)
+    with pytest.raises(PlanMismatchError, match=r"keeps 1 slices gathered, but is recomputed"):
+        OSDP(net, plan=replace(kept, recomputed=("blocks.0",)))
+    with pytest.raises(
+        PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model has"
+    ):
+        OSDP(net, plan=replace(good, recomputed=("blocks.7",)))
+    assert isinstance(OSDP(net, plan=good), OSDP), "nothing was changed by what was refused"
+
+
+def test_bad_slices_are_refused_with_the_reason() -> None:
+    run(2, refusals)
+
+
+class Shared(torch.nn.Module):
+    """One linear operator that is registered, and called, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = torch.nn.Linear(6, 6)
+        self.layers = torch.nn.Sequential(linear, torch.nn.Tanh(), linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).sum()
+
+
+def every_rank_keeps_its_own_part() -> None:
+    """Ranks after the first once kept the whole weight alive behind a view."""
+    for net in (Net(gated=False, tied=False), Shared()):
+        plan = plan_by_hand(net, Mode.FULL_SHARD, dist.get_world_size())
+        model = OSDP(net, plan=split(plan, net, 2))
+        cut = [decision.operator for decision in model.plan.decisions if decision.slices > 1]
+        assert cut
+        for operator in cut:
+            weight = model.get_submodule(operator).weight
+            assert isinstance(weight, DTensor) and isinstance(weight.placements[0], Shard)
+            local = weight.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes, operator
+    model(torch.ones(2, 6)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_every_rank_keeps_its_own_part_of_a_sliced_weight() -> None:
+    run(2, every_rank_keeps_its_own_part)
+
+
+def test_a_decision_says_what_is_cut() -> None:
+    with pytest.raises(ValueError, match="'a' has slices=4 and sliced_by=''"):
+        Decision("a", ("a",), (), 1, Mode.FULL_SHARD, slices=4)
+    for mode, kept in ((Mode.FULL_SHARD, 5), (Mode.NO_SHARD, 1), (Mode.FULL_SHARD, -1)):
+        with pytest.raises(ValueError, match=f"4 slices\\) has slices_kept={kept}: only"):
+            Decision("a", ("a",), (), 1, mode, slices=4, sliced_by="output", slices_kept=kept)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
+    """All linear operators but the first, whose input needs no gradient, so that it keeps none."""
+    torch.set_num_threads(1)
+    setting = make_setting(CASES["mlp"], Training(local_batch=1))
+    device = given_device(8)
+    plan = setting.plan(device, strategy="FULL_SHARD", slices=())
+
+    def decided(decision: Decision) -> Decision:
+        cut = setting.model_desc.operator(decision.operator).cut
+        if cut is None or decision.nbytes < 2**18 or decision == plan.decisions[0]:
+            return decision
+        return replace(
+            decision, mode=Mode.FULL_SHARD, slices=4, sliced_by=cut.by, slices_kept=kept, reason=""
+        )
+
+    decisions = tuple(map(decided, plan.decisions))
+    units = tuple(Unit(d.mode, (d.operator,), d.modules) for d in decisions)
+    mixed = replace(plan, decisions=decisions, units=units)
+    assert any(d.slices_kept for d in decisions)
+    predicted = evaluate(mixed, setting.profile, device, setting.training, setting.model_desc)
+    measured = setting.candidate(device, mixed).memory(8)
+    assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    none = replace(mixed, decisions=tuple(replace(d, slices_kept=0) for d in decisions))
+    assert measured.peak > setting.candidate(device, none).memory(8).peak
+    assert f"({kept}" in str(mixed)
+
+
+@pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])
+def test_far_below_the_sharded_peak_blocks_are_recomputed_or_cut(case: str, share: float) -> None:
+    torch.set_num_threads(1)
+    setting = make_setting(CASES[case], Training(local_batch=16 if case == "gpt2-tiny" else 4))
+    device = given_device(8)
+    sharded = setting.plan(device, strategy="FULL_SHARD").predicted.peak_bytes
+    limit = int(share * sharded)
+    options = {"training": setting.training, "profile": setting.profile}
+    tight = replace(device, memory_limit=limit)
+    with pytest.raises(InfeasibleError):
+        make_plan(None, setting.model_desc, replace(tight, memory_limit=limit // 2), **options)
+    plan = make_plan(None, setting.model_desc, tight, slices=SLICES, recompute=True, **options)
+    assert plan.recomputed or any(decision.slices > 1 for decision in plan.decisions)
+    measured = setting.candidate(tight, plan).memory(8)
+    assert measured.peak <= limit
+    assert plan.predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    assert ("recomputed" in str(plan)) == bool(plan.recomputed)

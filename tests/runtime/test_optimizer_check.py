@@ -1,0 +1,309 @@
+"""Every optimizer of torch trains as in a single process, whatever is sharded, or says why it cannot."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from osdp import OSDP
+from osdp.model.training import OPTIMIZERS, UNSUPPORTED, Training
+from osdp.plan.plan import Mode, Plan
+from osdp.runtime import apply
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand, split
+from tests.test_parity import difference, whole
+
+STEPS = 3
+TOLERANCE = 1e-9
+BOOLEANS = ("amsgrad", "centered", "nesterov")
+
+Optimizers = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
+
+#: The mode of each operator.
+PLANS: dict[str, Any] = {
+    "NO_SHARD": Mode.NO_SHARD,
+    "FULL_SHARD": Mode.FULL_SHARD,
+    "SHARD_GRAD_OP": Mode.SHARD_GRAD_OP,
+    "mixed": {
+        "": Mode.NO_SHARD,
+        "embed": Mode.FULL_SHARD,
+        "up": Mode.SHARD_GRAD_OP,
+        "norm": Mode.FULL_SHARD,
+        "head": Mode.FULL_SHARD,
+    },
+    "in slices": Mode.FULL_SHARD,
+}
+
+
+class Tiny(nn.Module):
+    """Matrices of uneven shapes and vectors, one of them of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.up = nn.Linear(6, 7)
+        self.norm = nn.LayerNorm(7)
+        self.down = nn.Linear(7, 5)
+        self.gain = nn.Linear(1, 1, bias=False)
+        self.head = nn.Linear(5, 13)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.norm(torch.tanh(self.up(self.embed(batch)))))
+        logits = self.head(x + self.gain(x[..., :1]))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def make() -> Tiny:
+    torch.manual_seed(3)
+    return Tiny().double()
+
+
+def plan_of(name: str, model: nn.Module) -> Plan:
+    plan = plan_by_hand(model, PLANS[name], dist.get_world_size())
+    if name != "in slices":
+        return plan
+    # One row cannot be cut.
+    modes = {"": Mode.FULL_SHARD, "gain": Mode.NO_SHARD}
+    return split(plan_by_hand(model, modes, dist.get_world_size()), model, 2)
+
+
+def wrapped(name: str, model: nn.Module) -> OSDP:
+    return OSDP(model, plan=plan_of(name, model))
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 13, (3, 4), generator=generator)
+
+
+def single_process(optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """Weights after some steps on the batches of all ranks."""
+    model, ranks = make(), range(dist.get_world_size())
+    made = optimizers(list(model.parameters()))
+    for step in range(STEPS):
+        model.zero_grad()
+        (sum(model(batch_of(step, rank)) for rank in ranks) / len(ranks)).backward()
+        for optimizer in made:
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(model: OSDP, made: Sequence[torch.optim.Optimizer]) -> None:
+    for step in range(STEPS):
+        for optimizer in made:
+            optimizer.zero_grad()
+        model(batch_of(step, dist.get_rank())).backward()
+        for optimizer in made:
+            optimizer.step()
+
+
+def assert_trained(model: OSDP, want: dict[str, torch.Tensor], *where: Any) -> None:
+    assert any(not torch.equal(want[name], start) for name, start in make().named_parameters()), where
+    for name, parameter in model.named_parameters():
+        off = difference(whole(parameter.detach()), want[name])
+        assert off < TOLERANCE, (*where, name, off)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps of the length of each parameter, as LAMB and LARS take: they need norms of whole parameters."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                square = self.state[p].setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.1)
+                update = mean / (square.sqrt() + 1e-6)
+                p.add_(update * (p.norm() / update.norm()), alpha=-group["lr"])
+
+
+def all_optimizers() -> dict[str, Optimizers]:
+    """Each class that can be planned for, with each of its implementations; and others than torch's."""
+    found: dict[str, Optimizers] = {}
+    for name, cost in OPTIMIZERS.items():
+        kind = functools.partial(getattr(torch.optim, name), lr=0.02)
+        options: dict[str, Any] = {option: True for option in cost.options if option in BOOLEANS}
+        options |= {option: 0.1 for option in cost.options if option not in BOOLEANS}
+        flags: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True, **options}]
+        for flag in [*flags, {"fused": True}] if cost.fused else flags:
+            found[f"{name} {flag}"] = lambda p, kind=kind, flag=flag: [kind(p, **flag)]  # type: ignore[misc]
+    found["Lamb"] = lambda p: [Lamb(p)]
+    found["two of them"] = lambda p: [torch.optim.AdamW(p[:3], lr=0.02), torch.optim.SGD(p[3:], lr=0.1)]
+    return found
+
+
+def train_alike(name: str) -> None:
+    logging.disable(logging.WARNING)  # most keep less than was planned for
+    for case, optimizers in all_optimizers().items():
+        model = make()
+        most = Training(optimizer="RMSprop", momentum=True, centered=True, weight_decay=True, local_batch=1)
+        model = OSDP(model, plan=replace(plan_of(name, model), training=most))
+        train(model, optimizers(list(model.parameters())))
+        assert_trained(model, single_process(optimizers), name, case)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_optimizers_of_torch_train_alike(name: str) -> None:
+    run(2, train_alike, name, timeout=100)
+
+
+REFUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, fused=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+    "Muon": lambda p: torch.optim.Muon([one for one in p if one.ndim == 2]),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "SGD": lambda p: torch.optim.SGD(p, fused=True),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
+}
+
+
+def refuses_optimizers() -> None:
+    """They failed inside of torch where parameters are sharded, and trained where none is."""
+    for name in PLANS:
+        for kind, make_optimizer in REFUSED.items():
+            model = wrapped(name, make())
+            optimizer = make_optimizer(list(model.parameters()))
+            before = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
+            loss = model(batch_of(0, dist.get_rank()))
+            loss.backward()
+            reason = UNSUPPORTED.get(kind, "no fused step")
+            with pytest.raises(
+                RuntimeError, match=f"cannot be trained by {kind}.*{reason}.*torch.optim.AdamW"
+            ):
+                optimizer.step(lambda loss=loss: loss)
+            for n, parameter in model.named_parameters():
+                assert torch.equal(whole(parameter.detach()), before[n]), (name, kind, n)
+            torch.optim.AdamW(model.parameters()).step()
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_under_every_plan() -> None:
+    assert set(UNSUPPORTED) < set(REFUSED)
+    run(2, refuses_optimizers, timeout=100)
+
+
+class MuonOfShards(torch.optim.Muon):
+    """A class with a step of its own may know better than torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
+
+
+def steps_of_subclasses_are_their_own() -> None:
+    for name in PLANS:
+        model = wrapped(name, make())
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        train(model, [MuonOfShards(matrices, lr=0.02)])
+
+
+def test_a_subclass_with_a_step_of_its_own_is_let_through() -> None:
+    run(2, steps_of_subclasses_are_their_own)
+
+
+class Records(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("osdp").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def notes_what_was_planned_in_vain() -> list[str]:
+    records = Records()
+    for name in PLANS:
+        model = wrapped(name, make())  # planned for AdamW
+
+        def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(parameters, lr=0.1)]
+
+        train(model, optimizers(model.parameters()))
+        assert_trained(model, single_process(optimizers), name)
+    return records.messages
+
+
+def test_an_optimizer_that_keeps_less_than_planned_trains_with_a_note() -> None:
+    # It was refused, as one that keeps more is.
+    told, silent = run(2, notes_what_was_planned_in_vain)
+    noted = [text for text in told if "faster plan" in text]
+    assert len(noted) == len(PLANS) and silent == []
+    assert "SGD, which keeps 0 bytes" in noted[0] and "made for AdamW, which keeps 2" in noted[0]
+
+
+def averages_weights() -> None:
+    for name in PLANS:
+        model = wrapped(name, make())
+        with pytest.raises(RuntimeError, match=r"cannot be copied.*get_ema_multi_avg_fn") as caught:
+            AveragedModel(model)
+        plain = make()
+        line_before, line_after = (line for line in str(caught.value).splitlines() if line.startswith("    "))
+        names = {"model": model, "get_ema_multi_avg_fn": get_ema_multi_avg_fn, "decay": 0.9}
+        wanted = {**names, "model": plain}
+        for scope in (names, wanted):
+            exec(line_before.strip(), scope)
+            with torch.no_grad():
+                for parameter in scope["model"].parameters():
+                    parameter.mul_(2)
+            exec(line_after.strip(), scope)
+        for got, want in zip(names["average"], wanted["average"], strict=True):
+            assert difference(whole(got), want) < TOLERANCE, name
+
+
+def test_averages_of_weights_are_kept_as_the_error_says() -> None:
+    run(2, averages_weights)
+
+
+class Embeddings(nn.Module):
+    """Of the two kinds."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(13, 6, **options)
+        self.bags = nn.EmbeddingBag(13, 6, **options)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.words(batch).mean() + self.bags(batch).square().mean()
+
+
+def refuses_embeddings() -> None:
+    """Where they are replicated they trained, apart on each rank; sharded ones were never renormalised."""
+    batch = batch_of(0, dist.get_rank())
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP):
+        for options, message in (
+            (
+                {"max_norm": 1.0},
+                r"words is an Embedding\(max_norm=1.0\).*bags is an EmbeddingBag.*without max_norm",
+            ),
+            (
+                {"sparse": True},
+                r"words is an Embedding\(sparse=True\).*bags is an Embed.*sparse=False",
+            ),
+        ):
+            plan = plan_by_hand(Embeddings(), mode, 2)
+            with pytest.raises(ValueError, match=message):
+                OSDP(Embeddings(**options), plan=plan)
+            with pytest.raises(ValueError, match=message):
+                OSDP(Embeddings(**options), batch, "1GiB")  # before anything is planned
+            with pytest.raises(ValueError, match=message):
+                apply(Embeddings(**options), plan)
+        frozen = Embeddings(sparse=True).requires_grad_(False)
+        OSDP(frozen, plan=plan_by_hand(frozen, mode, 2))(batch)
+
+
+def test_embeddings_that_no_plan_trains_are_refused() -> None:
+    run(2, refuses_embeddings)

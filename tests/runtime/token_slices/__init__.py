@@ -1,0 +1,1 @@
+"""Tests of ``osdp/runtime/token_slices``."""

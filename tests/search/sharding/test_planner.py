@@ -1,0 +1,268 @@
+"""From candidates to a Plan: limits kept, the best batch found, every decision explained."""
+
+import pickle
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osdp.cost.evaluate import evaluate
+from osdp.cost.sharding.problem import build_situation
+from osdp.errors import InfeasibleError
+from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
+from osdp.model.training import Training
+from osdp.plan.plan import UNGROUPED, Mode, Plan, Unit
+from osdp.search.options import Rules
+from osdp.search.sharding import planner as planning
+from osdp.search.sharding.planner import Candidate, batches, best_plan
+from osdp.search.sharding.solve import least_peak, solve, solve_bounded
+from osdp.text import format_bytes, format_seconds
+from tests.helpers.problems import random_device, random_model
+
+ONE_EACH = [Rules(allowed=(mode,)) for mode in UNGROUPED]
+
+
+def scaled(profile: Profile, batch: int) -> Profile:
+    """The profile at another batch: bytes proportional to it, seconds with a constant part."""
+
+    def one_pass(found: PassProfile) -> PassProfile:
+        seconds = found.seconds * (0.3 + 0.7 * batch)
+        return PassProfile(seconds, found.live_bytes * batch, found.peak_bytes * batch)
+
+    segments = tuple(
+        SegmentProfile(s.signature, one_pass(s.forward), one_pass(s.backward), s.saved_bytes * batch)
+        for s in profile.segments
+    )
+    return replace(profile, local_batch=batch, segments=segments)
+
+
+def peak_range(seed: int) -> tuple[int, int]:
+    """The lowest peak of any plan, and the peak of the fastest without a limit."""
+    model_desc, profile = random_model(seed, 3, 2)
+    situation = build_situation(model_desc, profile, random_device(seed), Training())
+    fastest = solve(situation, float("inf"))
+    assert fastest is not None
+    return int(-(-least_peak(situation) // 1)), int(-(-fastest.outcome.peak // 1))
+
+
+def plan_within(seed: int, limit: int, rules: Rules | None = None) -> Plan:
+    model_desc, profile = random_model(seed, 3, 2)
+    device = random_device(seed, memory_limit=limit)
+    return best_plan(model_desc, [Candidate(Training(), profile)], device, rules or Rules())
+
+
+@given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_plan_keeps_the_limit_and_says_what_it_is_for(seed: int, share: float) -> None:
+    least, most = peak_range(seed)
+    limit = int(least + share * max(most - least, 0))
+    model_desc, _ = random_model(seed, 3, 2)
+    device = random_device(seed, memory_limit=limit)
+    plan = plan_within(seed, limit)
+    assert plan.predicted.peak_bytes <= limit == plan.memory_limit
+    assert (plan.model, plan.device) == (model_desc.fingerprint, device.fingerprint)
+    assert plan.training == Training(local_batch=plan.local_batch)
+    assert plan.world_size == device.world_size
+    assert [d.operator for d in plan.decisions] == [op.name for op in model_desc.operators]
+    assert all(plan.modes[name] is unit.mode for unit in plan.units for name in unit.operators)
+    assert [unit.root for unit in plan.units].count(True) <= 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_memory_is_never_slower(seed: int) -> None:
+    least, most = peak_range(seed)
+    limits = [int(least + share * max(most - least, 0)) for share in (0.0, 0.1, 0.4, 1.0)]
+    seconds = [plan_within(seed, limit).predicted.step_seconds for limit in limits]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_decision_has_a_reason(seed: int) -> None:
+    least, most = peak_range(seed)
+    plan = plan_within(seed, int(least + 0.3 * max(most - least, 0)))
+    in_root = {name for unit in plan.units if unit.root for name in unit.operators}
+    for decision in plan.decisions:
+        told = {mode for mode in UNGROUPED if mode.value in decision.reason}
+        assert told or decision.reason == "no other choice fits the limit"
+        # To leave the root's unit for one of its own is no change of the mode.
+        assert decision.mode not in told or decision.operator in in_root
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
+    """Of each reason the first unit that has it; units alike in shape and neighbours share one."""
+    model_desc, profile = random_model(seed, 2, 2)
+    device = random_device(seed)
+    free = best_plan(model_desc, [Candidate(Training(), profile)], device)
+    device = replace(device, memory_limit=int(0.8 * free.predicted.peak_bytes))
+    try:
+        plan = best_plan(model_desc, [Candidate(Training(), profile)], device)
+    except InfeasibleError as error:
+        device = replace(device, memory_limit=error.best_peak)
+        plan = best_plan(model_desc, [Candidate(Training(), profile)], device)
+    reasons = {decision.operator: decision.reason for decision in plan.decisions}
+    seen: set[str] = set()
+    for unit in plan.units:
+        reason = reasons[unit.operators[0]]
+        if unit.root or reason in seen:
+            continue
+        seen.add(reason)
+        told = 0
+        for mode in set(UNGROUPED) - {unit.mode}:
+            other = evaluate(changed(plan, unit, mode), profile, device, Training(), model_desc)
+            slower = other.step_seconds - plan.predicted.step_seconds
+            if other.peak_bytes > device.memory_limit:
+                over = format_bytes(other.peak_bytes - device.memory_limit)
+                claim = f"{mode} would save {format_seconds(-slower)} but exceed the limit by {over}"
+                assert (claim in reason) == (slower < 0)
+            else:
+                claim = f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
+            told += claim in reason
+        assert told or reason == "no other choice fits the limit"
+
+
+def changed(plan: Plan, unit: Unit, mode: Mode) -> Plan:
+    """The plan with one unit in another mode."""
+    return replace(
+        plan,
+        decisions=tuple(replace(d, mode=mode) if d.operator in unit.operators else d for d in plan.decisions),
+        units=tuple(replace(u, mode=mode) if u == unit else u for u in plan.units),
+    )
+
+
+@pytest.mark.parametrize("rules", ONE_EACH, ids=lambda rules: rules.allowed[0].value)
+def test_forced_modes_say_so(rules: Rules) -> None:
+    plan = plan_within(1, 2**40, rules)
+    (mode,) = rules.allowed
+    in_root = {name for unit in plan.units if unit.root for name in unit.operators}
+    for decision in plan.decisions:
+        if decision.operator in in_root:
+            # A sharded operator outside blocks may join the root's unit, which is not resharded.
+            assert mode.sharded and decision.mode is Mode.SHARD_GRAD_OP
+        else:
+            assert (decision.mode, decision.reason) == (mode, "forced")
+
+
+def test_infeasible_says_what_would_help_and_travels() -> None:
+    least, _ = peak_range(2)
+    with pytest.raises(InfeasibleError) as caught:
+        plan_within(2, least - 1, ONE_EACH[-1])
+    error = caught.value
+    model_desc, profile = random_model(2, 3, 2)
+    situation = build_situation(model_desc, profile, random_device(2), Training())
+    assert error.limit == least - 1
+    assert error.best_peak == -(-least_peak(situation, rules=ONE_EACH[-1]) // 1) > error.limit
+    sizes = sorted((op.nbytes for op in model_desc.operators), reverse=True)
+    assert [op.nbytes for op in error.largest] == sizes[:3]
+    helps = "\n".join(error.suggestions)
+    for part in ("strategy=", "param_dtype='bfloat16'", f"more ranks than {random_device(2).world_size}"):
+        assert part in helps
+    assert "local batch" not in helps, "a single sample is as small as a batch gets"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+def test_the_least_peak_is_feasible_and_one_byte_less_is_not() -> None:
+    least, _ = peak_range(4)
+    assert plan_within(4, least).predicted.peak_bytes == least
+    with pytest.raises(InfeasibleError) as caught:
+        plan_within(4, least - 1)
+    assert caught.value.shortfall == 1
+
+
+def test_infeasible_batches_suggest_a_smaller_one() -> None:
+    model_desc, profile = random_model(2, 3, 2)
+    candidates = batches(Training(), (4, 8), (1,), lambda step: scaled(profile, step.local_batch))
+    with pytest.raises(InfeasibleError) as caught:
+        best_plan(model_desc, candidates, random_device(2, memory_limit=2**16))
+    assert "a local batch below 4" in "\n".join(caught.value.suggestions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -> None:
+    model_desc, profile = random_model(seed, 2, 2)
+    candidates = batches(Training(), (1, 2, 4, 8), (1,), lambda step: scaled(profile, step.local_batch))
+    assert [c.training.local_batch for c in candidates] == [8, 4, 2, 1]
+    least, _ = peak_range(seed)
+    # Room for the small batches in several modes, and for the largest in few or none.
+    device = random_device(seed, memory_limit=2 * least)
+    rates = {}
+    for candidate in candidates:
+        try:
+            alone = best_plan(model_desc, [candidate], device)
+        except InfeasibleError:
+            continue
+        rates[candidate.training.local_batch] = alone.samples_per_second
+    together = best_plan(model_desc, candidates, device)
+    assert together.samples_per_second == pytest.approx(max(rates.values()), rel=1e-9)
+    assert together.local_batch == max(rates, key=lambda batch: rates[batch])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_and_accumulation_are_chosen_together(seed: int) -> None:
+    model_desc, profile = random_model(seed, 2, 2)
+    candidates = batches(Training(), (1, 2), (1, 4), lambda step: scaled(profile, step.local_batch))
+    sizes = [(c.training.local_batch, c.training.microbatches) for c in candidates]
+    assert sizes == [(2, 4), (2, 1), (1, 4), (1, 1)]
+    least, _ = peak_range(seed)
+    device = random_device(seed, memory_limit=3 * least)
+    alone = {}
+    for size, candidate in zip(sizes, candidates, strict=True):
+        with suppress(InfeasibleError):
+            alone[size] = best_plan(model_desc, [candidate], device)
+    together = best_plan(model_desc, candidates, device)
+    best = max(plan.samples_per_second for plan in alone.values())
+    assert together.samples_per_second == pytest.approx(best, rel=1e-9)
+    assert together.optimal or not all(plan.optimal for plan in alone.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_accumulation_reduces_when_that_is_faster_and_fits(seed: int) -> None:
+    model_desc, profile = random_model(seed, 2, 2)
+    training = Training(microbatches=3)
+    least, most = peak_range(seed)
+    for limit in (least + (most - least) // 4, 2 * most):
+        device = random_device(seed, memory_limit=limit)
+        found = {}
+        for each in (True, False):
+            answer = solve(build_situation(model_desc, profile, device, training, reduce_each=each), limit)
+            if answer is not None:
+                found[each] = answer.outcome.seconds
+        if not found:
+            continue
+        plan = best_plan(model_desc, [Candidate(training, profile)], device)
+        # Joined buckets may make it faster still.
+        assert plan.predicted.step_seconds <= min(found.values()) * (1 + 1e-9)
+        assert found[plan.reduce_each_microbatch] == min(found.values())
+
+
+def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger batch loses, but its search left open whether it could have won."""
+    model_desc, profile = random_model(1, 2, 2)
+    device = random_device(1, memory_limit=peak_range(1)[1] * 4)
+    candidates = batches(Training(), (1, 2), (1,), lambda step: scaled(profile, step.local_batch))
+    assert best_plan(model_desc, candidates, device).optimal
+
+    def with_open_bound(situation, limit, **options):
+        found, bound = solve_bounded(situation, limit, **options)
+        return (found, bound) if situation.profile.local_batch == 1 else (None, bound / 2)
+
+    monkeypatch.setattr(planning, "solve_bounded", with_open_bound)
+    plan = best_plan(model_desc, candidates, device)
+    assert plan.local_batch == 1 and not plan.optimal
+    assert any("proven to be within" in note for note in plan.notes)
+
+
+def test_notes_count_the_moments_and_proven_plans_are_optimal() -> None:
+    plan = plan_within(3, peak_range(3)[0])
+    assert plan.optimal
+    (note,) = plan.notes
+    assert note.endswith("moments of the step decided the search")
+    assert int(note.split()[0]) >= 2, "at least the time and the optimizer step"
+
+
+def test_same_input_same_plan() -> None:
+    limit = peak_range(5)[0] * 2
+    assert plan_within(5, limit) == plan_within(5, limit)

@@ -1,0 +1,269 @@
+"""The search against brute force, against HiGHS, and the rows it cuts with against the judge."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osdp.cost.sharding.memory import memory_row
+from osdp.cost.sharding.problem import Situation, price_root
+from osdp.cost.sharding.simulate import Outcome, judge
+from osdp.cost.sharding.strategies import is_recomputed, kept_of
+from osdp.cost.sharding.time import time_row
+from osdp.cost.sharding.unit_costs import price_units
+from osdp.model.description import Operator, Parameter
+from osdp.plan.plan import Mode
+from osdp.search.options import Rules
+from osdp.search.sharding.candidates import build_space
+from osdp.search.sharding.milp import solve_milp
+from osdp.search.sharding.root_unit import root_choices
+from osdp.search.sharding.solve import least_peak, solve
+from tests.helpers.problems import random_situation
+
+
+def all_paths(space):
+    """Every set of candidates that partitions the chain."""
+    end = space.bounds[-1]
+
+    def extend(position, taken):
+        if position == end:
+            yield taken
+            return
+        for index in following(space, position, taken):
+            yield from extend(int(space.stop[index]), [*taken, index])
+
+    return extend(0, [])
+
+
+def following(space, position, taken):
+    """Candidates that may come next: a block is recomputed as a whole or not at all."""
+    inside = position not in space.bounds
+    return [
+        index
+        for index in np.flatnonzero(space.start == position).tolist()
+        if not inside or is_recomputed(space.way[index]) == is_recomputed(space.way[taken[-1]])
+    ]
+
+
+def space_of(situation: Situation, has_unit: bool, rules: Rules):
+    return build_space(
+        situation.timeline.chain,
+        rules,
+        root_unit=has_unit,
+        recompute=situation.timeline.recompute.possible,
+        wires=[prices.wire for prices in situation.prices.by_wire],
+    )
+
+
+def brute_force(situation: Situation, rules: Rules) -> list[tuple[Outcome, tuple]]:
+    found = []
+    for sharded, replicated, has_unit in root_choices(situation.timeline.root, rules):
+        root = price_root(situation, sharded, replicated, has_unit=has_unit)
+        space = space_of(situation, has_unit, rules)
+        for path in all_paths(space):
+            a, b, m = space.start[path], space.stop[path], space.way[path]
+            found.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+    return found
+
+
+VARIANTS = [
+    {},
+    {"tied": True},
+    {"microbatches": 3},
+    {"microbatches": 2, "reduce_each": False},
+    {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"foreach": True},
+    {"blocking": False},
+    {"blocking": True, "overlap": 0.9},
+    {"groups": 2},
+]
+
+
+#: Sharding alone, with slices and recomputation, and with host memory too.
+RULES = [
+    Rules(),
+    Rules(slices=(2,), recompute=True),
+    Rules(slices=(2,), keep=False, recompute=True, offload=True),
+]
+
+
+def brute_force_cases() -> list[Any]:
+    """Every variant under all rules; enumerating groups with host memory takes a minute and more a seed."""
+    largest, long = len(VARIANTS) - 1, [pytest.mark.slow, pytest.mark.timeout(600)]
+    return [
+        pytest.param(
+            seed, variant, rules, id=f"{seed}-{variant}-{name}",
+            marks=long if variant == largest and name == "host" else [],
+        )
+        for seed in range(3)
+        for variant in range(largest + 1)
+        for name, rules in zip(("plain", "wide", "host"), RULES, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "variant", "rules"), brute_force_cases())
+def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules) -> None:
+    situation = random_situation(100 * seed + variant, 1, 2, **VARIANTS[variant])
+    outcomes = brute_force(situation, rules)
+    peaks = np.array([outcome.peak for outcome in outcomes])
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    assert least_peak(situation, rules=rules) == peaks.min()
+    for share in (0.0, 0.05, 0.2, 0.5, 1.0):
+        limit = peaks.min() + share * (peaks.max() - peaks.min())
+        best = seconds[peaks <= limit].min()
+        answer = solve(situation, limit, rules=rules)
+        assert answer is not None
+        assert answer.outcome.peak <= limit
+        assert answer.outcome.seconds == pytest.approx(best, rel=1e-9)
+    assert solve(situation, peaks.min() - 1, rules=rules) is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
+    rules = Rules(slices=(2, 4), allowed=(Mode.NO_SHARD, Mode.FULL_SHARD))
+    situation = random_situation(seed, 1, 3)
+    outcomes = brute_force(situation, rules)
+    peaks = np.array([outcome.peak for outcome in outcomes])
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    kept = False
+    for share in (0.0, 0.05, 0.2, 0.5, 1.0):
+        limit = peaks.min() + share * (peaks.max() - peaks.min())
+        answer = solve(situation, limit, rules=rules)
+        assert answer is not None and answer.outcome.peak <= limit
+        assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
+        kept |= any(kept_of(way) for _, _, way in answer.units)
+    assert kept, "a plan that keeps some slices is the best at some limit"
+
+
+def random_path(space, rng):
+    position, taken = 0, []
+    while position < space.bounds[-1]:
+        index = rng.choice(following(space, position, taken))
+        taken.append(index)
+        position = int(space.stop[index])
+    return taken
+
+
+@given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS), rules=st.sampled_from(RULES))
+@settings(max_examples=120, deadline=None)
+def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rules) -> None:
+    """A row taken at one plan equals the judge there and never exceeds it at another."""
+    situation = random_situation(seed, 2, 3, **variant)
+    rng = random.Random(seed)
+    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, Rules()))
+    root = price_root(situation, sharded, replicated, has_unit=has_unit)
+    space = space_of(situation, has_unit, rules)
+    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+    paths = [random_path(space, rng) for _ in range(6)]
+    # Plans that shard nothing have rows of their own, and a test of their own.
+    paths = [path for path in paths if has_unit or (every.sharded | every.sliced)[path].any()]
+    outcomes = []
+    for path in paths:
+        a, b, m = space.start[path], space.stop[path], space.way[path]
+        outcomes.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+    for own, outcome in enumerate(outcomes):
+        row, constant = time_row(situation, every, root, outcome.cut)
+        for other, path in enumerate(paths):
+            value = row[path].sum() + constant
+            assert value <= outcomes[other].seconds * (1 + 1e-9)
+            if own == other:
+                assert value == pytest.approx(outcome.seconds, rel=1e-9)
+        for peak, moment in outcome.moments:
+            if not np.isfinite(peak) or peak < 0:
+                continue
+            row, constant = memory_row(situation, every, root, moment)
+            for other, path in enumerate(paths):
+                value = row[path].sum() + constant
+                assert value <= outcomes[other].peak, moment
+                if own == other:
+                    assert value == peak, moment
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
+    situation = random_situation(seed, 2, 3)
+    root = price_root(situation, (), situation.timeline.root, has_unit=False)
+    space = build_space(situation.timeline.chain, Rules(allowed=(Mode.NO_SHARD,)), root_unit=False)
+    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+    rng = random.Random(seed)
+    paths = [random_path(space, rng) for _ in range(4)]
+    for own in paths:
+        a, b, m = space.start[own], space.stop[own], space.way[own]
+        outcome = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+        row, constant = time_row(situation, every, root, outcome.cut)
+        assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
+        for other in paths:
+            a, b, m = space.start[other], space.stop[other], space.way[other]
+            seen = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+            assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rules", RULES, ids=["plain", "wide", "host"])
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_highs_on_larger_chains(seed: int, rules: Rules) -> None:
+    # Slices and recomputation make many more candidates, and HiGHS slow.
+    situation = random_situation(seed, *((3, 3) if rules.recompute else (5, 4)), tied=bool(seed % 2))
+    low, high = least_peak(situation, rules=rules), 10 * least_peak(situation, rules=rules)
+    for share in (0.02, 0.1, 0.3):
+        limit = low + share * (high - low)
+        ours = solve(situation, limit, rules=rules)
+        theirs = solve(situation, limit, rules=rules, solver=solve_milp)
+        assert ours is not None and theirs is not None
+        assert ours.bound <= theirs.outcome.seconds * (1 + 1e-6)
+        proven = ours.gap == 0 or not rules.recompute
+        assert ours.outcome.seconds <= theirs.outcome.seconds * (1 + (1e-6 if proven else 0.01))
+
+
+def test_forced_modes_are_kept() -> None:
+    situation = random_situation(3, 2, 2)
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        answer = solve(situation, np.inf, rules=Rules(allowed=(mode,)))
+        assert answer is not None
+        # An operator outside blocks may join the root unit instead of resharding on its own.
+        assert {m for _, _, m in answer.units} <= {{Mode.NO_SHARD: 0, Mode.FULL_SHARD: 2}[mode], 3}
+
+
+def test_same_input_same_answer() -> None:
+    situation = random_situation(5, 3, 3)
+    limit = 2 * least_peak(situation)
+    first, second = solve(situation, limit), solve(situation, limit)
+    assert first is not None and second is not None
+    assert first.units == second.units
+    assert list(itertools.chain(*first.units)) == list(itertools.chain(*second.units))
+
+
+@pytest.mark.parametrize("seed", [7, 10, 12])
+def test_a_limit_that_the_leanest_plan_fits_is_never_called_infeasible(seed: int) -> None:
+    """A search of bounded width once dropped all plans that fit, and the limit was called infeasible."""
+    situation = random_situation(seed, 9, 2)
+    lowest = least_peak(situation)
+    for share in (1.0, 1.003, 1.02, 1.05):
+        answer = solve(situation, lowest * share)
+        assert answer is not None
+        assert answer.outcome.peak <= lowest * share
+
+
+def test_operators_of_two_dtypes_never_share_a_sharded_unit() -> None:
+    """FSDP2 wants one dtype in a unit, the root's included."""
+    chain = [
+        Operator(name, (name,), (Parameter(f"{name}.weight", (8, 8), dtype),), None, place, place)
+        for place, (name, dtype) in enumerate([("a", "float32"), ("b", "bfloat16"), ("c", "float32")])
+    ]
+    space = build_space(chain, root_unit=True, root_dtype="float32")
+    for start, stop, mode in zip(space.start, space.stop, space.way, strict=True):
+        dtypes = {op.parameters[0].dtype for op in chain[start:stop]}
+        assert mode == 0 or len(dtypes) == 1
+        assert mode != 3 or dtypes == {"float32"}
+
+
+def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
+    """It once left the search without a path, and looping."""
+    mixed = (Parameter("a.w", (8, 8), "float32"), Parameter("a.v", (8, 8), "bfloat16"))
+    space = build_space(
+        [Operator("a", ("a",), mixed, None, 0, 0)], Rules(allowed=(Mode.FULL_SHARD,)), root_unit=False
+    )
+    assert space.way.tolist() == [0]

@@ -1,0 +1,91 @@
+"""Models that drop layers by random numbers are described and profiled as if all layers ran.
+
+Python's generator had dropped other layers in the profile than in the description, which ended as an
+``IndexError``; torch's numbers had no value among fake tensors, so that such models could not be described.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from osdp import ModelDesc
+from osdp.profiler.segments import profile_segments
+from osdp.tracing.single_draws import SingleDraws
+
+DEPTH = 6
+
+
+class Dropping(nn.Module):
+    """Six layers, each of which runs or does not."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule = rule
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
+
+    def drops(self) -> bool:
+        match self.rule:
+            case "python":
+                return random.random() < 0.5
+            case "numpy":
+                return bool(np.random.rand() < 0.5)
+            case "torch":
+                return bool(torch.rand([]) < 0.5)
+            case "item":
+                return torch.rand(1).item() < 0.5
+            case "survival":
+                return bool(torch.rand(1) > 0.5)
+        raise ValueError(self.rule)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.drops():
+                x = x + torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("rule", ["python", "numpy", "torch", "item", "survival"])
+def test_all_layers_are_described_and_profiled(rule: str) -> None:
+    model, batch = Dropping(rule), torch.randn(4, 8)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    desc = ModelDesc.from_module(model, batch)
+    assert sum(operator.executed for operator in desc.operators) == DEPTH
+    profile = profile_segments(model, batch, desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
+    assert {p.signature for p in profile} == {s.signature for s in desc.segments}
+    assert states[0] == random.getstate()
+    assert states[1] == np.random.get_state()[1].tolist()
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def test_no_model_runs_all_layers_by_both_rules() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Dropping("torch"), Dropping("survival")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.one(x))
+
+    model, batch = Both(), torch.randn(4, 8)
+    desc = ModelDesc.from_module(model, batch)
+    # What of the two runs is described, and then profiled, is the same.
+    assert sum(operator.executed for operator in desc.operators) == DEPTH
+    profile_segments(model, batch, desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_single_draws(largest: bool) -> None:
+    with SingleDraws(largest=largest) as draws:
+        pass
+    assert not draws.happened
+    with SingleDraws(largest=largest) as draws:
+        drawn = [random.random(), np.random.rand(), torch.rand(1, 1).item(), *(torch.rand([]) for _ in "ab")]
+        several = torch.rand(1000)
+        # Algorithms that draw until something holds come to an end.
+        random.gauss(0, 1), random.normalvariate(0, 1), random.randrange(1000), random.sample(range(50), 20)
+    assert draws.happened
+    assert all(d > 0.9999 if largest else d < 0.0001 for d in drawn)
+    assert several.max() > 0.5 > several.min()
