@@ -36,7 +36,7 @@ from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Training
 from osdp.api import make_pipeline_plan
 from osdp.hardware.profile import Profile
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.profiler.links.stage_link import measure_stage_link
@@ -104,7 +104,7 @@ def compare(rank: int, world_size: int, *, contest: str, rounds: int) -> dict[st
     del world_size
     given = CONTESTS[contest]
     case, training = given.case, given.training
-    mesh = parallel_mesh(case.model(device="meta"), Degrees(given.ranks, 1, 1))
+    mesh = parallel_mesh(case.model(device="meta"), ParallelDims(given.ranks, 1, 1))
     once = replace(training, microbatches=1)
     if given.awake is None:
         setting = make_setting_together(case, once, mesh["dp"])

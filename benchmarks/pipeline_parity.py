@@ -25,7 +25,7 @@ from benchmarks.support.candidates import given_device
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.profiler.roofline import estimate
 
 BATCH, MICROBATCHES = 16, 4
@@ -92,7 +92,7 @@ def device_of(dp: int) -> DeviceInfo:
         links=(*device.links, *links),
         flops=1e10,
         memory_bandwidth=1e10,
-        stage_link=StageLink(1e-4, 1e9),
+        stage_link=PointToPointLink(1e-4, 1e9),
     )
 
 

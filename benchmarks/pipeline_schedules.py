@@ -32,8 +32,8 @@ from benchmarks.support.stages import Line, Naps, most_in_flight, pipeline_step,
 from benchmarks.support.turns import take_turns
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec
 from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
-from osdp.hardware.device_info import StageLink
-from osdp.plan.dims import Degrees
+from osdp.hardware.device_info import PointToPointLink
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.schedule import SCHEDULES, Schedule, default_stages_per_rank
 from osdp.profiler.links.stage_link import measure_stage_link
@@ -57,7 +57,7 @@ COMPUTED = gpt2("gpt2-staged", layers=8, width=128, heads=4, length=64, vocab=10
 _DRIFT = 2**14
 
 
-def known_link(link: StageLink) -> DeviceInfo:
+def known_link(link: PointToPointLink) -> DeviceInfo:
     """One data-parallel rank for each stage; its speeds, which nobody measured, decide nothing."""
     return DeviceInfo(memory_limit=UNLIMITED, stage_link=link, flops=1e10, memory_bandwidth=1e10)
 
@@ -71,7 +71,7 @@ def bounds_of(num_stages: int) -> tuple[int, ...]:
     return (0, *(1 + each * stage for stage in range(1, num_stages)), NUM_LAYERS + 2)
 
 
-def predict(schedule: Schedule, link: StageLink, nbytes: int) -> PipelineOutcome:
+def predict(schedule: Schedule, link: PointToPointLink, nbytes: int) -> PipelineOutcome:
     """What the set seconds and the link come to."""
     naps = NAPS.times(NUM_LAYERS // schedule.num_stages)
     send = link.seconds(nbytes)
@@ -92,7 +92,7 @@ def predict(schedule: Schedule, link: StageLink, nbytes: int) -> PipelineOutcome
 def time_schedules(rank: int, world_size: int, *, microbatches: list[int], rounds: int) -> list[Row]:
     """Worker: a row for each schedule and number of microbatches."""
     del rank
-    mesh = parallel_mesh(EMULATED.model(), Degrees(world_size, 1, 1))
+    mesh = parallel_mesh(EMULATED.model(), ParallelDims(world_size, 1, 1))
     group = mesh["pp"].get_group()
     link = measure_stage_link(group, torch.device("cpu"))
     sample = EMULATED.sample(LOCAL_BATCH)
@@ -165,7 +165,7 @@ def time_rows(ranks: int, microbatches: list[int], rounds: int) -> list[Row]:
 def peaks(rank: int, world_size: int, *, plans: list[str]) -> list[int]:
     """Worker: this rank's peak under each plan."""
     del rank
-    mesh = parallel_mesh(COMPUTED.model(), Degrees(world_size, 1, 1))
+    mesh = parallel_mesh(COMPUTED.model(), ParallelDims(world_size, 1, 1))
     return [_peak(codec.from_json(PipelinePlan, text), mesh) for text in plans]
 
 
@@ -188,7 +188,7 @@ def _peak(plan: PipelinePlan, mesh: Any) -> int:
 
 def memory_rows(setting: Setting, ranks: int, microbatches: Sequence[int]) -> list[Row]:
     """Each rank's peak under each schedule."""
-    line = Line.of(setting, known_link(StageLink(1e-4, 1e9)), ranks)
+    line = Line.of(setting, known_link(PointToPointLink(1e-4, 1e9)), ranks)
     plans = [
         line.cut(line.by_layers(ranks * default_stages_per_rank(name)), name, count)
         for count in microbatches

@@ -33,7 +33,7 @@ from osdp.cluster.calibration.calibrate import Fitted, cross_validation, fit, le
 from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
-from osdp.cluster.hardware import Gpu, NodeType, Wire
+from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 
 Floats = NDArray[np.float64]
 
@@ -44,8 +44,8 @@ NODE = NodeType(
     name="8 x A100-80GB",
     gpu=Gpu("A100-80GB", 312e12, 81920 * 2**20, 2039e9, 108),
     devices=8,
-    inside=Wire(229e9, 7e-6),
-    outside=Wire(0.9 * 100e9, 2e-5),
+    inside=NetworkLink(229e9, 7e-6),
+    outside=NetworkLink(0.9 * 100e9, 2e-5),
 )
 SETTING = Setting(NODE)
 

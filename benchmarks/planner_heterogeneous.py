@@ -33,14 +33,14 @@ from benchmarks.support.turns import take_turns
 from osdp import OSDP, Training
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
-from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Wire
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
 from osdp.cluster.layer_profile import LayerProfile, LayerTime
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.runnable import runnable_plan
 from osdp.cluster.search.layouts import best_layouts
-from osdp.cluster.search.space import Space
+from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.transformer import Item, TransformerShape
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.shard_math import part_sizes
 from osdp.profiler.links.stage_link import measure_stage_link
@@ -60,8 +60,8 @@ SHAPE = TransformerShape(
 LOAD = Workload(
     shape=SHAPE, global_batch=GLOBAL_BATCH, weight_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8
 )
-SPACE = Space(
-    samples=(SAMPLES,), schedules=("1f1b",), recompute=(Recompute.NONE,), zero=(0,), token_slices=(1,)
+SPACE = LayoutSpace(
+    samples=(SAMPLES,), schedules=("1f1b",), recompute=(RecomputeLayers.NONE,), zero=(0,), token_slices=(1,)
 )
 
 
@@ -90,11 +90,11 @@ def model(slow: bool, *, awake: bool = False) -> Case:
 def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
     """The cluster with its measured link, and the layers' times on both kinds of device."""
     kinds = [("fast", 1), ("slow", SLOWNESS)]
-    wire = Wire(bandwidth, latency)
+    wire = NetworkLink(bandwidth, latency)
     groups = []
     for name, _ in kinds:
         gpu = Gpu(name, 1e12, 8 * GIB, 1e11)
-        groups.append(NodeGroup(NodeType(name, gpu, 2, wire, Wire(2 * bandwidth, latency)), 1))
+        groups.append(NodeGroup(NodeType(name, gpu, 2, wire, NetworkLink(2 * bandwidth, latency)), 1))
     profiles = [
         LayerProfile(
             name,
@@ -126,7 +126,7 @@ def contest(prices: ClusterPrices) -> list[Entry]:
         Entry(EVEN, price(prices, planned.layout, (0, *accumulate(even)), planned.slots)),
     ]
     for pp, dp in ((4, 1), (2, 2), (1, 4)):
-        layout = Layout(Degrees(pp, dp, 1), SAMPLES, GLOBAL_BATCH // dp // SAMPLES)
+        layout = ParallelLayout(ParallelDims(pp, dp, 1), SAMPLES, GLOBAL_BATCH // dp // SAMPLES)
         for first in (0, 1) if pp > 1 else (0,):
             slots = _slots(pp, first)
             for kind, sizes in _cuts(pp, slots).items():
@@ -137,18 +137,18 @@ def contest(prices: ClusterPrices) -> list[Entry]:
     return entries
 
 
-def _slots(pp: int, first: int) -> tuple[Slot, ...]:
+def _slots(pp: int, first: int) -> tuple[StageSlot, ...]:
     if pp == 1:
-        return (Slot((1, 1)),)
+        return (StageSlot((1, 1)),)
     nodes = [(1, 0), (0, 1)]
-    return tuple(Slot(nodes[host], pp // 2) for host in (first, 1 - first) for _ in range(pp // 2))
+    return tuple(StageSlot(nodes[host], pp // 2) for host in (first, 1 - first) for _ in range(pp // 2))
 
 
 def _order(first: int) -> str:
     return "slow host first" if first else "fast host first"
 
 
-def _cuts(pp: int, slots: tuple[Slot, ...]) -> dict[str, tuple[int, ...]]:
+def _cuts(pp: int, slots: tuple[StageSlot, ...]) -> dict[str, tuple[int, ...]]:
     """Items of each stage: as many layers each, or in proportion to speed; ends with their neighbours."""
     found = {EVEN: list(part_sizes(LAYERS, pp))}
     if pp > 1:
@@ -165,7 +165,7 @@ def compare(rank: int, world_size: int, *, rounds: int, quick: bool) -> dict[str
     """Worker: measure the link, plan, and time all layouts in turn; ranks 0 and 1 are on the first host."""
     del world_size
     torch.set_num_threads(1)
-    probe = parallel_mesh(model(False).model(device="meta"), Degrees(4, 1, 1))
+    probe = parallel_mesh(model(False).model(device="meta"), ParallelDims(4, 1, 1))
     link = agreed(measure_stage_link(probe["pp"].get_group(), torch.device("cpu")))
     prices = prices_of(link.latency, link.bandwidth)
     entries = contest(prices)

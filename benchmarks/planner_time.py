@@ -20,14 +20,14 @@ from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.stage_table import SlotStages
+from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.cost.step import price
 from osdp.cluster.file import known_gpus, make_gpu
-from osdp.cluster.hardware import Cluster, NodeGroup, NodeType, Wire
+from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup, NodeType
 from osdp.cluster.known_transformers import SHAPES
 from osdp.cluster.plan import ClusterPlan, Workload
 from osdp.cluster.search.layouts import best_layouts
-from osdp.cluster.search.space import Space, families
+from osdp.cluster.search.space import LayoutSpace, families
 from osdp.cluster.transformer import TransformerShape
 
 #: FASOP's: 16 heads where GPT-2 XL has 25, so that 2 and 4 ranks can share a layer.
@@ -62,7 +62,7 @@ class Problem:
         groups = []
         for name, count, devices, inside, outside in self.nodes:
             gpu = make_gpu(name, known_gpus()[name])
-            node = NodeType(name, gpu, devices, Wire(inside, 6e-6), Wire(outside, 6e-6))
+            node = NodeType(name, gpu, devices, NetworkLink(inside, 6e-6), NetworkLink(outside, 6e-6))
             groups.append(NodeGroup(node, count))
         return Cluster(tuple(groups))
 
@@ -101,7 +101,7 @@ def row_of(problem: Problem, repeats: int) -> Row:
         began, computed = time.perf_counter(), time.process_time()
         load = Workload(shape=problem.shape, global_batch=problem.global_batch)
         prices = ClusterPrices(problem.cluster(), load)
-        answers.append(best_layouts(prices, Space()))
+        answers.append(best_layouts(prices, LayoutSpace()))
         seconds.append((time.perf_counter() - began, time.process_time() - computed))
     found = answers[0]
     row: Row = {
@@ -141,7 +141,7 @@ def row_of(problem: Problem, repeats: int) -> Row:
 def proof_row() -> Row:
     """The best of a small space, and the least price of everything in it."""
     prices = ClusterPrices(SMALL.cluster(), Workload(shape=SMALL.shape, global_batch=SMALL.global_batch))
-    found = best_layouts(prices, Space())
+    found = best_layouts(prices, LayoutSpace())
     began = time.perf_counter()
     listed = [plan.step_seconds for plan in everything(prices) if plan.fits]
     row: Row = {
@@ -161,9 +161,9 @@ def proof_row() -> Row:
 def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
     """Every layout of the space with every cut in every order of the nodes."""
     num_items = len(prices.items)
-    for family in families(prices.cluster, prices.cluster.counts, prices.workload, Space()):
+    for family in families(prices.cluster, prices.cluster.counts, prices.workload, LayoutSpace()):
         cells = family.cells
-        priced = [{slot: SlotStages(prices, way, slot) for slot in cells.slots} for way in family.ways]
+        priced = [{slot: StagePricer(prices, way, slot) for slot in cells.slots} for way in family.ways]
         kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
         for order in sorted(set(permutations(kinds))):
             slots = [cells.slots[kind] for kind in order for _ in range(cells.stages[kind])]

@@ -30,10 +30,10 @@ from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.models import Case, bert, gpt2, llama
 from osdp import DeviceInfo, Link, ModelDesc, Training
-from osdp.cost.sharding.problem import Situation, build_situation
+from osdp.cost.sharding.problem import ShardingProblem, build_situation
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.profiler.roofline import estimate
-from osdp.search.options import SHARDING, SLICES, Rules
+from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.solve import least_peak, solve
 from osdp.text import format_bytes
 
@@ -61,7 +61,7 @@ class Problem:
     memory_limit: int
     batches: tuple[int, ...]
     param_dtype: str | None = None
-    rules: Rules = SHARDING
+    rules: SearchOptions = SHARDING
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ GPT3 = _gpt2("gpt3-175b", 96, 12288, 96, 2048)
 ORIGINAL = bert("original-48x1024", layers=48, width=1024, heads=16, length=512, vocab=30522)
 LLAMA = llama("llama-7b", layers=32, width=4096, heads=32, length=2048, vocab=32000)
 
-WIDE = Rules(slices=SLICES, recompute=True)
+WIDE = SearchOptions(slices=SLICES, recompute=True)
 
 PROBLEMS = (
     Problem(GPT3, 64, 80 * GIB, EIGHT, "bfloat16", WIDE),
@@ -155,7 +155,7 @@ def solve_all(problem: Problem, model_desc: ModelDesc, *, milp_seconds: float | 
     return {"seconds": time.perf_counter() - begin, "slowest_batch_seconds": slowest, "plan": best}
 
 
-def situation_of(problem: Problem, model_desc: ModelDesc, device: DeviceInfo, batch: int) -> Situation:
+def situation_of(problem: Problem, model_desc: ModelDesc, device: DeviceInfo, batch: int) -> ShardingProblem:
     """What the search is given for one batch size."""
     training = Training(local_batch=batch, param_dtype=problem.param_dtype)
     return build_situation(model_desc, estimate(model_desc, device, training), device, training)

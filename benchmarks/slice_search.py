@@ -28,7 +28,7 @@ from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.terapipe_numbers import BY_NUMBER, P3_16XLARGE
 from benchmarks.token_pipeline_paper import calibrate, tables
 from osdp.cost.token_slices.step import StepBound
-from osdp.search.token_slices.planner import TokenOutcome, TokenProblem, solve_tokens
+from osdp.search.token_slices.planner import TokenOutcome, TokenSliceProblem, solve_tokens
 from osdp.search.token_slices.slices import slice_grid
 
 Floats = NDArray[np.float64]
@@ -67,12 +67,12 @@ class Problem:
         model = f"setting {self.setting}"
         return f"{model}, {self.length} tokens, {self.stages} stages, batch {self.batch}, {self.schedule}"
 
-    def make(self) -> TokenProblem:
+    def make(self) -> TokenSliceProblem:
         """Its tables: one layer to a stage, and microbatches of one, two or four sequences."""
         setting = replace(BY_NUMBER[self.setting], length=self.length, layers=self.stages, pp=self.stages)
         sizes = [size for size in (1, 2, 4) if self.batch % size == 0]
         known = {size: tables(setting, CURVE, P3_16XLARGE, size) for size in sizes}
-        return TokenProblem(known, self.batch, self.stages, self.schedule)
+        return TokenSliceProblem(known, self.batch, self.stages, self.schedule)
 
 
 PROBLEMS = tuple(

@@ -33,21 +33,21 @@ from benchmarks.support.turns import take_turns
 from osdp import OSDP, ModelDesc, TokenSlices, Training, codec
 from osdp.cost.token_slices.latency_fit import fit
 from osdp.cost.token_slices.step import SliceTables, simulate_slices, slice_tables
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.hardware.token_latency import BatchLatency, PassLatency, TokenLatency, TokenSamples
 from osdp.integrations.huggingface import causal_lm_loss
 from osdp.integrations.huggingface.decoder_stage import decoder_stage
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.schedule import make_schedule
 from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.profiler.roofline import estimate
 from osdp.profiler.token_latency import measure_token_latency
 from osdp.runtime.mesh import parallel_mesh
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
-from osdp.search.token_slices.planner import TokenProblem, solve_tokens
+from osdp.search.token_slices.planner import TokenSliceProblem, solve_tokens
 from osdp.tracing.dataflow import trace_flow
 
 LENGTH, GRANULARITY = 2048, 32
@@ -95,18 +95,20 @@ def staged_plan(case: Case, ranks: int, dtype: torch.dtype = torch.float32) -> P
     training = Training(local_batch=1, microbatches=1)
     model, sample = case.model().to(dtype), case.sample(1)
     model_desc, flow = ModelDesc.from_module(model, sample), trace_flow(model, sample)
-    device = known_link(StageLink(1e-4, 1e9))
+    device = known_link(PointToPointLink(1e-4, 1e9))
     candidate = Candidate(training, estimate(model_desc, device, training))
     blocks = [index for index, step in enumerate(flow.steps) if ".h." in step.module]
     each = len(blocks) // ranks
     cuts = (0, *(blocks[each * stage] for stage in range(1, ranks)), len(flow.steps))
-    return plan_at(cuts, model_desc, flow, candidate, device, Rules(), Degrees(ranks, 1, 1), SLICED)
+    return plan_at(
+        cuts, model_desc, flow, candidate, device, SearchOptions(), ParallelDims(ranks, 1, 1), SLICED
+    )
 
 
 def compare(rank: int, world_size: int, **given: Any) -> dict[str, Any]:
     """Worker: time slices of a stage, search, and time all ways in turn."""
     contest = Contest(**given)
-    mesh = parallel_mesh(decoder(1, 32).model(device="meta"), Degrees(world_size, 1, 1))
+    mesh = parallel_mesh(decoder(1, 32).model(device="meta"), ParallelDims(world_size, 1, 1))
     link = measure_stage_link(mesh["pp"].get_group(), torch.device("cpu"))
     if contest.samples is None:
         samples = measured_slices()
@@ -119,7 +121,7 @@ def compare(rank: int, world_size: int, **given: Any) -> dict[str, Any]:
         return slice_tables(latency, 1, LENGTH, granularity=GRANULARITY, link=link)
 
     tables = tables_of(latency)
-    found = solve_tokens(TokenProblem({1: tables}, contest.batch, world_size, SLICED))
+    found = solve_tokens(TokenSliceProblem({1: tables}, contest.batch, world_size, SLICED))
     assert found.uniform is not None
     ways = {
         GPIPE: ("gpipe", TokenSlices((LENGTH,))),
@@ -222,7 +224,7 @@ def exactness(rank: int, world_size: int, *, length: int) -> float:
     """Worker: the largest error of gradients in float64."""
     del rank
     case = decoder(2 * world_size, 64, length)
-    mesh = parallel_mesh(case.model(device="meta"), Degrees(world_size, 1, 1))
+    mesh = parallel_mesh(case.model(device="meta"), ParallelDims(world_size, 1, 1))
     plan = staged_plan(case, world_size, torch.float64)
     model = OSDP(case.model().double(), plan=plan, mesh=mesh)
     tokens = case.sample(2)["input_ids"]

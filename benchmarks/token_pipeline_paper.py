@@ -44,7 +44,7 @@ from benchmarks.support.terapipe_numbers import (
 from osdp.cost.token_slices.step import SliceTables, simulate_slices, slice_grid_points
 from osdp.plan.schedule import make_schedule
 from osdp.plan.token_slices import TokenSlices
-from osdp.search.token_slices.planner import TokenProblem, solve_tokens
+from osdp.search.token_slices.planner import TokenSliceProblem, solve_tokens
 
 CALIBRATION = "9"
 GRANULARITY = 8
@@ -169,7 +169,7 @@ def predicted(setting: Setting, curve: Curve, machine: Machine = P3_16XLARGE) ->
     whole = seconds_of(setting, curve, TokenSlices((setting.length,)), machine)
     sizes = [size for size in SIZES if parts % size == 0]
     known = {size: tables(setting, curve, machine, size) for size in sizes}
-    outcome = solve_tokens(TokenProblem(known, parts, setting.pp, "gpipe", end))
+    outcome = solve_tokens(TokenSliceProblem(known, parts, setting.pp, "gpipe", end))
     best = outcome.best
     return {
         "name": setting.name,

@@ -14,7 +14,7 @@ from examples.text_model import Wrap, build
 from examples.training_run import Settings
 from osdp import OSDP, DeviceInfo, ModelDesc, PipelinePlan, Plan, Training, make_pipeline_plan, make_plan
 from osdp.cost.evaluate import evaluate
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Mode, Unit
 from osdp.profiler.measure import profile_model
 
@@ -89,7 +89,7 @@ def make_planning(
 
 def make_stage_planning(
     settings: Settings,
-    layout: Degrees,
+    layout: ParallelDims,
     schedule: str | None,
     microbatches: int,
     limit: int | None,

@@ -12,9 +12,9 @@ from examples.token_options import in_one_line, make_parser, numbers
 from osdp import codec
 from osdp.cost.token_slices.latency_fit import fit
 from osdp.cost.token_slices.step import slice_tables
-from osdp.hardware.device_info import DeviceInfo, StageLink
+from osdp.hardware.device_info import DeviceInfo, PointToPointLink
 from osdp.hardware.token_latency import TokenLatency, TokenSamples
-from osdp.search.token_slices.planner import TokenChoice, TokenOutcome, TokenProblem, solve_jointly
+from osdp.search.token_slices.planner import TokenChoice, TokenOutcome, TokenSliceProblem, solve_jointly
 from osdp.text import format_seconds
 
 
@@ -39,7 +39,7 @@ class Solution:
     layers: int
     devices: int
     batch: int
-    link: StageLink | None
+    link: PointToPointLink | None
     outcomes: tuple[TokenOutcome, ...]
 
 
@@ -53,7 +53,7 @@ def solve(
     stages: Sequence[int],
     batch: int,
     schedules: Sequence[str],
-    link: StageLink | None,
+    link: PointToPointLink | None,
 ) -> Solution:
     """The best slices for each number of stages that divides the devices, whose pipelines share the batch.
 
@@ -82,7 +82,7 @@ def solve(
             )
             for entry in latency.batches
         }
-        problems += [TokenProblem(tables, own, num_stages, schedule) for schedule in schedules]
+        problems += [TokenSliceProblem(tables, own, num_stages, schedule) for schedule in schedules]
     outcomes = solve_jointly(problems)
     return Solution(latency, length, granularity, layers, devices, batch, link, outcomes)
 

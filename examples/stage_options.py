@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from osdp.plan.dims import Degrees, degrees
+from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.schedule import SCHEDULES, make_schedule
 
 #: Microbatches for each rank of a pipeline where no flag says how many.
@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def stages_of(options: argparse.Namespace, world_size: int) -> Degrees | None:
+def stages_of(options: argparse.Namespace, world_size: int) -> ParallelDims | None:
     """The degrees that the flags ask for, also set in ``options``; ``None`` for data parallelism alone.
 
     Raises:
@@ -42,7 +42,7 @@ def stages_of(options: argparse.Namespace, world_size: int) -> Degrees | None:
     return layout
 
 
-def _misfits(options: argparse.Namespace, layout: Degrees) -> list[str]:
+def _misfits(options: argparse.Namespace, layout: ParallelDims) -> list[str]:
     """Numbers that do not fit each other."""
     found = []
     if options.heads % layout.tp:
@@ -61,7 +61,7 @@ def _misfits(options: argparse.Namespace, layout: Degrees) -> list[str]:
     return found
 
 
-def _idle(options: argparse.Namespace, layout: Degrees) -> list[str]:
+def _idle(options: argparse.Namespace, layout: ParallelDims) -> list[str]:
     """What stages cannot do."""
     found = []
     if "OSDP" not in options.strategies:

@@ -22,7 +22,7 @@ from examples.text_data import Corpus
 from examples.text_model import Size, Wrap
 from examples.training_run import Part, Run, Settings, peak_on_cpu, train
 from osdp.integrations.paper_options import GROUP_TYPES, gen_fsdp_args
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def layout_of(options: argparse.Namespace) -> Degrees | None:
+def layout_of(options: argparse.Namespace) -> ParallelDims | None:
     """The degrees of stages that the flags ask for, if any; mistaken flags end the program with one line."""
     if "RANK" not in os.environ:
         raise SystemExit("start this with torchrun: " + (__doc__ or "").strip().split("\n")[-1].strip())
@@ -134,7 +134,7 @@ def read_corpus(options: argparse.Namespace) -> Corpus:
         raise SystemExit(f"error: --data: {error}") from error
 
 
-def settings_of(options: argparse.Namespace, world_size: int, layout: Degrees | None) -> Settings:
+def settings_of(options: argparse.Namespace, world_size: int, layout: ParallelDims | None) -> Settings:
     """The settings that the flags describe.
 
     ``--batch`` counts samples per process; in stages those of a microbatch on one data-parallel process.
@@ -144,13 +144,13 @@ def settings_of(options: argparse.Namespace, world_size: int, layout: Degrees | 
     return Settings(size, options.batch * shares, options.steps, options.lr, options.seed)
 
 
-def part_of(name: str, part: Part, layout: Degrees | None) -> Part:
+def part_of(name: str, part: Part, layout: ParallelDims | None) -> Part:
     """``part``, in stages if the strategy called ``name`` makes some."""
     return replace(part, layout=layout) if name == "OSDP" else part
 
 
 def plan_for(
-    options: argparse.Namespace, settings: Settings, part: Part, layout: Degrees | None
+    options: argparse.Namespace, settings: Settings, part: Part, layout: ParallelDims | None
 ) -> "Planning | None":
     """The planning, printed and saved; ``None`` if nothing asks for it."""
     if "OSDP" not in options.strategies:
@@ -222,7 +222,7 @@ def measured_peaks(
     settings: Settings,
     corpus: Corpus,
     part: Part,
-    layout: Degrees | None,
+    layout: ParallelDims | None,
 ) -> dict[str, int]:
     """Peak bytes of each strategy on the worst process; ends the process group on CPU."""
     if part.device.type == "cuda":

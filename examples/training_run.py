@@ -18,9 +18,9 @@ from benchmarks.support.memory_oracle import Step, fake_group, measure_peak
 from examples.text_data import Corpus, batch, masked
 from examples.text_model import Size, Wrap, build
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.runtime.pipeline.messages import Messages
-from osdp.runtime.steps import Steps
+from osdp.runtime.steps import StepRunner
 
 #: Token ids and labels, each of shape ``(samples, length)``.
 Inputs = dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ class Part:
     rank: int
     world_size: int
     device: torch.device
-    layout: Degrees | None = None
+    layout: ParallelDims | None = None
 
     @property
     def share(self) -> tuple[int, int]:
@@ -163,8 +163,8 @@ def _apart(model: nn.Module, inputs: Inputs) -> tuple[Inputs, torch.Tensor, Call
     return {"input_ids": inputs["input_ids"]}, inputs["labels"], loss_fn
 
 
-def _steps(model: nn.Module) -> Steps:
-    found: Steps = cast(Any, model)._applied.steps
+def _steps(model: nn.Module) -> StepRunner:
+    found: StepRunner = cast(Any, model)._applied.steps
     return found
 
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.hardware.device_info import DeviceInfo, StageLink
+from osdp.hardware.device_info import DeviceInfo, PointToPointLink
 from osdp.hardware.profile import Profile
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.options import PlanOptions
-from osdp.plan.dims import Degrees, degrees
+from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Mode
 from osdp.plan.schedule import SCHEDULES, split_backward_refused
 from osdp.profiler.cache import MeasurementCache, placement
@@ -29,7 +29,7 @@ from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
 from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.tracing.loss import NotedLoss
 from osdp.tracing.sample_batch import SampleBatch
 
@@ -50,7 +50,7 @@ _MICROBATCHES = 4
 
 def laid_out(
     model: nn.Module, mesh: "DeviceMesh | None", pp: int | None, dp: int | None, tp: int | None
-) -> "tuple[Degrees, DeviceMesh | None]":
+) -> "tuple[ParallelDims, DeviceMesh | None]":
     """The degrees, and the mesh of the live process group if there is one.
 
     Raises:
@@ -59,14 +59,14 @@ def laid_out(
     if mesh is None and not dist.is_initialized():
         if pp is None or dp is None:
             raise ValueError("without a process group both pp= and dp= must be given")
-        return Degrees(pp, dp, tp or 1), None
+        return ParallelDims(pp, dp, tp or 1), None
     if mesh is None:
         found = degrees(dist.get_world_size(), pp, dp, tp)
         return found, parallel_mesh(model, found)
     names = mesh.mesh_dim_names or ()
     if tuple(names) != AXES:
         raise ValueError(f"stages need a mesh with the axes {AXES}, this one has {names}")
-    found = Degrees(*(mesh[axis].size() for axis in AXES))
+    found = ParallelDims(*(mesh[axis].size() for axis in AXES))
     asked = {"pp": pp, "dp": dp, "tp": tp}
     wrong = [f"{name}={value}" for name, value in asked.items() if value not in (None, getattr(found, name))]
     if wrong:
@@ -78,7 +78,7 @@ def laid_out(
 
 def stage_devices(
     device_info: DeviceInfo | str | int | None,
-    layout: Degrees,
+    layout: ParallelDims,
     mesh: "DeviceMesh | None",
     group_sizes: Sequence[int] | None,
     cache: MeasurementCache,
@@ -112,7 +112,7 @@ def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None", cache: Measur
     device = _agreed(device, mesh)
     where, pipeline = device_of(mesh), mesh["pp"].get_group()
     facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
-    link = cache.measured("stage_link", StageLink, facts, lambda: measure_stage_link(pipeline, where))
+    link = cache.measured("stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where))
     slowdowns = device.slowdowns
     if device.ranks_per_core == 1 and not slowdowns:
         slowdowns = cache.measured(
@@ -131,14 +131,14 @@ def _agreed(device: DeviceInfo, mesh: "DeviceMesh") -> DeviceInfo:
     return replace(device, memory_limit=limit, ranks_per_core=-cores)
 
 
-def with_microbatches(training: Training, layout: Degrees) -> Training:
+def with_microbatches(training: Training, layout: ParallelDims) -> Training:
     """The training with enough microbatches to fill a pipeline, if it has one."""
     if training.microbatches > 1 or layout.pp == 1:
         return training
     return replace(training, microbatches=_MICROBATCHES * layout.pp)
 
 
-def usable_schedules(name: str | None, layout: Degrees, training: Training) -> tuple[str, ...]:
+def usable_schedules(name: str | None, layout: ParallelDims, training: Training) -> tuple[str, ...]:
     """The schedule that was asked for, or those that can run.
 
     Raises:
@@ -292,7 +292,7 @@ def detected(
     return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 
-def rules_of(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> Rules:
+def rules_of(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> SearchOptions:
     """What the search may use.
 
     Raises:
@@ -306,7 +306,7 @@ def rules_of(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo
             "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
         )
     free = allowed == tuple(Mode) and not two_step
-    return Rules(
+    return SearchOptions(
         allowed=allowed,
         slices=tuple(options["slices"]) if free else (),
         recompute=options["recompute"] and free,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OneRank:
+class RankModel:
     """What is planned for: a model, or the part of it that one of several ranks computes.
 
     Attributes:
@@ -77,7 +77,7 @@ def one_rank(
     *,
     loss_fn: Callable[..., Any] | None,
     policy: Callable[..., Any] | None,
-) -> OneRank:
+) -> RankModel:
     """What one of ``degree`` ranks computes; all ranks of the process group call it alike.
 
     Args:
@@ -95,14 +95,14 @@ def one_rank(
     if degree == 1:
         if sequence_parallel:
             raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
-        return OneRank(model, whole)
+        return RankModel(model, whole)
     options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
     plan = from_first_rank(lambda: derive(model, batch, degree, **options))
     atoms: Sequence[str] = policy_atoms(model, policy) if policy is not None else marked_modules(model)
     with allowed_to_run(model):
         part, log = imagine(skeleton(model, on_meta), plan)
         desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
-    return OneRank(part, desc.desc, desc)
+    return RankModel(part, desc.desc, desc)
 
 
 def with_tensor_links(device: DeviceInfo, mesh: "DeviceMesh | None", cache: MeasurementCache) -> DeviceInfo:

@@ -22,9 +22,9 @@ from osdp.plan.dims import degrees
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
-from osdp.runtime.pipeline.apply import AppliedPipeline, apply_pipeline
+from osdp.runtime.pipeline.apply import PipelinedModel, apply_pipeline
 from osdp.text import parse_bytes
 from osdp.tracing.sample_batch import SampleBatch
 
@@ -159,12 +159,12 @@ def _layout_of(plan: Plan | PipelinePlan) -> dict[str, int]:
     return {"pp": 1, "dp": plan.world_size, "tp": 1}
 
 
-def applied_model(model: nn.Module, asked: Asked) -> AppliedPlan | AppliedPipeline:
+def applied_model(model: nn.Module, asked: Asked) -> ShardedModel | PipelinedModel:
     """``model`` under the plan that was given, or under one that is made as ``asked``."""
     return _in_stages(model, asked) or _whole(model, asked)
 
 
-def _in_stages(model: nn.Module, asked: Asked) -> AppliedPipeline | None:
+def _in_stages(model: nn.Module, asked: Asked) -> PipelinedModel | None:
     """The model in stages or tensor-parallel parts; ``None`` if neither is asked for."""
     plan, layout, options = asked.plan, asked.degrees, asked.options
     if isinstance(plan, Plan) or (plan is None and not _asks_for_stages(layout, asked.mesh)):
@@ -204,7 +204,7 @@ def _asks_for_stages(layout: dict[str, int | None], mesh: DeviceMesh | None) -> 
     return found.pp > 1 or found.tp > 1
 
 
-def _whole(model: nn.Module, asked: Asked) -> AppliedPlan:
+def _whole(model: nn.Module, asked: Asked) -> ShardedModel:
     """The whole model on data-parallel ranks."""
     plan, options = asked.plan, asked.options
     assert not isinstance(plan, PipelinePlan)

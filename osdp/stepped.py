@@ -9,7 +9,7 @@ from torch import nn
 
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
-from osdp.runtime.steps import Steps
+from osdp.runtime.steps import StepRunner
 
 if TYPE_CHECKING:
     from osdp.integrations.huggingface.token_step import Slicer
@@ -26,7 +26,7 @@ class Stepped:
 
     module: nn.Module
     plan: Plan | PipelinePlan
-    _steps: Steps
+    _steps: StepRunner
 
     def train_step(
         self,
@@ -137,7 +137,7 @@ class Stepped:
                 ``()`` sequences do not end early.
             pad_token_id: Token after the end of a sequence; as the model is configured if ``None``.
             sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
-                :class:`osdp.runtime.pipeline.generation.Choice`.
+                :class:`osdp.runtime.pipeline.generation.Sampling`.
 
         Returns:
             Prompts and new tokens, of shape ``(samples, length + at most max_new_tokens)``, until all

@@ -17,14 +17,14 @@ from osdp.options import PlanOptions, check_known, complete, lists_options
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
-from osdp.runtime import AppliedPlan
+from osdp.runtime import ShardedModel
 from osdp.runtime.mesh import device_of
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
-from osdp.runtime.pipeline.apply import AppliedPipeline, steps_of
+from osdp.runtime.pipeline.apply import PipelinedModel, steps_of
 from osdp.runtime.sharding.module_api import PlannedModule
 from osdp.runtime.torch_private.modules import share_registries
 from osdp.stepped import Stepped
@@ -71,7 +71,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
     module: nn.Module
     plan: Plan | PipelinePlan
-    _applied: AppliedPlan | AppliedPipeline
+    _applied: ShardedModel | PipelinedModel
     _optimizer_check: OptimizerCheck
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
@@ -106,13 +106,13 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
 
-    def _own(self, applied: AppliedPlan | AppliedPipeline, before: PlainParameters) -> None:
+    def _own(self, applied: ShardedModel | PipelinedModel, before: PlainParameters) -> None:
         # Registered as a child the model would put "module." before every name.
         self.__dict__["module"] = applied.model
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
         self.__dict__["_steps"] = steps_of(applied)
-        if isinstance(applied, AppliedPipeline):
+        if isinstance(applied, PipelinedModel):
             # What checkpoints of stages need to know (osdp.runtime.checkpoint.InStages).
             self.__dict__["owners"] = applied.owners
             self.__dict__["stage_group"] = applied.stage_group
@@ -159,8 +159,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         return context
 
     @property
-    def _osdp_applied(self) -> AppliedPlan:
-        if isinstance(self._applied, AppliedPipeline):
+    def _osdp_applied(self) -> ShardedModel:
+        if isinstance(self._applied, PipelinedModel):
             raise RuntimeError(
                 "the methods of FSDP2 are not for stages, which communicate as their schedule says; they "
                 "accumulate inside a step: pass train_step(..., num_microbatches=)"
@@ -213,7 +213,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "assign=True would replace the parameters that the optimizer and the shards refer to; "
                 "load with assign=False, which copies into them"
             )
-        if isinstance(self._applied, AppliedPipeline):
+        if isinstance(self._applied, PipelinedModel):
             return self._applied.load_state_dict(state_dict, strict)
         return load_into(self.module, state_dict, strict)
 
@@ -247,7 +247,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "OSDP":
         """Call ``fn`` with every module of the model, whose parameters are what is stored of them."""
-        if isinstance(self._applied, AppliedPlan):
+        if isinstance(self._applied, ShardedModel):
             self._applied.settle()
         self.module.apply(fn)
         return self

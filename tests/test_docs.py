@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from osdp import DeviceInfo, Link
-from osdp.hardware.device_info import COLLECTIVES, StageLink
+from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from tests.helpers.distributed import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ def known_device(
     return replace(
         alone,
         links=links if size > 1 else (),
-        stage_link=StageLink(1e-4, 1e9),
+        stage_link=PointToPointLink(1e-4, 1e9),
         tensor_links=tensor_links if size < dist.get_world_size() else (),
     )
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from osdp.plan.plan import Mode
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand, split
@@ -39,7 +39,7 @@ def plain(**options: Any) -> Towers:
     return Towers(gated=False, **options).double()
 
 
-def models(**options: Any) -> Iterator[tuple[str, Towers, AppliedPlan]]:
+def models(**options: Any) -> Iterator[tuple[str, Towers, ShardedModel]]:
     """The net under every layout, the last ones in slices."""
     for layout, (modes, groups) in LAYOUTS.items():
         for slices in (1, 2):

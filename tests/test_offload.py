@@ -21,7 +21,7 @@ from osdp.plan.plan import Mode, Plan, Unit
 from osdp.plan.shard_math import shard_numel
 from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.search.sharding.solve import least_peak
 from tests.helpers.distributed import run
@@ -30,7 +30,7 @@ from tests.helpers.plans import offload, plan_by_hand
 from tests.helpers.problems import random_device, random_model
 from tests.test_parity import LAYOUTS
 
-HOST_TOO = Rules(offload=True)
+HOST_TOO = SearchOptions(offload=True)
 
 
 def least_on_device(seed: int, **options: object) -> int:
@@ -41,7 +41,7 @@ def least_on_device(seed: int, **options: object) -> int:
     )
 
 
-def plan_at(seed: int, limit: int, rules: Rules = HOST_TOO, **options: object) -> Plan:
+def plan_at(seed: int, limit: int, rules: SearchOptions = HOST_TOO, **options: object) -> Plan:
     model_desc, profile = random_model(seed, 3, 2)
     device = random_device(seed, memory_limit=limit, **options)
     return best_plan(model_desc, [Candidate(Training(), profile)], device, rules)
@@ -56,7 +56,7 @@ def test_only_what_does_not_fit_the_device_goes_to_host_memory(seed: int) -> Non
     least = least_on_device(seed)
     assert not offloaded(plan_at(seed, least))
     with pytest.raises(InfeasibleError):
-        plan_at(seed, least - 1, Rules())
+        plan_at(seed, least - 1, SearchOptions())
     just_below = plan_at(seed, least - 1)
     assert offloaded(just_below) and just_below.predicted.peak_bytes < least
     assert "host memory" in just_below.notes[-1] and "offloaded to host memory" in " ".join(
@@ -80,7 +80,7 @@ def test_a_unit_in_host_memory_costs_its_way_there_and_back(seed: int) -> None:
     host = HostLink(to_device=2e8, to_host=5e8, memory=2**40)
     device = random_device(seed, blocking=True, host=host)
     candidate = [Candidate(Training(), profile)]
-    plan = best_plan(model_desc, candidate, device, Rules(allowed=(Mode.FULL_SHARD,)))
+    plan = best_plan(model_desc, candidate, device, SearchOptions(allowed=(Mode.FULL_SHARD,)))
     chosen = next(unit for unit in plan.units if unit.mode is Mode.FULL_SHARD and not unit.root)
     away = replace(plan, units=tuple(replace(unit, offloaded=unit is chosen) for unit in plan.units))
     parameters = [p for name in chosen.operators for p in model_desc.operator(name).parameters]
@@ -92,7 +92,7 @@ def test_a_unit_in_host_memory_costs_its_way_there_and_back(seed: int) -> None:
 
 
 def test_what_stands_in_the_way_of_host_memory_is_said() -> None:
-    def why(rules: Rules = HOST_TOO, **options: object) -> str:
+    def why(rules: SearchOptions = HOST_TOO, **options: object) -> str:
         with pytest.raises(InfeasibleError) as caught:
             plan_at(0, 1, rules, **options)
         return str(caught.value)
@@ -101,7 +101,7 @@ def test_what_stands_in_the_way_of_host_memory_is_said() -> None:
     assert "what CPU devices hold is in host memory already" in why(host=None)
     assert "a measured DeviceInfo.host" in why(host=None, **gpu)
     assert "more host memory than 1 B" in why(host=HostLink(1e9, 1e9, 1), **gpu)
-    assert "offload=True" in why(Rules(), **gpu)
+    assert "offload=True" in why(SearchOptions(), **gpu)
     assert "offload" not in why(**gpu)
 
 
@@ -140,7 +140,8 @@ def planned_and_trained() -> tuple[bool, float, float]:
     )
     profile = estimate(model_desc, device, training)
     on_device = least_peak(
-        build_situation(model_desc, profile, device, training), rules=Rules(slices=(2,), recompute=True)
+        build_situation(model_desc, profile, device, training),
+        rules=SearchOptions(slices=(2,), recompute=True),
     )
     tight = replace(device, memory_limit=int(on_device) - 1)
     plan = make_plan(None, model_desc, tight, training=training, profile=profile, slices=(2,))

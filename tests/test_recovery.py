@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from osdp.plan.plan import Mode, Plan
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from osdp.runtime.ranks.control import LockstepError
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand, split
@@ -42,7 +42,7 @@ class Towers(nn.Module):
         return y
 
 
-def _made(plan: str) -> tuple[nn.Module, AppliedPlan, nn.Module]:
+def _made(plan: str) -> tuple[nn.Module, ShardedModel, nn.Module]:
     torch.manual_seed(3)
     net = Towers().double()
     plain = copy.deepcopy(net)

@@ -241,7 +241,7 @@ def test_code_that_a_folder_names_runs_only_if_it_is_trusted(described: Path, tm
 
 def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
     # Transformers takes an attention from the hub, and runs it, if its name has a slash.
-    source = codec.load(cli_models.Source, described / "source.json")
+    source = codec.load(cli_models.ModelSource, described / "source.json")
     for field in (
         "_attn_implementation=kernels-of/evil",
         r'_attn_implementation="kernels-of\u002fevil"',

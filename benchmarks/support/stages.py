@@ -21,10 +21,10 @@ from benchmarks.support.baselines import TrainStep, make_optimizer, rank_batches
 from benchmarks.support.candidates import Setting
 from benchmarks.support.models import Batch, Case, loss_of
 from osdp import OSDP, DeviceInfo, Training
-from osdp.model.dataflow import Flow
-from osdp.plan.dims import Degrees
+from osdp.model.dataflow import Dataflow
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
@@ -153,7 +153,7 @@ class Line:
     """
 
     setting: Setting
-    flow: Flow
+    flow: Dataflow
     device: DeviceInfo
     pp: int
 
@@ -173,8 +173,8 @@ class Line:
             self.flow,
             Candidate(training, self.setting.profile),
             self.device,
-            Rules(recompute=False, slices=()),
-            Degrees(self.pp, 1, 1),
+            SearchOptions(recompute=False, slices=()),
+            ParallelDims(self.pp, 1, 1),
             schedule,
         )
 

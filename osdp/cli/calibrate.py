@@ -9,7 +9,7 @@ from osdp.cluster.calibration.measured_step import read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
-from osdp.cluster.plan import Recompute
+from osdp.cluster.plan import RecomputeLayers
 
 #: Part of the specified bandwidth that a cluster file takes collectives to reach.
 SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
@@ -34,8 +34,8 @@ def calibrate_steps(
     if len(groups) > 1:
         kinds = ", ".join(group.node.name for group in groups)
         raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
-    if recompute not in (None, *Recompute):
-        raise ValueError(f"--recomputation {recompute}: there are {', '.join(Recompute)}")
+    if recompute not in (None, *RecomputeLayers):
+        raise ValueError(f"--recomputation {recompute}: there are {', '.join(RecomputeLayers)}")
     steps = read_steps(data)
     most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
     if most > there:
@@ -44,7 +44,7 @@ def calibrate_steps(
             "they ran on"
         )
     setting = Setting(groups[0].node, vocabulary, flash)
-    again = assumed_recompute(steps, setting) if recompute is None else Recompute(recompute)
+    again = assumed_recompute(steps, setting) if recompute is None else RecomputeLayers(recompute)
     setting = replace(setting, recompute=again)
     found = calibrate(steps, setting)
     found.save(out)

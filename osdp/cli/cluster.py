@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cli.models import changed_fields, named_shape
-from osdp.cli.outputs import Outputs
+from osdp.cli.outputs import OutputFiles
 from osdp.cli.runnable import require_buildable, traced_prices, write_runnable
 from osdp.cluster.calibration.calibrate import Calibration
 from osdp.cluster.cost.schedule import BUBBLE_SHARE
@@ -23,11 +23,11 @@ from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of,
 from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerProfile
-from osdp.cluster.plan import MIXED, ClusterPlan, Layout, Recompute, Workload, num_layers
+from osdp.cluster.plan import MIXED, ClusterPlan, ParallelLayout, RecomputeLayers, Workload, num_layers
 from osdp.cluster.search.infeasible import check_space, nothing_fits
 from osdp.cluster.search.layouts import arrange, every_layout
-from osdp.cluster.search.objectives import Objective, Wish, best_plans, pareto
-from osdp.cluster.search.space import Space, families
+from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto
+from osdp.cluster.search.space import LayoutSpace, families
 from osdp.model.description import DTYPE_BYTES
 from osdp.text import format_bytes, parse_bytes
 
@@ -40,7 +40,7 @@ _HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ClusterRequest:
     """What the command line asked for; ``None`` and empty are "whatever is best".
 
     Attributes:
@@ -113,7 +113,7 @@ class Request:
             return ClusterPrices(cluster, workload, profiles=profiles)
         return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
 
-    def space(self, workload: Workload) -> Space:
+    def space(self, workload: Workload) -> LayoutSpace:
         """What is left to choose for a workload.
 
         Raises:
@@ -128,16 +128,18 @@ class Request:
                 "schedule 'zb-h1' computes gradients of weights apart, which 16-bit weights do not "
                 "allow; plans on a cluster compute in 16 bits"
             )
-        if self.recompute not in (None, MIXED, *Recompute):
-            raise ValueError(f"--recomputation {self.recompute}: there are {', '.join(Recompute)}, {MIXED}")
-        if self.recompute == Recompute.SELECTIVE and workload.flash:
+        if self.recompute not in (None, MIXED, *RecomputeLayers):
+            raise ValueError(
+                f"--recomputation {self.recompute}: there are {', '.join(RecomputeLayers)}, {MIXED}"
+            )
+        if self.recompute == RecomputeLayers.SELECTIVE and workload.flash:
             raise ValueError(
                 "--recomputation selective drops the scores of attention, which flash attention never keeps; "
                 "say --no-flash, or full"
             )
         if self.zero not in (None, MIXED, *_STAGES):
             raise ValueError(f"--zero {self.zero}: ZeRO has the stages {', '.join(_STAGES)}, and {MIXED}")
-        space = Space(
+        space = LayoutSpace(
             tp=_only(self.tp), pp=_only(self.pp), dp=_only(self.dp), samples=_only(self.micro_batch)
         )
         if self.schedule is not None:
@@ -154,9 +156,9 @@ class Request:
         return None if self.zero == MIXED else int(self.zero or 0)
 
     @property
-    def way_to_recompute(self) -> Recompute | None:
+    def way_to_recompute(self) -> RecomputeLayers | None:
         """What is computed again, nothing by default; likewise."""
-        return None if self.recompute == MIXED else Recompute(self.recompute or "none")
+        return None if self.recompute == MIXED else RecomputeLayers(self.recompute or "none")
 
 
 def _require_measured(
@@ -197,8 +199,8 @@ def _require_measured(
 
 
 def plan_on_cluster(
-    request: Request,
-    outputs: Outputs,
+    request: ClusterRequest,
+    outputs: OutputFiles,
     *,
     objective: str,
     top: int | None,
@@ -278,7 +280,7 @@ def _basis(prices: ClusterPrices) -> str:
     )
 
 
-def estimate_layout(request: Request, partition: str | None, echo: Callable[[str], None]) -> None:
+def estimate_layout(request: ClusterRequest, partition: str | None, echo: Callable[[str], None]) -> None:
     """Price one layout: print its row and what each number is made of.
 
     Args:
@@ -299,7 +301,7 @@ def estimate_layout(request: Request, partition: str | None, echo: Callable[[str
     if request.pp == 1 and request.schedule not in (None, "1f1b"):
         raise ValueError(f"--schedule {request.schedule} orders several stages, and --pp 1 is one")
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
-    layout: Layout = replace(
+    layout: ParallelLayout = replace(
         family.plain,
         schedule=request.schedule or "1f1b",
         recompute=request.way_to_recompute,
@@ -360,7 +362,7 @@ def _require_all(partition: str, bounds: Sequence[int], prices: ClusterPrices, p
 
 def _wish(
     objective: str, top: int, parts: bool, budget: float | None, deadline: str | None, steps: int | None
-) -> Wish:
+) -> PlannerGoal:
     if objective not in (*Objective, "pareto"):
         raise ValueError(f"--objective {objective}: there are {', '.join(Objective)}, pareto")
     if (budget is not None or deadline is not None) and steps is None:
@@ -378,7 +380,7 @@ def _wish(
         raise ValueError(f"{', '.join(low)}: at least 1 is needed")
     if budget is not None and budget <= 0:
         raise ValueError(f"--budget {budget:g}: a budget is more than 0 dollars")
-    return Wish(
+    return PlannerGoal(
         objective=Objective.TIME if objective == "pareto" else Objective(objective),
         top=top,
         parts=parts,

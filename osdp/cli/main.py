@@ -35,7 +35,7 @@ from osdp.cli.models import (
     PROFILE,
     SOURCE,
     TRAINING,
-    Source,
+    ModelSource,
     build,
     described_model,
     measured_layers,
@@ -44,7 +44,7 @@ from osdp.cli.models import (
     require_described,
     require_whole,
 )
-from osdp.cli.outputs import Outputs
+from osdp.cli.outputs import OutputFiles
 
 app = typer.Typer(
     add_completion=False,
@@ -165,7 +165,7 @@ def profile(
         named = {MODEL: model_desc, DEVICE: device_info, PROFILE: timed, TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
-        codec.save(Source(model, tuple(fields), batch, seq, tp), out / SOURCE)
+        codec.save(ModelSource(model, tuple(fields), batch, seq, tp), out / SOURCE)
         typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
 
 
@@ -236,7 +236,7 @@ def plan(
     )  # fmt: skip
     cli_cluster.plan_on_cluster(
         request,
-        Outputs(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
+        OutputFiles(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
         objective=objective, top=top, parts=subsets, budget=budget, deadline=deadline, every=every,
         echo=typer.echo, progress=_progress,
     )  # fmt: skip
@@ -295,10 +295,10 @@ def layers(
 
 def _request(
     model: str | None, cluster: Path | None, global_batch: int | None, **options: Any
-) -> cli_cluster.Request:
+) -> cli_cluster.ClusterRequest:
     if model is None or cluster is None or global_batch is None:
         raise ValueError("a layout on a cluster needs --model, --cluster and --global-batch")
-    return cli_cluster.Request(model=model, cluster=cluster, global_batch=global_batch, **options)
+    return cli_cluster.ClusterRequest(model=model, cluster=cluster, global_batch=global_batch, **options)
 
 
 def _progress(what: str) -> Callable[[int, int], None]:

@@ -35,7 +35,7 @@ _TOLD = {"heads", "causal"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """What ``osdp profile`` was asked to describe.
 
     Attributes:
@@ -232,10 +232,10 @@ def measured_layers(described: Path, gpu: str, model: str) -> LayerProfile:
     )
 
 
-def _source(described: Path) -> Source:
+def _source(described: Path) -> ModelSource:
     if not Path(described, SOURCE).exists():
         raise ValueError(f"{described} does not say where its model came from; run osdp profile again")
-    return codec.load(Source, described / SOURCE)
+    return codec.load(ModelSource, described / SOURCE)
 
 
 def named_shape(name: str, overrides: Mapping[str, Any], *, trust_code: bool = False) -> TransformerShape:

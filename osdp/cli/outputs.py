@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outputs:
+class OutputFiles:
     """Where answers go, beside what is printed.
 
     Attributes:

@@ -28,7 +28,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
 from osdp.text import parse_bytes
 from osdp.text_file import DEEPEST, parse_json, quoted, read_text
 
@@ -231,8 +231,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
         name=str(fields.get("name", name)),
         gpu=gpu,
         devices=devices,
-        inside=Wire(link, latency),
-        outside=Wire(network, far),
+        inside=NetworkLink(link, latency),
+        outside=NetworkLink(network, far),
         price=_price(node.at("price")) if "price" in fields else None,
     )
     return NodeGroup(kind, int(node.at("count").number(whole=True)))

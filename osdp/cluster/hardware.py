@@ -38,7 +38,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class NetworkLink:
     """A link in one direction, while the other direction is in use as well.
 
     Attributes:
@@ -96,8 +96,8 @@ class NodeType:
     name: str
     gpu: Gpu
     devices: int
-    inside: Wire
-    outside: Wire
+    inside: NetworkLink
+    outside: NetworkLink
     price: Price | None = None
 
     def __post_init__(self) -> None:

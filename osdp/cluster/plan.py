@@ -8,7 +8,7 @@ from pathlib import Path
 
 from osdp import codec
 from osdp.cluster.transformer import LAYERS, Item, TransformerShape
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 
 CLUSTER_PLAN_VERSION = 2
 
@@ -16,7 +16,7 @@ CLUSTER_PLAN_VERSION = 2
 MIXED = "mixed"
 
 
-class Recompute(StrEnum):
+class RecomputeLayers(StrEnum):
     """Activation recomputation of layers.
 
     - ``NONE``: all activations are saved for backward.
@@ -30,7 +30,7 @@ class Recompute(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LayerStrategy:
     """Sharding and recomputation strategy of items on the data-parallel ranks of a stage.
 
     Attributes:
@@ -40,11 +40,11 @@ class Way:
     """
 
     zero: int = 0
-    recompute: Recompute = Recompute.NONE
+    recompute: RecomputeLayers = RecomputeLayers.NONE
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRun:
     """Consecutive items of a stage with the same strategy.
 
     Attributes:
@@ -52,7 +52,7 @@ class Run:
         stop: Index in the chain of the item after the last one.
     """
 
-    way: Way
+    way: LayerStrategy
     stop: int
 
 
@@ -101,7 +101,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """Parallelism and batch of a step, before the chain is cut into stages and these are placed.
 
     Attributes:
@@ -110,20 +110,20 @@ class Layout:
         microbatches: Microbatches per step on one data-parallel rank.
         schedule: Name of the pipeline schedule.
         recompute: Activation recomputation; ``None`` if it is chosen item by item.
-        zero: ZeRO stage (:class:`Way`); ``None`` if it is chosen item by item.
+        zero: ZeRO stage (:class:`LayerStrategy`); ``None`` if it is chosen item by item.
         token_slices: Number of equal slices per sequence, which the stages process as a pipeline.
     """
 
-    degrees: Degrees
+    degrees: ParallelDims
     samples: int
     microbatches: int
     schedule: str = "1f1b"
-    recompute: Recompute | None = Recompute.NONE
+    recompute: RecomputeLayers | None = RecomputeLayers.NONE
     zero: int | None = 0
     token_slices: int = 1
 
     @property
-    def way(self) -> Way:
+    def way(self) -> LayerStrategy:
         """Strategy of all items.
 
         Raises:
@@ -133,7 +133,7 @@ class Layout:
             raise ValueError(
                 f"strategies of {self} are chosen item by item; see the runs of its plan for each item's"
             )
-        return Way(self.zero, self.recompute)
+        return LayerStrategy(self.zero, self.recompute)
 
     @property
     def by_item(self) -> bool:
@@ -150,13 +150,13 @@ class Layout:
         """Name of its recomputation."""
         return MIXED if self.recompute is None else self.recompute.value
 
-    def living(self, way: Way) -> "Layout":
+    def living(self, way: LayerStrategy) -> "ParallelLayout":
         """The same layout with one strategy for all items."""
         return replace(self, zero=way.zero, recompute=way.recompute)
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class StageSlot:
     """Nodes that one stage runs on.
 
     Attributes:
@@ -267,12 +267,12 @@ class ClusterPlan:
 
     model: str
     cluster: str
-    layout: Layout
+    layout: ParallelLayout
     bounds: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[StageSlot, ...]
     seconds: StepSeconds
     stages: tuple[StageBytes, ...]
-    runs: tuple[tuple[Run, ...], ...] = ()
+    runs: tuple[tuple[LayerRun, ...], ...] = ()
     dollars_per_second: float | None = None
     optimal: bool = False
     version: int = CLUSTER_PLAN_VERSION
@@ -293,13 +293,13 @@ class ClusterPlan:
         return all(stage.total <= stage.limit for stage in self.stages)
 
     @property
-    def thriftiest(self) -> Layout:
+    def thriftiest(self) -> ParallelLayout:
         """Most memory-saving uniform layout: the highest ZeRO stage and recomputation of any item."""
         if not self.layout.by_item:
             return self.layout
         ways = [run.way for stage in self.runs for run in stage]
-        again = max((way.recompute for way in ways), key=list(Recompute).index)
-        return self.layout.living(Way(max(way.zero for way in ways), again))
+        again = max((way.recompute for way in ways), key=list(RecomputeLayers).index)
+        return self.layout.living(LayerStrategy(max(way.zero for way in ways), again))
 
     @property
     def dollars_per_step(self) -> float | None:

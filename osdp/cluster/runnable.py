@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from osdp.api import make_plan
-from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.slot_links import Home, home_of
+from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerBytes, layer_bytes
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Workload, chunks
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
 from osdp.errors import InfeasibleError
-from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, StageLink
-from osdp.model.dataflow import Flow
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
+from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.pipeline import PipelinePlan
@@ -32,7 +32,7 @@ from osdp.plan.plan import Mode, Plan
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.rank_model import one_rank
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
@@ -56,7 +56,7 @@ def runnable_plan(
     *,
     kind: str = "cuda",
     optimizer: str = "AdamW",
-    rates: Rates = PUBLISHED,
+    rates: Efficiencies = PUBLISHED,
 ) -> Plan | PipelinePlan:
     """Make the plan that ``OSDP(model, ..., plan=...)`` runs.
 
@@ -90,7 +90,7 @@ def runnable_plan(
     # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
     wanted = _ANY if layout.zero is None else _MODES[layout.zero]
     for modes in dict.fromkeys((wanted, _ANY)):
-        rules = Rules(allowed=modes, recompute=layout.recompute is not Recompute.NONE)
+        rules = SearchOptions(allowed=modes, recompute=layout.recompute is not RecomputeLayers.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
                 made: Plan | PipelinePlan = _flat(model_desc, device, training, rules)
@@ -183,7 +183,7 @@ def _require_sliceable(model: nn.Module, slices: int) -> None:
         ) from error
 
 
-def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
+def _noted(made: Plan | PipelinePlan, layout: ParallelLayout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
     """The plan with notes on where it differs from its layout."""
     stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
     if layout.by_item:
@@ -196,12 +196,12 @@ def _noted(made: Plan | PipelinePlan, layout: Layout, modes: Sequence[Mode]) -> 
         )
     elif layout.zero in (1, 2):
         made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
-    if layout.recompute is Recompute.FULL and not all(stage.recomputed for stage in stages):
+    if layout.recompute is RecomputeLayers.FULL and not all(stage.recomputed for stage in stages):
         made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
     return made
 
 
-def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: Rules) -> Plan:
+def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: SearchOptions) -> Plan:
     strategy = rules.allowed[0] if len(rules.allowed) == 1 else None
     return make_plan(
         None, model_desc, device, training=training, strategy=strategy, recompute=rules.recompute, slices=()
@@ -216,7 +216,7 @@ def _staged(
     model_desc: ModelDesc,
     device: DeviceInfo,
     training: Training,
-    rules: Rules,
+    rules: SearchOptions,
 ) -> PipelinePlan:
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
     # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
@@ -247,7 +247,7 @@ def _staged(
     return replace(found, token_slices=TokenSlices.uniform(workload.shape.sequence, slices))
 
 
-def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
+def step_bounds(flow: Dataflow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:
     """First step of the dataflow in each stage, followed by the number of steps.
 
     Args:
@@ -277,7 +277,7 @@ def step_bounds(flow: Flow, model_desc: ModelDesc, layers: Sequence[int]) -> tup
 
 
 def device_of_stage(
-    plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str, rates: Rates = PUBLISHED
+    plan: ClusterPlan, cluster: Cluster, workload: Workload, kind: str, rates: Efficiencies = PUBLISHED
 ) -> DeviceInfo:
     """Data-parallel devices of the first stage, with the slowdowns and memory limits of the other stages.
 
@@ -285,7 +285,7 @@ def device_of_stage(
     """
     # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
     # of each kind, for which the slowest of all stages counts.
-    by_slot = {slot: home_of(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
+    by_slot = {slot: slot_hardware(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
     pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
     slowdowns = tuple(pace[0] / flops for flops in pace)
@@ -323,8 +323,8 @@ def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def _stage_link(homes: Sequence[Home]) -> StageLink:
-    return StageLink(
+def _stage_link(homes: Sequence[SlotHardware]) -> PointToPointLink:
+    return PointToPointLink(
         max(home.between.latency for home in homes), min(home.between.bandwidth for home in homes)
     )
 

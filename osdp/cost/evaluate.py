@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from osdp.cost.sharding.memory import Moment
-from osdp.cost.sharding.problem import RootPrice, Situation, build_situation, price_root
-from osdp.cost.sharding.simulate import Outcome, judge
+from osdp.cost.sharding.memory import PeakMoment
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_situation, price_root
+from osdp.cost.sharding.simulate import StepEstimate, simulate_step
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     OFFLOADED,
@@ -25,7 +25,7 @@ from osdp.cost.sharding.strategies import (
     sliced_way,
 )
 from osdp.cost.sharding.unit_costs import price_units
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -57,10 +57,10 @@ def evaluate(
         model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch
     )
     units, root = price_plan(situation, plan)
-    return prediction(situation, judge(situation, units, root))
+    return prediction(situation, simulate_step(situation, units, root))
 
 
-def prediction(situation: Situation, outcome: Outcome) -> Prediction:
+def prediction(situation: ShardingProblem, outcome: StepEstimate) -> Prediction:
     """The simulated step as the ``Prediction`` of a plan."""
     # Communication that compute does not hide.
     communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
@@ -75,7 +75,7 @@ def prediction(situation: Situation, outcome: Outcome) -> Prediction:
     )
 
 
-def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
+def price_plan(situation: ShardingProblem, plan: Plan) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the plan's units over the chain, and of its operators outside it.
 
     Raises:
@@ -136,13 +136,13 @@ def price_plan(situation: Situation, plan: Plan) -> tuple[Units, RootPrice]:
     return units, price_root(situation, sharded, replicated, has_unit=has_unit)
 
 
-def _way_of(situation: Situation, unit: Unit) -> int:
+def _way_of(situation: ShardingProblem, unit: Unit) -> int:
     """Strategy of a unit that FSDP2 shards, or of a replicated one."""
     way = FULL_SHARD if unit.mode is Mode.HYBRID_SHARD else WAY_OF[unit.mode]
     return way + OFFLOADED * unit.offloaded + WIRE * _wire_of(situation, unit)
 
 
-def _wire_of(situation: Situation, unit: Unit) -> int:
+def _wire_of(situation: ShardingProblem, unit: Unit) -> int:
     """Index of a unit's shard group.
 
     Raises:
@@ -171,7 +171,7 @@ def _wire_of(situation: Situation, unit: Unit) -> int:
     return number
 
 
-def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -> list[str]:
+def _slice_faults(situation: ShardingProblem, unit: Unit, slices: Mapping[str, int]) -> list[str]:
     """Faults of a unit's slices: operators that cannot run in slices."""
     cut = [name for name in unit.operators if slices[name] > 1]
     if not cut:
@@ -183,7 +183,7 @@ def _slice_faults(situation: Situation, unit: Unit, slices: Mapping[str, int]) -
     return faults
 
 
-def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+def _kept_faults(situation: ShardingProblem, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
     """Faults of operators that keep slices gathered where that has no use."""
     for start, _, way in units:
         operator = situation.timeline.chain[start]
@@ -196,14 +196,16 @@ def _kept_faults(situation: Situation, units: Sequence[tuple[int, int, int]]) ->
             yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
 
 
-def _again(situation: Situation, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
+def _again(situation: ShardingProblem, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
     """``unit`` with the RECOMPUTED flag if its block is recomputed."""
     start, stop, way = unit
     block = situation.timeline.chain[start].block
     return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
 
 
-def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[int, int, int]]) -> list[str]:
+def _recompute_faults(
+    situation: ShardingProblem, plan: Plan, units: Sequence[tuple[int, int, int]]
+) -> list[str]:
     """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
     chain, again = situation.timeline.chain, situation.timeline.recompute
     blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
@@ -222,7 +224,7 @@ def _recompute_faults(situation: Situation, plan: Plan, units: Sequence[tuple[in
     return faults
 
 
-def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]:
+def _differences(plan: Plan, known: set[str], situation: ShardingProblem) -> list[str]:
     decided = set(plan.modes)
     faults = [f"the plan decides {name!r}, which the model does not have" for name in sorted(decided - known)]
     faults += [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
@@ -233,7 +235,7 @@ def _differences(plan: Plan, known: set[str], situation: Situation) -> list[str]
     return faults
 
 
-def describe_moment(situation: Situation, moment: Moment) -> str:
+def describe_moment(situation: ShardingProblem, moment: PeakMoment) -> str:
     """Human-readable description of ``moment``."""
     chain = situation.timeline.chain
     if moment.kind == "step":

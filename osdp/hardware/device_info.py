@@ -71,7 +71,7 @@ class HostLink:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLink:
+class PointToPointLink:
     """A message from one rank to the next of its pipeline, while all pipelines send.
 
     Attributes:
@@ -139,7 +139,7 @@ class DeviceInfo:
     memory_bandwidth: float = 0.0
     host: HostLink | None = None
     ranks_per_core: int = 1
-    stage_link: StageLink | None = None
+    stage_link: PointToPointLink | None = None
     slowdowns: tuple[float, ...] = ()
     rank_limits: tuple[int, ...] = ()
     tensor_links: tuple[Link, ...] = ()

@@ -41,7 +41,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class StepInput:
     """A value among the arguments of a step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -65,11 +65,11 @@ class Step:
 
     module: str
     call: int
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[StepInput, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class CutBarrier:
     """A range of steps before which the model cannot be cut.
 
     Attributes:
@@ -87,7 +87,7 @@ _NONE = Affine(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Flow:
+class Dataflow:
     """The steps of a forward and the values between them.
 
     Attributes:
@@ -101,9 +101,9 @@ class Flow:
             batch.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ModuleCall, ...]
     values: tuple[Value, ...]
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[CutBarrier, ...] = ()
     idle: tuple[str, ...] = ()
     loose: tuple[tuple[str, int], ...] = ()
     remade: Affine = _NONE
@@ -154,7 +154,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArgumentSlot:
     """A pytree leaf of the arguments of a step."""
 
     module: str
@@ -177,13 +177,13 @@ class Transfer:
 
     source: int
     target: int
-    taken: Place
-    places: tuple[Place, ...]
+    taken: ArgumentSlot
+    places: tuple[ArgumentSlot, ...]
     differentiable: bool
     value: int
 
 
-def transfers(flow: Flow, bounds: Sequence[int]) -> tuple[Transfer, ...]:
+def transfers(flow: Dataflow, bounds: Sequence[int]) -> tuple[Transfer, ...]:
     """Values sent between stages: each one once, directly to each stage that uses it.
 
     Args:
@@ -197,13 +197,13 @@ def transfers(flow: Flow, bounds: Sequence[int]) -> tuple[Transfer, ...]:
     # 1. The stage of each step: (num_steps,).
     stage_of = [stage for stage, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
     # 2. Arguments that another stage computed. A value from before the first step (-1) belongs to stage 0.
-    taken: dict[int, Place] = {}
-    places: dict[tuple[int, int], list[Place]] = {}
+    taken: dict[int, ArgumentSlot] = {}
+    places: dict[tuple[int, int], list[ArgumentSlot]] = {}
     for stage, step in zip(stage_of, flow.steps, strict=True):
         for arrival in step.arrivals:
             if stage_of[max(flow.values[arrival.value].step, 0)] == stage:
                 continue
-            place = Place(step.module, step.call, arrival.leaf)
+            place = ArgumentSlot(step.module, step.call, arrival.leaf)
             taken.setdefault(arrival.value, place)
             places.setdefault((arrival.value, stage), []).append(place)
     return tuple(

@@ -126,7 +126,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SliceSpec:
     """The dimension along which an operator can run in slices of its weight.
 
     Attributes:
@@ -173,7 +173,7 @@ class Operator:
     last: int
     spanning: bool = False
     executed: bool = True
-    cut: Cut | None = None
+    cut: SliceSpec | None = None
 
     @property
     def numel(self) -> int:

@@ -24,7 +24,7 @@ WAYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Slicing:
+class SliceSetting:
     """Slicing of a module.
 
     Attributes:
@@ -80,7 +80,7 @@ class SplitLinear(nn.Linear):
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
-        self.slicing = Slicing(num_slices, by, prefetch, num_kept)
+        self.slicing = SliceSetting(num_slices, by, prefetch, num_kept)
         check_slicing(self, self.slicing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class SplitEmbedding(nn.Embedding):
         **options: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
-        self.slicing = Slicing(num_slices, "rows", prefetch)
+        self.slicing = SliceSetting(num_slices, "rows", prefetch)
         check_slicing(self, self.slicing)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -156,12 +156,12 @@ class LMHeadLoss(nn.Module):
         super().__init__()
         self.weight: nn.Parameter
         self.ignore_index: int
-        self.slicing: Slicing
+        self.slicing: SliceSetting
         if head.bias is not None:
             raise ValueError("a head with a bias cannot run together with its loss; only its weight can")
         self.weight = head.weight
         self.ignore_index = ignore_index
-        self.slicing = Slicing(num_slices, "rows", prefetch, num_kept)
+        self.slicing = SliceSetting(num_slices, "rows", prefetch, num_kept)
         check_slicing(self, self.slicing)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +214,7 @@ def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
     if kind is None:
         return None
     by = WAYS[kind][0]
-    fixed = cast(Slicing, module.slicing).num_slices if kind == "head" else 0
+    fixed = cast(SliceSetting, module.slicing).num_slices if kind == "head" else 0
     return (by, sliced_dim(module, by), fixed) if fixed != 1 else None
 
 
@@ -223,7 +223,7 @@ def _is_conv1d(kind: type[Any]) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
+def sliced(module: nn.Module, slicing: SliceSetting) -> nn.Module:
     """A copy of ``module`` that runs in slices, with the same parameters, buffers and hooks.
 
     Raises:
@@ -241,7 +241,7 @@ def sliced(module: nn.Module, slicing: Slicing) -> nn.Module:
     return new
 
 
-def check_slicing(module: nn.Module, slicing: Slicing) -> None:
+def check_slicing(module: nn.Module, slicing: SliceSetting) -> None:
     """Raise unless ``module`` can run in such slices.
 
     Raises:
@@ -278,7 +278,7 @@ def sliced_dim(module: nn.Module, by: str) -> int:
 
 
 def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    slicing: Slicing = module.slicing
+    slicing: SliceSetting = module.slicing
     return split_linear(
         x,
         module.weight,
@@ -295,7 +295,7 @@ def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
 
 
 def _embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    slicing: Slicing = module.slicing
+    slicing: SliceSetting = module.slicing
     return split_embedding(
         ids,
         module.weight,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class ParallelDims:
     """Parallel degrees: the number of ranks along each axis of the mesh.
 
     Attributes:
@@ -24,15 +24,17 @@ class Degrees:
         return self.pp * self.dp * self.tp
 
 
-def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: int | None = None) -> Degrees:
+def degrees(
+    world_size: int, pp: int | None = None, dp: int | None = None, tp: int | None = None
+) -> ParallelDims:
     """Parallel degrees of ``world_size`` ranks; ``pp`` or ``dp`` is inferred from the others.
 
     >>> degrees(8, dp=2)
-    Degrees(pp=4, dp=2, tp=1)
+    ParallelDims(pp=4, dp=2, tp=1)
     >>> degrees(8, pp=2, tp=2)
-    Degrees(pp=2, dp=2, tp=2)
+    ParallelDims(pp=2, dp=2, tp=2)
     >>> degrees(8)
-    Degrees(pp=1, dp=8, tp=1)
+    ParallelDims(pp=1, dp=8, tp=1)
 
     Raises:
         ValueError: The product of the degrees is not the number of ranks.
@@ -47,9 +49,9 @@ def degrees(world_size: int, pp: int | None = None, dp: int | None = None, tp: i
     # What is left over goes to data parallelism, unless only dp (and tp) are given: then to the pipeline.
     rest = world_size // product
     if dp is None and (pp is not None or tp is not None or not given):
-        found = Degrees(pp or 1, rest, tp or 1)
+        found = ParallelDims(pp or 1, rest, tp or 1)
     else:
-        found = Degrees(pp or rest, dp or rest, tp or 1)
+        found = ParallelDims(pp or rest, dp or rest, tp or 1)
     if found.world_size != world_size:
         raise ValueError(
             f"pp={found.pp} x dp={found.dp} x tp={found.tp} are {found.world_size} ranks, but the world size "

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from osdp.plan.schedules import RECIPES, Action, Kind, Size
+from osdp.plan.schedules import RECIPES, Action, ActionKind, Size
 
 __all__ = [
     "AHEAD",
     "SCHEDULES",
     "Action",
-    "Kind",
+    "ActionKind",
     "Schedule",
     "default_stages_per_rank",
     "generation_schedule",
@@ -88,12 +88,12 @@ class Schedule:
     @property
     def trains(self) -> bool:
         """Whether it has backwards."""
-        return any(action.kind is not Kind.FORWARD for order in self.orders for action in order)
+        return any(action.kind is not ActionKind.FORWARD for order in self.orders for action in order)
 
     @property
     def splits_backward(self) -> bool:
         """Whether any backward is split into input gradient and weight gradient."""
-        return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
+        return any(action.kind is ActionKind.BACKWARD_INPUT for order in self.orders for action in order)
 
     @property
     def sequence(self) -> tuple[Action, ...]:
@@ -115,11 +115,11 @@ class Schedule:
         Returns:
             Their number; 1 without backwards, where no activations are kept.
         """
-        last = Kind.BACKWARD_WEIGHT if until_weights else Kind.BACKWARD_INPUT
-        ends = (Kind.BACKWARD, last) if self.trains else ()
+        last = ActionKind.BACKWARD_WEIGHT if until_weights else ActionKind.BACKWARD_INPUT
+        ends = (ActionKind.BACKWARD, last) if self.trains else ()
         count = most = 0
         for action in self.orders[self.placement[stage]]:
-            if action.stage == stage and action.kind is Kind.FORWARD:
+            if action.stage == stage and action.kind is ActionKind.FORWARD:
                 count = count + 1 if ends else 1
                 most = max(most, count)
             elif action.stage == stage and action.kind in ends:
@@ -128,7 +128,7 @@ class Schedule:
 
     def forward_only(self) -> "Schedule":
         """The same stages and order without backwards, for evaluation and inference."""
-        orders = tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in self.orders)
+        orders = tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in self.orders)
         return replace(self, name=f"{self.name} forward", orders=orders)
 
     def _wrong_sizes(self) -> Iterator[str]:
@@ -144,7 +144,7 @@ class Schedule:
                 yield f"stage {stage} is on rank {rank}; there are ranks 0 to {self.num_ranks - 1}"
 
     def _wrong_actions(self) -> Iterator[str]:
-        known: dict[tuple[int, int], list[Kind]] = {
+        known: dict[tuple[int, int], list[ActionKind]] = {
             (stage, microbatch): []
             for stage in range(self.num_stages)
             for microbatch in range(self.num_units)
@@ -192,8 +192,8 @@ class Schedule:
                     break
                 sequence.append(action)
                 position[rank] += 1
-                if action.kind is not Kind.BACKWARD_WEIGHT:  # no action waits for weight gradients
-                    result = (action.kind is Kind.FORWARD, action.stage, action.microbatch)
+                if action.kind is not ActionKind.BACKWARD_WEIGHT:  # no action waits for weight gradients
+                    result = (action.kind is ActionKind.FORWARD, action.stage, action.microbatch)
                     done.add(result)
                     ready.extend(waiting.pop(result, ()))
         faults = [
@@ -208,10 +208,10 @@ class Schedule:
 def _needs(action: Action, num_stages: int, num_slices: int) -> list[_Result]:
     """Results that must exist before an action can start."""
     stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         context = [(True, stage, microbatch - 1)] if microbatch % num_slices else []
         return [(True, stage - 1, microbatch), *context] if stage else context
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return [(False, stage, microbatch)]
     after = [(False, stage + 1, microbatch)] if stage + 1 < num_stages else []
     behind = [(False, stage, microbatch + 1)] if (microbatch + 1) % num_slices else []
@@ -286,7 +286,7 @@ def generation_schedule(placement: Sequence[int], num_groups: int, num_tokens: i
     num_ranks = max(placement) + 1
     orders = tuple(
         tuple(
-            Action(Kind.FORWARD, stage, group * num_tokens + token)
+            Action(ActionKind.FORWARD, stage, group * num_tokens + token)
             for token in range(num_tokens)
             for group in range(num_groups)
             for stage, holder in enumerate(placement)

@@ -16,7 +16,7 @@ from enum import StrEnum
 from osdp.plan.shard_math import slice_bounds
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """Kind of a pipeline action: forward, backward, or one of the two parts of a split backward.
 
     A split backward first computes the gradient of the input, which the previous stage waits for, and later
@@ -31,7 +31,7 @@ class Kind(StrEnum):
     @property
     def gives_gradient(self) -> bool:
         """Whether it computes the input gradient that the previous stage's backward waits for."""
-        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Action:
         microbatch: Index of the microbatch. Where sequences are cut into *k* token slices: *k* times the
             index of the microbatch plus the index of the slice.
 
-    >>> str(Action(Kind.FORWARD, 0, 3))
+    >>> str(Action(ActionKind.FORWARD, 0, 3))
     'F0.3'
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -127,11 +127,11 @@ def _alternate(stages: Sequence[int], runs: Sequence[range], warmup: int, size: 
     """
     slices = range(size.num_slices)
     forwards = [
-        Action(Kind.FORWARD, stage, mb * size.num_slices + at)
+        Action(ActionKind.FORWARD, stage, mb * size.num_slices + at)
         for run in runs for stage in stages for mb in run for at in slices
     ]  # fmt: skip
     backwards = [
-        Action(Kind.BACKWARD, stage, mb * size.num_slices + at)
+        Action(ActionKind.BACKWARD, stage, mb * size.num_slices + at)
         for run in runs for stage in stages[::-1] for mb in run for at in slices[::-1]
     ]  # fmt: skip
     order = forwards[:warmup]
@@ -164,9 +164,12 @@ def _fill_bubbles(placement: Sequence[int], num_microbatches: int) -> Orders:
     # mine: the stages of each rank, last first; limits: microbatches in flight on each stage (num_stages,).
     mine = [[s for s in reversed(range(num_stages)) if placement[s] == r] for r in range(max(placement) + 1)]
     limits = [num_stages - s - mine[placement[s]].index(s) for s in range(num_stages)]
-    done = {kind: [0] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+    done = {
+        kind: [0] * num_stages
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    }
     orders: Orders = [[] for _ in mine]
-    while min(done[Kind.BACKWARD_WEIGHT]) < num_microbatches:
+    while min(done[ActionKind.BACKWARD_WEIGHT]) < num_microbatches:
         # Results that other ranks finish in this tick are visible in the next one only: use a snapshot.
         seen = [tuple(counts) for counts in done.values()]
         for order, stages in zip(orders, mine, strict=True):
@@ -184,7 +187,7 @@ def _can_run(
     forwards: Sequence[int],
     inputs: Sequence[int],
     weights: Sequence[int],
-) -> Iterator[tuple[Kind, int]]:
+) -> Iterator[tuple[ActionKind, int]]:
     """Actions that a rank can run next, in order of preference: later stages before earlier ones.
 
     Args:
@@ -202,13 +205,13 @@ def _can_run(
     if sum(forwards[s] - weights[s] for s in stages) < len(limits):
         for s in stages:
             if forwards[s] < arrived[s] and forwards[s] - inputs[s] < limits[s]:
-                yield Kind.FORWARD, s
+                yield ActionKind.FORWARD, s
     for s in stages:
         if inputs[s] < min(forwards[s], returned[s]):
-            yield Kind.BACKWARD_INPUT, s
+            yield ActionKind.BACKWARD_INPUT, s
     for s in stages:
         if weights[s] < inputs[s]:
-            yield Kind.BACKWARD_WEIGHT, s
+            yield ActionKind.BACKWARD_WEIGHT, s
 
 
 @dataclass(frozen=True, slots=True)

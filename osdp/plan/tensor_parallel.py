@@ -66,7 +66,7 @@ class DividedAttribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ReplicatedModule:
     """A linear module that every rank keeps whole.
 
     Attributes:
@@ -155,7 +155,7 @@ class TensorParallelPlan:
     modules: tuple[ShardedModule, ...]
     divided: tuple[DividedAttribute, ...] = ()
     summed: tuple[str, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[ReplicatedModule, ...] = ()
     sequence: SequenceParallel | None = None
     version: int = VERSION
 

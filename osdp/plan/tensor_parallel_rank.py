@@ -11,7 +11,7 @@ from osdp import codec
 from osdp.model.description import ModelDesc, Segment
 from osdp.plan.tensor_parallel import TensorParallelPlan
 
-Key = tuple[str, int, int]
+SegmentKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def rank_desc(
     whole: ModelDesc,
     part: ModelDesc,
     plan: TensorParallelPlan,
-    exchanges: dict[Key, tuple[Exchange, ...]],
+    exchanges: dict[SegmentKey, tuple[Exchange, ...]],
 ) -> RankDesc:
     """Join the description of a rank's part with its collectives.
 
@@ -93,7 +93,7 @@ def rank_desc(
     return RankDesc(whole.fingerprint, plan, replace(part, segments=segments), tuple(found.values()))
 
 
-def key(segment: Segment) -> Key:
+def key(segment: Segment) -> SegmentKey:
     """Key by which the segments of a model and of its parts are joined: module, call and part."""
     return segment.module, segment.call, segment.part
 

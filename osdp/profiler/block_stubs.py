@@ -40,7 +40,7 @@ class _Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class OutputTemplate:
     """Structure of the output of an exemplar.
 
     Attributes:
@@ -52,7 +52,7 @@ class Template:
     build: Callable[[list[Any]], Any]
 
     @classmethod
-    def of(cls, inputs: Any, output: Any) -> "Template":
+    def of(cls, inputs: Any, output: Any) -> "OutputTemplate":
         """Make the template of one call."""
         paths = tensors_by_path(inputs)
         leaves, build = flatten(output)
@@ -116,10 +116,10 @@ def install_stubs(model: nn.Module, repeats: Sequence[Repeat]) -> list[Removable
         Handles of the hooks that record the outputs of the exemplars: a stub returns what its exemplar
         returned last while its hook was installed, so the hooks can be removed after one run.
     """
-    templates: dict[str, Template] = {}
+    templates: dict[str, OutputTemplate] = {}
 
     def watch(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        templates[name] = Template.of((args, kwargs), output)
+        templates[name] = OutputTemplate.of((args, kwargs), output)
 
     def stub(name: str, *args: Any, **kwargs: Any) -> Any:
         return templates[name].fill((args, kwargs))

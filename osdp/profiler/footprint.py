@@ -19,7 +19,7 @@ from osdp.nn.fake_tensors import FakeTensors
 from osdp.profiler.reduced_model import ReducedModel
 from osdp.profiler.repeats import Repeat
 from osdp.profiler.workspace import CpuWorkspace, CudaWorkspace
-from osdp.tracing.memory_ledger import Moment, Usage
+from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.op_recorder import Recorder
 from osdp.tracing.workspace import NoWorkspace, Workspace
 
@@ -35,7 +35,7 @@ class Footprint:
         saved: Bytes newly saved for backward.
     """
 
-    usage: Mapping[Moment, Usage]
+    usage: Mapping[TraceMoment, Usage]
     saved: Mapping[int, int]
 
 
@@ -66,7 +66,7 @@ def _corrected(measured: Usage, whole: Usage, fake: Usage) -> Usage:
     return Usage(live, max(peak, live, 0))
 
 
-def _usage(reduced: ReducedModel, workspace: Workspace) -> dict[Moment, Usage]:
+def _usage(reduced: ReducedModel, workspace: Workspace) -> dict[TraceMoment, Usage]:
     recorder, places = _booked_run(reduced, workspace, saving=False)
     return recorder.ledger.usage(places)
 

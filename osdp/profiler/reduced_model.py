@@ -13,7 +13,7 @@ from osdp.profiler.block_stubs import install_stubs
 from osdp.profiler.repeats import Repeat
 from osdp.tracing.fake_copy import on_meta, skeleton
 from osdp.tracing.loss import LossFn, scalar_loss
-from osdp.tracing.module_walk import Key, Observer, Stretch, walk
+from osdp.tracing.module_walk import Interval, Key, Observer, walk
 from osdp.tracing.operators import find_parameters
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
@@ -49,7 +49,7 @@ class ReducedModel:
         with self._draws():
             return scalar_loss(self.batch.run(self.model), self.loss_fn)
 
-    def walk(self, observer: Observer) -> list[Stretch]:
+    def walk(self, observer: Observer) -> list[Interval]:
         """Run one forward and backward under ``observer``; returns the stretches."""
         inside = {repeat.block: repeat.inside for repeat in self.repeats}
         with self._draws():
@@ -62,7 +62,7 @@ class ReducedModel:
         """Free the gradients, as ``zero_grad`` does before a step."""
         self.model.zero_grad(set_to_none=True)
 
-    def segments(self, stretches: Sequence[Stretch]) -> list[int]:
+    def segments(self, stretches: Sequence[Interval]) -> list[int]:
         """Index of the segment that each stretch belongs to, :data:`NOWHERE` in stubs.
 
         Stretches that are not in the description, since nothing ran in them, belong to the segment before.

@@ -32,8 +32,8 @@ from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
 from osdp.profiler.stopwatch import Clock, Stopwatch, timed
 from osdp.tracing.loss import LossFn
-from osdp.tracing.memory_ledger import Moment, Usage
-from osdp.tracing.module_walk import Stretch
+from osdp.tracing.memory_ledger import TraceMoment, Usage
+from osdp.tracing.module_walk import Interval
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensors import torch_dtype
 
@@ -131,8 +131,10 @@ def default_device() -> torch.device:
     )
 
 
-def _seconds(reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress) -> dict[Moment, float]:
-    """Seconds of each pass of each segment that ran; a stretch of a :class:`Moment` is a segment here."""
+def _seconds(
+    reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
+) -> dict[TraceMoment, float]:
+    """Seconds of each pass of each segment that ran; the interval of a moment is a segment here."""
     clock = Clock(target)
     swept = torch.ones(_SWEPT_BYTES // 4, device=target)
 
@@ -140,8 +142,8 @@ def _seconds(reduced: ReducedModel, target: torch.device, repeats: int, bar: Pro
         swept.mul_(1.0)
 
     plain: dict[bool, list[float]] = defaultdict(list)
-    clocked: dict[Moment, list[float]] = defaultdict(list)
-    pieces: dict[Moment, int] = {}
+    clocked: dict[TraceMoment, list[float]] = defaultdict(list)
+    pieces: dict[TraceMoment, int] = {}
     for turn in range(_WARMUP + repeats):
         forward, backward = _plain_run(reduced, clock, sweep)
         timings, stretches = _clocked_run(reduced, clock, sweep)
@@ -154,11 +156,11 @@ def _seconds(reduced: ReducedModel, target: torch.device, repeats: int, bar: Pro
             clocked[moment].append(seconds)
             pieces[moment] = count
     places = reduced.segments(stretches)
-    result: dict[Moment, float] = defaultdict(float)
+    result: dict[TraceMoment, float] = defaultdict(float)
     for is_backward, totals in plain.items():
         medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
         for moment, seconds in _without_clock(medians, pieces, median(totals)).items():
-            result[Moment(is_backward, places[moment.stretch])] += seconds
+            result[TraceMoment(is_backward, places[moment.stretch])] += seconds
     return result
 
 
@@ -173,7 +175,7 @@ def _plain_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -
 
 def _clocked_run(
     reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]
-) -> tuple[dict[Moment, tuple[float, int]], list[Stretch]]:
+) -> tuple[dict[TraceMoment, tuple[float, int]], list[Interval]]:
     reduced.drop_gradients()
     sweep()
     clock.wait()
@@ -183,8 +185,8 @@ def _clocked_run(
 
 
 def _without_clock(
-    clocked: Mapping[Moment, float], pieces: Mapping[Moment, int], total: float
-) -> dict[Moment, float]:
+    clocked: Mapping[TraceMoment, float], pieces: Mapping[TraceMoment, int], total: float
+) -> dict[TraceMoment, float]:
     """Take the cost of the clock off each piece, and scale what is left to ``total``."""
     count = sum(pieces[moment] for moment in clocked)
     cost = max(sum(clocked.values()) - total, 0.0) / max(count, 1)
@@ -194,17 +196,17 @@ def _without_clock(
 
 
 def _by_signature(
-    model_desc: ModelDesc, seconds: Mapping[Moment, float], memory: Footprint
+    model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
     """Mean seconds, and the bytes of the first, over the segments of each signature that ran."""
     ran: dict[str, list[int]] = defaultdict(list)
     for index, segment in enumerate(model_desc.segments):
-        if Moment(False, index) in seconds:
+        if TraceMoment(False, index) in seconds:
             ran[segment.signature].append(index)
 
     def pass_profile(indices: Sequence[int], backward: bool) -> PassProfile:
-        usage = memory.usage.get(Moment(backward, indices[0]), Usage(0, 0))
-        mean = fmean(seconds.get(Moment(backward, index), 0.0) for index in indices)
+        usage = memory.usage.get(TraceMoment(backward, indices[0]), Usage(0, 0))
+        mean = fmean(seconds.get(TraceMoment(backward, index), 0.0) for index in indices)
         return PassProfile(mean, usage.live_bytes, usage.peak_bytes)
 
     distinct = [segment.signature for segment in model_desc.distinct_segments]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from osdp.tracing.memory_ledger import Moment
-from osdp.tracing.module_walk import Stretch
+from osdp.tracing.memory_ledger import TraceMoment
+from osdp.tracing.module_walk import Interval
 
 
 class Clock:
@@ -48,13 +48,13 @@ class Stopwatch:
         """Start with nothing timed; ``between_passes`` is called after forward, untimed."""
         self._clock = clock
         self._between_passes = between_passes
-        self._marks: list[tuple[Moment | None, Any]] = []
+        self._marks: list[tuple[TraceMoment | None, Any]] = []
         self._last = 0
 
-    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
         """A stretch begins."""
         self._last = index
-        self._marks.append((Moment(False, index), self._clock.mark()))
+        self._marks.append((TraceMoment(False, index), self._clock.mark()))
 
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over; the time until backward starts belongs to no stretch."""
@@ -63,17 +63,17 @@ class Stopwatch:
 
     def start_backward(self) -> None:
         """Backward is about to be called."""
-        self._marks.append((Moment(True, self._last), self._clock.mark()))
+        self._marks.append((TraceMoment(True, self._last), self._clock.mark()))
 
     def enter_backward(self, index: int) -> None:
         """The backward of a stretch begins."""
-        self._marks.append((Moment(True, index), self._clock.mark()))
+        self._marks.append((TraceMoment(True, index), self._clock.mark()))
 
-    def stop(self) -> dict[Moment, tuple[float, int]]:
+    def stop(self) -> dict[TraceMoment, tuple[float, int]]:
         """Stop; returns the seconds of each pass of each stretch, and the number of pieces timed for it."""
         self._marks.append((None, self._clock.mark()))
         self._clock.wait()
-        found: dict[Moment, tuple[float, int]] = {}
+        found: dict[TraceMoment, tuple[float, int]] = {}
         for (moment, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if moment is not None:
                 seconds, pieces = found.get(moment, (0.0, 0))

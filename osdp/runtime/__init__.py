@@ -22,6 +22,6 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 """
 
 from osdp.runtime.sharding.apply import apply
-from osdp.runtime.sharding.sharded_model import AppliedPlan
+from osdp.runtime.sharding.sharded_model import ShardedModel
 
-__all__ = ["AppliedPlan", "apply"]
+__all__ = ["ShardedModel", "apply"]

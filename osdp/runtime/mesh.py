@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.runtime.module.plain import sharded_parameters
 from osdp.runtime.torch_private.dtensor import joint_mesh
 
@@ -40,7 +40,7 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
     return mesh
 
 
-def parallel_mesh(model: nn.Module, layout: Degrees) -> DeviceMesh:
+def parallel_mesh(model: nn.Module, layout: ParallelDims) -> DeviceMesh:
     """A mesh with the axes :data:`AXES` over all ranks.
 
     Neighbouring ranks form a tensor-parallel group, neighbouring groups are data-parallel ranks of a stage.

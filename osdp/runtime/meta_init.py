@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.shards import part_of
-from osdp.runtime.module.parameter_owners import Owned
+from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
 
 Initialiser = Callable[[nn.Module], object]
@@ -73,7 +73,7 @@ def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | N
 
 def materialise(
     model: nn.Module,
-    owned: dict[str, Owned],
+    owned: dict[str, ParameterSites],
     mesh: DeviceMesh,
     device: torch.device,
     stamp: int | None = None,
@@ -137,7 +137,7 @@ def _bottom_up(module: nn.Module) -> list[nn.Module]:
 def _initialise(
     model: nn.Module,
     modules: list[nn.Module],
-    owned: dict[str, Owned],
+    owned: dict[str, ParameterSites],
     done: set[str],
     mesh: DeviceMesh,
     device: torch.device,

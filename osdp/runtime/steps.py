@@ -13,14 +13,14 @@ from osdp.plan.schedule import Schedule, generation_schedule
 from osdp.runtime.losses import LossFn
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline.engine import Pipeline
-from osdp.runtime.pipeline.generation import Choice, Generation, Sequences
+from osdp.runtime.pipeline.generation import Generation, Sampling, Sequences
 from osdp.runtime.pipeline.messages import Messages
 from osdp.runtime.pipeline.tied_parameters import TiedCopies
 from osdp.runtime.token_slices.kv_prefix import KeyValues
-from osdp.runtime.token_slices.slicing import Slicing
+from osdp.runtime.token_slices.slicing import TokenSlicing
 
 
-class Steps:
+class StepRunner:
     """The steps of a model under a plan.
 
     Args:
@@ -66,7 +66,7 @@ class Steps:
         *,
         num_microbatches: int | None = None,
         schedule: str | None = None,
-        slicing: Slicing | None = None,
+        slicing: TokenSlicing | None = None,
     ) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' samples; returns that loss on every rank."""
         if any(parameter.grad is not None for parameter in self._parameters()):
@@ -112,7 +112,7 @@ class Steps:
         prompt: torch.Tensor,
         mask: torch.Tensor | None,
         num_tokens: int,
-        choice: Choice,
+        choice: Sampling,
         *,
         num_groups: int | None,
         takes: Collection[str],

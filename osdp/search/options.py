@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Mode
 from osdp.plan.schedule import Schedule
 
@@ -11,7 +11,7 @@ SLICES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Rules:
+class SearchOptions:
     """Allowed choices of the sharding search.
 
     Attributes:
@@ -33,10 +33,10 @@ class Rules:
 
 
 #: Sharding alone, in any mode.
-SHARDING = Rules()
+SHARDING = SearchOptions()
 
 
-def stage_rules(rules: Rules, schedule: Schedule, layout: Degrees) -> Rules:
+def stage_rules(rules: SearchOptions, schedule: Schedule, layout: ParallelDims) -> SearchOptions:
     """Search options of a pipeline stage.
 
     On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep

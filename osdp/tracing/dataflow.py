@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from osdp.model.dataflow import Arrival, Bar, Flow, Step, Value
+from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Value
 from osdp.model.description import Affine
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
@@ -52,7 +52,7 @@ def _has_list(module: nn.Module) -> bool:
     return any(isinstance(inner, _LISTS) for inner in module.modules())
 
 
-def trace_flow(model: nn.Module, sample_inputs: Any) -> Flow:
+def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
     """Trace the flow of one forward of ``model``; the model itself is neither run nor changed.
 
     Args:
@@ -94,7 +94,7 @@ def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
     return Affine(one.constant - rise, rise / local_batch)
 
 
-def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Flow:
+def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Dataflow:
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     recorder = _FlowRecorder(_owners(twin, modules), fake.tensors)
     handles = [
@@ -144,13 +144,13 @@ class _FlowRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._calls: Counter[str] = Counter()
-        self._steps: list[Step] = []
+        self._steps: list[ModuleCall] = []
         self._inside = False
         #: Index of the value that each tensor is, by id; the tensors are kept alive so that no id is reused.
         self._numbers: dict[int, int] = {}
         self._values: list[Value] = []
         self._kept: list[torch.Tensor] = []
-        self._bars: dict[tuple[int, int], Bar] = {}
+        self._bars: dict[tuple[int, int], CutBarrier] = {}
         #: Steps after which a computed value was written into a tensor that every stage makes for itself.
         self._written: list[int] = []
         self._loose: dict[tuple[str, int], None] = {}
@@ -164,7 +164,7 @@ class _FlowRecorder(TorchDispatchMode):
         index = len(self._steps)
         leaves = tree_leaves((args, kwargs))
         arrivals = [
-            Arrival(self._numbers[id(leaf)], place)
+            StepInput(self._numbers[id(leaf)], place)
             for place, leaf in enumerate(leaves)
             if id(leaf) in self._numbers
         ]
@@ -172,7 +172,7 @@ class _FlowRecorder(TorchDispatchMode):
         if self._calls[name]:
             first = next(i for i, step in enumerate(self._steps) if step.module == name)
             self._bar(first, index, f"{name!r} is called several times, and all calls must be in one stage")
-        self._steps.append(Step(name, self._calls[name], tuple(arrivals)))
+        self._steps.append(ModuleCall(name, self._calls[name], tuple(arrivals)))
         self._calls[name] += 1
         self._inside = True
 
@@ -250,7 +250,7 @@ class _FlowRecorder(TorchDispatchMode):
 
     def _bar(self, made: int, used: int, reason: str) -> None:
         if made < used:
-            self._bars.setdefault((made, used), Bar(made + 1, used, reason))
+            self._bars.setdefault((made, used), CutBarrier(made + 1, used, reason))
 
     def _make(self, tensor: torch.Tensor, learned: bool) -> None:
         self._numbers[id(tensor)] = len(self._values)
@@ -259,7 +259,7 @@ class _FlowRecorder(TorchDispatchMode):
         learned = learned and tensor.is_floating_point()
         self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, learned))
 
-    def flow(self, modules: Sequence[str]) -> Flow:
+    def flow(self, modules: Sequence[str]) -> Dataflow:
         """The recorded flow, with only those values that are arguments of some step."""
         for step in self._written:
             self._bar(
@@ -274,7 +274,7 @@ class _FlowRecorder(TorchDispatchMode):
             for step in self._steps
         )
         called = {step.module for step in steps}
-        return Flow(
+        return Dataflow(
             steps=steps,
             values=tuple(self._values[value] for value in used),
             bars=tuple(self._bars.values()),

@@ -21,7 +21,7 @@ from osdp.tracing.tensors import storage_key
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TraceMoment:
     """A position in a step: the pass and the stretch."""
 
     backward: bool
@@ -45,12 +45,12 @@ class Ledger:
         Args:
             resident: Tensors that are not activations: parameters, buffers, the batch.
         """
-        self.now = Moment(False, 0)
+        self.now = TraceMoment(False, 0)
         self._resident = {storage_key(tensor) for tensor in resident}
         self._numbers: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gradients: set[int] = set()
-        self._events: list[tuple[Moment, int, int]] = []
+        self._events: list[tuple[TraceMoment, int, int]] = []
         self._count = 0
 
     def book(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class Ledger:
             if parameter.grad is not None:
                 self.book_gradient(parameter.grad)
 
-    def usage(self, place: Sequence[int]) -> dict[Moment, Usage]:
+    def usage(self, place: Sequence[int]) -> dict[TraceMoment, Usage]:
         """Live and peak bytes by pass and place (segment).
 
         Args:
@@ -91,12 +91,12 @@ class Ledger:
             The usage of each place; the ``stretch`` of its moments is a place.
         """
         running = 0
-        result: dict[Moment, Usage] = {}
-        starts: dict[Moment, int] = {}
+        result: dict[TraceMoment, Usage] = {}
+        starts: dict[TraceMoment, int] = {}
         for moment, number, change in self._events:
             if number in self._gradients:
                 continue
-            name = Moment(moment.backward, place[moment.stretch])
+            name = TraceMoment(moment.backward, place[moment.stretch])
             start = starts.setdefault(name, running)
             running += change
             peak = result[name].peak_bytes if name in result else 0

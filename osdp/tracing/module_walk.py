@@ -38,7 +38,7 @@ _NO_SEQUENCE = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Interval:
     """Execution between two successive boundaries.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stretch:
 class Observer(Protocol):
     """Callbacks at the boundaries of stretches."""
 
-    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
         """Stretch ``index`` begins; the one before it passed on ``handed_on``."""
 
     def leave_forward(self, loss: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Observer(Protocol):
         """The backward of stretch ``index`` begins."""
 
 
-class Walker:
+class ModuleWalk:
     """Context in which the stretches of ``model``'s forward are numbered."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Walker:
             inside: For modules whose forward has been replaced: the number of calls of each module that the
                 original would have made, so that later calls keep their index.
         """
-        self.stretches: list[Stretch] = []
+        self.stretches: list[Interval] = []
         self._model = model
         self._observer = observer
         self._inside = inside or {}
@@ -100,7 +100,7 @@ class Walker:
         self._stack: list[tuple[str, int]] = []
         self._parts: list[int] = []
 
-    def __enter__(self) -> "Walker":
+    def __enter__(self) -> "ModuleWalk":
         for name, module in self._model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks: it runs as a part of the module around it
@@ -136,7 +136,7 @@ class Walker:
     def _begin(self, handed_on: Any) -> None:
         name, call = self._stack[-1]
         stack = tuple(frame for frame, _ in self._stack)
-        stretch = Stretch(name, call, self._parts[-1], stack, next_sequence_number())
+        stretch = Interval(name, call, self._parts[-1], stack, next_sequence_number())
         self._parts[-1] += 1
         self.stretches.append(stretch)
         self._observer.enter_forward(len(self.stretches) - 1, stretch, handed_on)
@@ -149,13 +149,13 @@ def walk(
     *,
     loss_fn: LossFn | None = None,
     inside: Mapping[str, Mapping[str, int]] | None = None,
-) -> list[Stretch]:
+) -> list[Interval]:
     """Run forward, loss and backward of ``model`` once, calling ``observer`` at every boundary.
 
     Returns:
         All stretches of the forward, in order.
     """
-    with Walker(model, observer, inside) as walker:
+    with ModuleWalk(model, observer, inside) as walker:
         # The outputs are not kept: in a training loop nothing but the loss outlives the forward either.
         loss = scalar_loss(batch.run(model), loss_fn)
     observer.leave_forward(loss)
@@ -168,7 +168,7 @@ def walk(
 
 @contextmanager
 def backward_marks(
-    loss: torch.Tensor, stretches: Sequence[Stretch], enter: Callable[[int], None]
+    loss: torch.Tensor, stretches: Sequence[Interval], enter: Callable[[int], None]
 ) -> Iterator[None]:
     """Context in which ``enter`` is called with the index of each stretch whose backward begins."""
 
@@ -186,7 +186,7 @@ def backward_marks(
             handle.remove()
 
 
-def _first_nodes(loss: torch.Tensor, stretches: Sequence[Stretch]) -> dict[int, Node]:
+def _first_nodes(loss: torch.Tensor, stretches: Sequence[Interval]) -> dict[int, Node]:
     """The node with the highest sequence number of each stretch, by the index of the stretch."""
     starts = [stretch.node for stretch in stretches]
     first: dict[int, tuple[int, Node]] = {}

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp.model.description import TensorSpec
-from osdp.tracing.memory_ledger import Ledger, Moment
-from osdp.tracing.module_walk import Stretch, shared_gradients
+from osdp.tracing.memory_ledger import Ledger, TraceMoment
+from osdp.tracing.module_walk import Interval, shared_gradients
 from osdp.tracing.ops import Operation
 from osdp.tracing.tensors import storage_key, tensor_spec, tensors_in
 from osdp.tracing.workspace import NoWorkspace, Workspace
@@ -68,18 +68,18 @@ class Recorder(TorchDispatchMode):
         self._workspace = workspace or NoWorkspace()
         self._contributed: set[int] = set()
         self.ledger = Ledger([*parameters.values(), *resident])
-        self.tallies: dict[Moment, Tally] = {}
+        self.tallies: dict[TraceMoment, Tally] = {}
         self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
         self._saved: set[int] = set()
         self._last = 0
 
-    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
         """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
             self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(handed_on))
         self._last = index
-        self.ledger.now = Moment(False, index)
+        self.ledger.now = TraceMoment(False, index)
 
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over."""
@@ -89,11 +89,11 @@ class Recorder(TorchDispatchMode):
 
     def start_backward(self) -> None:
         """Backward is about to be called."""
-        self.ledger.now = Moment(True, self._last)
+        self.ledger.now = TraceMoment(True, self._last)
 
     def enter_backward(self, index: int) -> None:
         """The backward of a stretch begins."""
-        self.ledger.now = Moment(True, index)
+        self.ledger.now = TraceMoment(True, index)
 
     def saving(self) -> AbstractContextManager[None]:
         """Context manager in which the bytes of tensors saved for backward are counted."""

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.model.description import Affine, Cut, ModelDesc, Operator, Segment, TensorSpec, Work
+from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSpec, TensorSpec, Work
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.loss import LossFn
-from osdp.tracing.memory_ledger import Moment, Usage
-from osdp.tracing.module_walk import Stretch, walk
+from osdp.tracing.memory_ledger import TraceMoment, Usage
+from osdp.tracing.module_walk import Interval, walk
 from osdp.tracing.op_recorder import Recorder, Tally
 from osdp.tracing.operators import Use, find_operators, find_parameters
 from osdp.tracing.sample_batch import SampleBatch
@@ -39,7 +39,7 @@ class _PassTrace:
 class _SegmentTrace:
     """One segment at one batch size."""
 
-    stretch: Stretch
+    stretch: Interval
     forward: _PassTrace
     backward: _PassTrace
     outputs: tuple[TensorSpec, ...]
@@ -99,7 +99,7 @@ def describe(
 
 def _cut(
     model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int, int] | None]
-) -> Cut | None:
+) -> SliceSpec | None:
     """The cut of ``operator`` if it can run in slices: one module's weight, with or without a bias."""
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
         return None
@@ -110,7 +110,7 @@ def _cut(
     if found is None:
         return None
     by, dim, slices = found
-    return Cut(by, dim, weight, slices)
+    return SliceSpec(by, dim, weight, slices)
 
 
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
@@ -152,26 +152,26 @@ def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws
     return _trace(stretches, recorder, draws)
 
 
-def _trace(stretches: Sequence[Stretch], recorder: Recorder, draws: SingleDraws) -> _Trace:
+def _trace(stretches: Sequence[Interval], recorder: Recorder, draws: SingleDraws) -> _Trace:
     """Build the trace; stretches in which nothing ran are folded into the segment before them."""
-    filled = [index for index in range(len(stretches)) if Moment(False, index) in recorder.tallies]
+    filled = [index for index in range(len(stretches)) if TraceMoment(False, index) in recorder.tallies]
     if not filled:
         raise ValueError("the model's forward runs no operation")
     # A stretch without operations may still free memory, so its usage counts for the segment before it.
     place = fold(filled, len(stretches))
     usages = recorder.ledger.usage(place)
-    tallies: dict[Moment, Tally] = {}
+    tallies: dict[TraceMoment, Tally] = {}
     for moment, tally in recorder.tallies.items():
-        tallies.setdefault(Moment(moment.backward, place[moment.stretch]), Tally()).add(tally)
+        tallies.setdefault(TraceMoment(moment.backward, place[moment.stretch]), Tally()).add(tally)
 
-    def pass_trace(moment: Moment) -> _PassTrace:
+    def pass_trace(moment: TraceMoment) -> _PassTrace:
         return _PassTrace(tallies.get(moment, Tally()), usages.get(moment, Usage(0, 0)))
 
     segments = [
         _SegmentTrace(
             stretches[index],
-            pass_trace(Moment(False, place)),
-            pass_trace(Moment(True, place)),
+            pass_trace(TraceMoment(False, place)),
+            pass_trace(TraceMoment(True, place)),
             recorder.outputs.get(index, ()),
         )
         for place, index in enumerate(filled)

@@ -10,7 +10,7 @@ from benchmarks.support.candidates import UNLIMITED, Setting
 from benchmarks.support.models import loss_of
 from benchmarks.support.stages import Line, Naps, most_in_flight, sleepers
 from osdp import DeviceInfo, ModelDesc, Training
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.profiler.roofline import estimate
 
 NAPS = [Naps(0.004, 0.003, 0.002), *[Naps(0.001, 0.001, 0.001)] * 3]
@@ -20,7 +20,7 @@ def line(pp: int = 2) -> Line:
     case, training = sleepers("sleepers", NAPS), Training(local_batch=2)
     desc = ModelDesc.from_module(case.model(device="meta"), case.sample(2))
     device = DeviceInfo(
-        memory_limit=UNLIMITED, flops=1e9, memory_bandwidth=1e9, stage_link=StageLink(1e-3, 1e9)
+        memory_limit=UNLIMITED, flops=1e9, memory_bandwidth=1e9, stage_link=PointToPointLink(1e-3, 1e9)
     )
     return Line.of(Setting(case, training, desc, estimate(desc, device, training)), device, pp)
 

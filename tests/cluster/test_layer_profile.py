@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.layer_profile import LayerProfile, LayerTime, layer_profile, merged, points_around
-from osdp.cluster.plan import Layout, Recompute, Slot
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot
 from osdp.cluster.transformer import Item
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from tests.cli.test_main import run
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
@@ -32,8 +32,8 @@ BOTH = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
 
 def layer_seconds(samples: int, tp: int = 1, gpu: int = 0, profile: LayerProfile = MEASURED) -> float:
     prices = ClusterPrices(BOTH, workload(global_batch=64), profiles=[profile])
-    layout = Layout(Degrees(2, 4 // tp, tp), samples, 4)
-    slot = Slot((1, 0) if gpu == 0 else (0, 1))
+    layout = ParallelLayout(ParallelDims(2, 4 // tp, tp), samples, 4)
+    slot = StageSlot((1, 0) if gpu == 0 else (0, 1))
     return prices.item_prices(layout, slot)[Item.LAYER].compute
 
 
@@ -53,14 +53,14 @@ def test_beyond_them_the_model_says_how_times_grow() -> None:
 
 def test_activations_are_those_that_were_measured() -> None:
     prices = ClusterPrices(BOTH, workload(global_batch=64), profiles=[MEASURED])
-    fast, slow = Slot((1, 0)), Slot((0, 1))
-    layout = Layout(Degrees(2, 4, 1), 2, 4)
+    fast, slow = StageSlot((1, 0)), StageSlot((0, 1))
+    layout = ParallelLayout(ParallelDims(2, 4, 1), 2, 4)
     layer = prices.item_prices(layout, fast)[Item.LAYER]
     assert (layer.kept, layer.working) == (10**8, 10**7)
     modelled = prices.item_prices(layout, slow)[Item.LAYER]
     assert modelled.kept == ClusterPrices(BOTH, prices.workload).item_prices(layout, fast)[Item.LAYER].kept
     # Recomputed, all but the input is there for a moment only.
-    again = prices.item_prices(replace(layout, recompute=Recompute.FULL), fast)[Item.LAYER]
+    again = prices.item_prices(replace(layout, recompute=RecomputeLayers.FULL), fast)[Item.LAYER]
     assert again.kept + again.working == layer.kept + layer.working
     more = prices.item_prices(replace(layout, samples=16), fast)[Item.LAYER]
     assert more.kept == pytest.approx(8 * 10**8, rel=1e-6)

@@ -11,7 +11,7 @@ from osdp import OSDP
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.known_transformers import SHAPES
-from osdp.cluster.plan import Layout, Workload
+from osdp.cluster.plan import ParallelLayout, Workload
 from osdp.cluster.runnable import runnable_plan, step_bounds, traced_layers, with_work_of
 from osdp.cluster.search.layouts import arrange
 from osdp.cluster.search.space import cells_of
@@ -19,7 +19,7 @@ from osdp.cluster.transformer import Item
 from osdp.integrations.huggingface import masked_lm_loss, token_batch
 from osdp.integrations.huggingface.shaped_models import model_of_shape
 from osdp.model.description import ModelDesc
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Mode, Plan
 from osdp.tracing.dataflow import trace_flow
@@ -39,8 +39,8 @@ def net() -> nn.Module:
     return TiedNet()
 
 
-def plan_of(degrees: Degrees, zero: int | None = 0, **changes: object) -> Plan | PipelinePlan:
-    layout = replace(Layout(degrees, 2, 4 // degrees.dp, zero=zero), **changes)  # type: ignore[arg-type]
+def plan_of(degrees: ParallelDims, zero: int | None = 0, **changes: object) -> Plan | PipelinePlan:
+    layout = replace(ParallelLayout(degrees, 2, 4 // degrees.dp, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(UNEQUAL, WORK)
     cells = cells_of(UNEQUAL, UNEQUAL.counts, degrees.tp * degrees.dp)
     assert cells is not None
@@ -59,10 +59,17 @@ def train_under(plans: list[Plan | PipelinePlan]) -> None:
 
 
 def test_unequal_stages_train_as_a_single_process() -> None:
-    layouts = ((Degrees(2, 2, 1), 0), (Degrees(2, 2, 1), 3), (Degrees(2, 1, 2), 0), (Degrees(1, 4, 1), 3))
+    layouts = (
+        (ParallelDims(2, 2, 1), 0),
+        (ParallelDims(2, 2, 1), 3),
+        (ParallelDims(2, 1, 2), 0),
+        (ParallelDims(1, 4, 1), 3),
+    )
     plans = [plan_of(degrees, zero) for degrees, zero in layouts]
     # What is decided item by item is decided operator by operator when it is traced.
-    plans += [plan_of(degrees, None, recompute=None) for degrees in (Degrees(2, 2, 1), Degrees(1, 4, 1))]
+    plans += [
+        plan_of(degrees, None, recompute=None) for degrees in (ParallelDims(2, 2, 1), ParallelDims(1, 4, 1))
+    ]
     for plan in plans[:3]:
         assert isinstance(plan, PipelinePlan)
         held = [[m for m in stage.modules if m.count(".") == 1] for stage in plan.stages]
@@ -92,7 +99,7 @@ def test_encoders_and_encoder_decoders_run_in_stages() -> None:
         prices = ClusterPrices(UNEQUAL, load)
         cells = cells_of(UNEQUAL, UNEQUAL.counts, 2)
         assert cells is not None
-        found = arrange(prices, Layout(Degrees(2, 2, 1), 1, 2), cells)
+        found = arrange(prices, ParallelLayout(ParallelDims(2, 2, 1), 1, 2), cells)
         assert found is not None
         plans[name] = runnable_plan(found, UNEQUAL, load, build(name), language_batch(name, 1)[0], kind="cpu")
     distributed.run(4, train_languages, plans, timeout=120)
@@ -101,7 +108,7 @@ def test_encoders_and_encoder_decoders_run_in_stages() -> None:
 def test_zero_decides_which_ways_there_are() -> None:
     ways = {}
     for zero in range(4):
-        plan = plan_of(Degrees(1, 4, 1), zero)
+        plan = plan_of(ParallelDims(1, 4, 1), zero)
         assert isinstance(plan, Plan)
         ways[zero] = {decision.mode for decision in plan.decisions if decision.mode is not Mode.NO_SHARD}
     assert ways == {
@@ -127,7 +134,7 @@ def test_a_layout_is_priced_as_it_is_cut() -> None:
     prices = ClusterPrices(UNEQUAL, WORK)
     cells = cells_of(UNEQUAL, UNEQUAL.counts, 2)
     assert cells is not None
-    layout = Layout(Degrees(2, 2, 1), 2, 2)
+    layout = ParallelLayout(ParallelDims(2, 2, 1), 2, 2)
     found = arrange(prices, layout, cells)
     assert found is not None
     even = [price(prices, layout, (0, 3, 6), slots) for slots in (found.slots, found.slots[::-1])]
@@ -142,8 +149,8 @@ def test_the_plan_takes_the_memory_that_its_layout_was_priced_with(name: str) ->
     traced = traced_layers(model, token_batch(1, 512), load)
     assert {each.item for each in traced} == {Item.EMBEDDING, Item.LAYER, Item.HEAD}
     prices = ClusterPrices(devices, load, traced=traced)
-    for degrees, zero in ((Degrees(1, 8, 1), 0), (Degrees(1, 8, 1), 2), (Degrees(2, 4, 1), 0)):
-        layout = Layout(degrees, 2, 16 // degrees.dp, zero=zero)
+    for degrees, zero in ((ParallelDims(1, 8, 1), 0), (ParallelDims(1, 8, 1), 2), (ParallelDims(2, 4, 1), 0)):
+        layout = ParallelLayout(degrees, 2, 16 // degrees.dp, zero=zero)
         cells = cells_of(devices, devices.counts, degrees.dp)
         assert cells is not None
         found = arrange(prices, layout, cells)
@@ -165,7 +172,7 @@ def test_work_of_another_model_is_refused() -> None:
 
 
 def test_any_plan_is_loaded_by_plan(tmp_path: Path) -> None:
-    stages, alone = plan_of(Degrees(2, 2, 1)), plan_of(Degrees(1, 4, 1))
+    stages, alone = plan_of(ParallelDims(2, 2, 1)), plan_of(ParallelDims(1, 4, 1))
     stages.save(tmp_path / "stages.json")
     alone.save(tmp_path / "alone.json")
     assert Plan.load(tmp_path / "stages.json") == stages

@@ -14,7 +14,7 @@ from osdp.api import make_pipeline_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.model.training import Training
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.profiler.roofline import estimate
 from osdp.runtime.mesh import parallel_mesh
@@ -45,7 +45,7 @@ def even_batch_of(name: str) -> dict[str, torch.Tensor]:
 
 
 def planned(
-    name: str, info: DeviceInfo, layout: Degrees, whole: bool = True, sequence_parallel: bool = False
+    name: str, info: DeviceInfo, layout: ParallelDims, whole: bool = True, sequence_parallel: bool = False
 ) -> PipelinePlan:
     model, batch = build(name, VOCABULARY), even_batch_of(name)
     desc = ModelDesc.from_module(model, batch)
@@ -81,7 +81,7 @@ def states(plans: dict[str, PipelinePlan]) -> None:
 
 
 def test_states_are_those_of_the_local_parts() -> None:
-    plans = {name: planned(name, device(), Degrees(1, 1, 2)) for name in ("gpt2", "qwen3")}
+    plans = {name: planned(name, device(), ParallelDims(1, 1, 2)) for name in ("gpt2", "qwen3")}
     run(2, states, plans, timeout=120)
 
 
@@ -100,7 +100,7 @@ def test_no_more_memory_is_taken_than_predicted(
     name: str, dp: int, whole: bool, sequence_parallel: bool
 ) -> None:
     torch.set_num_threads(1)
-    layout = Degrees(1, dp, 2)
+    layout = ParallelDims(1, dp, 2)
     with fake_group(2 * dp):
         plan = planned(name, device(dp=dp), layout, whole, sequence_parallel)
 
@@ -121,20 +121,20 @@ def test_no_more_memory_is_taken_than_predicted(
 
 
 def seconds(info: DeviceInfo, tp: int) -> float:
-    return planned("llama", info, Degrees(1, 1, tp)).predicted.step_seconds
+    return planned("llama", info, ParallelDims(1, 1, tp)).predicted.step_seconds
 
 
 def test_fast_links_make_steps_shorter_and_slow_ones_longer() -> None:
     alone = seconds(device(), 1)
     assert seconds(device(), 2) < 0.8 * alone
-    slow = planned("llama", device(latency=1e-2, bandwidth=1e6), Degrees(1, 1, 2))
+    slow = planned("llama", device(latency=1e-2, bandwidth=1e6), ParallelDims(1, 1, 2))
     assert slow.predicted.step_seconds > alone
     assert slow.predicted.communication_seconds > slow.predicted.compute_seconds
 
 
 def test_links_that_are_unknown_are_named() -> None:
     with pytest.raises(ValueError, match="knows no all_reduce among ranks that compute a layer together"):
-        planned("llama", replace(device(), tensor_links=()), Degrees(1, 1, 2))
+        planned("llama", replace(device(), tensor_links=()), ParallelDims(1, 1, 2))
 
 
 def test_a_plain_model_has_nothing_to_share() -> None:

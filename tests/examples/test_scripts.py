@@ -19,7 +19,7 @@ from examples.stage_options import stages_of
 from examples.text_data import IGNORED, LARGEST_CHUNK, MASK, Corpus, batch, masked
 from examples.text_model import Size, build
 from examples.training_run import Part, Run, Settings
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2**17
@@ -269,7 +269,7 @@ def test_osdp_trains_like_a_single_process_under_its_limit(
     assert 0 < row["peak_bytes"] <= saved["memory_limit"]
 
 
-def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> Degrees | None:
+def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> ParallelDims | None:
     """The degrees that the training program takes from ``flags``."""
     monkeypatch.setattr(sys, "argv", ["train_text", *flags.split()])
     return stages_of(train_text.parse(), processes)
@@ -280,15 +280,15 @@ def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> Degre
     [
         ("", 4, None),
         ("--dp 4", 4, None),
-        ("--pp 2", 2, Degrees(2, 1, 1)),
-        ("--pp 2 --tp 2", 8, Degrees(2, 2, 2)),
-        ("--tp 2 --batch 1", 4, Degrees(1, 2, 2)),
-        ("--pp 2 --schedule zb-v", 2, Degrees(2, 1, 1)),
-        ("--pp 2 --strategies OSDP FSDP2", 4, Degrees(2, 2, 1)),
+        ("--pp 2", 2, ParallelDims(2, 1, 1)),
+        ("--pp 2 --tp 2", 8, ParallelDims(2, 2, 2)),
+        ("--tp 2 --batch 1", 4, ParallelDims(1, 2, 2)),
+        ("--pp 2 --schedule zb-v", 2, ParallelDims(2, 1, 1)),
+        ("--pp 2 --strategies OSDP FSDP2", 4, ParallelDims(2, 2, 1)),
     ],
 )
 def test_stages_follow_from_flags(
-    flags: str, processes: int, layout: Degrees | None, monkeypatch: pytest.MonkeyPatch
+    flags: str, processes: int, layout: ParallelDims | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stages(monkeypatch, flags, processes) == layout
 
@@ -324,7 +324,7 @@ def test_flags_that_do_not_fit_are_refused_together(
 
 
 def test_processes_of_one_pipeline_and_layer_take_the_same_samples() -> None:
-    parts = [Part(rank, 8, torch.device("cpu"), Degrees(2, 2, 2)) for rank in range(8)]
+    parts = [Part(rank, 8, torch.device("cpu"), ParallelDims(2, 2, 2)) for rank in range(8)]
     assert [part.share for part in parts] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
     assert [part.rank for part in parts[5].worst] == [0, 4]
     assert Part(3, 8, torch.device("cpu")).share == (3, 8)

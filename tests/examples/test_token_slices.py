@@ -12,7 +12,7 @@ from examples import collect_token_latency, evaluate_token_slices, solve_token_s
 from examples.evaluate_token_slices import Evaluations
 from examples.solve_token_slices import Solution
 from osdp import codec
-from osdp.hardware.device_info import DeviceInfo, StageLink
+from osdp.hardware.device_info import DeviceInfo, PointToPointLink
 from osdp.hardware.token_latency import TokenSamples
 
 
@@ -23,7 +23,7 @@ def test_latencies_are_collected_slices_solved_and_evaluated(
     samples, solution, evaluation, device = (tmp_path / f"{name}.json" for name in "abcd")
     collect_token_latency.main([*stage, "--batches", "1,2", "--repeats", "1", "--out", str(samples)])
     assert {sample.batch for sample in TokenSamples.load(samples).samples} == {1, 2}
-    DeviceInfo(memory_limit=2**30, stage_link=StageLink(1e-4, 1e8)).save(device)
+    DeviceInfo(memory_limit=2**30, stage_link=PointToPointLink(1e-4, 1e8)).save(device)
     flags = ["--stages", "2,4", "--layers", "4", "--batch", "4", "--device-info", str(device)]
     solve_token_slices.main([str(samples), *flags, "--out", str(solution)])
     found = codec.load(Solution, solution)

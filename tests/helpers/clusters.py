@@ -1,6 +1,6 @@
 """Small clusters and transformers that tests share."""
 
-from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Price, Wire
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
 from osdp.cluster.plan import Workload
 from osdp.cluster.transformer import TransformerShape
 
@@ -16,7 +16,7 @@ def node_type(
     if memory is not None:
         gpu = Gpu(gpu.name, gpu.flops, memory, gpu.memory_bandwidth)
     price = None if per_hour is None else Price(per_hour, "2026-01-01", "a test")
-    return NodeType(gpu.name, gpu, devices, Wire(2e11, 5e-6), Wire(5e9, 2e-5), price)
+    return NodeType(gpu.name, gpu, devices, NetworkLink(2e11, 5e-6), NetworkLink(5e9, 2e-5), price)
 
 
 def cluster(*groups: tuple[NodeType, int]) -> Cluster:

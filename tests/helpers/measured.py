@@ -6,13 +6,15 @@ from pathlib import Path
 
 from osdp.cluster.calibration.measured_step import COLUMNS, MeasuredStep
 from osdp.cluster.calibration.step_model import Setting, StepModel
-from osdp.cluster.cost.rates import PUBLISHED, Rates
-from osdp.cluster.hardware import Gpu, NodeType, Wire
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
+from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 
-NODE = NodeType("node", Gpu("gpu", 300e12, 80 * 2**30, 2e12, 108), 8, Wire(2e11, 7e-6), Wire(5e10, 2e-5))
+NODE = NodeType(
+    "node", Gpu("gpu", 300e12, 80 * 2**30, 2e12, 108), 8, NetworkLink(2e11, 7e-6), NetworkLink(5e10, 2e-5)
+)
 SETTING = Setting(NODE)
 #: Far from what is published.
-TRUE = Rates(0.9, 0.35, 0.5, 1.1e-4, blend=0.2, sum_seconds=6e-5, step_seconds=1e-3)
+TRUE = Efficiencies(0.9, 0.35, 0.5, 1.1e-4, blend=0.2, sum_seconds=6e-5, step_seconds=1e-3)
 
 
 def grid() -> tuple[MeasuredStep, ...]:
@@ -28,9 +30,9 @@ def grid() -> tuple[MeasuredStep, ...]:
 
 def timed(
     steps: Sequence[MeasuredStep],
-    rates: Rates = PUBLISHED,
-    inside: Wire = NODE.inside,
-    outside: Wire = NODE.outside,
+    rates: Efficiencies = PUBLISHED,
+    inside: NetworkLink = NODE.inside,
+    outside: NetworkLink = NODE.outside,
 ) -> tuple[MeasuredStep, ...]:
     """The same with the seconds that the model gives them."""
     seconds = StepModel(steps, SETTING).seconds(rates, inside, outside).tolist()

@@ -3,16 +3,18 @@
 import random
 from collections.abc import Iterator
 
-from osdp.cost.sharding.problem import Situation, build_situation
+from osdp.cost.sharding.problem import ShardingProblem, build_situation
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, HostLink, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
-from osdp.model.description import Affine, Cut, ModelDesc, Operator, Parameter, Segment, Work
+from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, SliceSpec, Work
 from osdp.model.training import Training
 
 NOTHING = Work(*(Affine(0.0, 0.0),) * 4)
 
 
-def random_situation(seed: int, num_blocks: int = 1, per_block: int = 2, **options: object) -> Situation:
+def random_situation(
+    seed: int, num_blocks: int = 1, per_block: int = 2, **options: object
+) -> ShardingProblem:
     """A small random step; equal blocks, an embedding before and a head after."""
     model_desc, profile = random_model(seed, num_blocks, per_block, tied=bool(options.pop("tied", False)))
     rng = random.Random(seed + 1)
@@ -82,7 +84,7 @@ def random_model(
         weight = Parameter(f"{name}.weight", shape, "float32")
         bias = Parameter(f"{name}.bias", shape[:1], "float32")
         place = len(segments)
-        cut = None if spanning else Cut("output", 0, weight.name)
+        cut = None if spanning else SliceSpec("output", 0, weight.name)
         operators.append(Operator(name, (name,), (weight, bias), block, place, place, spanning, cut=cut))
 
     operator("embed", None, embedding, spanning=tied)

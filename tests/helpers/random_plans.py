@@ -4,21 +4,21 @@ import random
 
 from osdp.api import make_plan
 from osdp.cost.sharding.problem import build_situation, price_root
-from osdp.cost.sharding.simulate import judge_choice
-from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.simulate import simulate_units
+from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import ROOT, is_recomputed, mode_of, plain
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.profiler.roofline import estimate
-from osdp.search.options import Rules
-from osdp.search.sharding.candidates import Space
-from osdp.search.sharding.cutting_planes import PricedSpace
+from osdp.search.options import SearchOptions
+from osdp.search.sharding.candidates import CandidateUnits
+from osdp.search.sharding.cutting_planes import CostedCandidates
 from osdp.search.sharding.planner import stage_plan
 from osdp.search.sharding.root_unit import root_choices
 
-_RULES = Rules(slices=(2, 4), recompute=True)
+_RULES = SearchOptions(slices=(2, 4), recompute=True)
 
 
 def device(world_size: int, memory_limit: int = 2**40) -> DeviceInfo:
@@ -53,16 +53,16 @@ def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
     profile = estimate(model_desc, info, training)
     situation = build_situation(model_desc, profile, info, training, reduce_each=True)
     sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, _RULES))
-    space = PricedSpace.of(situation, _RULES, root_unit=has_unit).space
+    space = CostedCandidates.of(situation, _RULES, root_unit=has_unit).space
     units = [unit for item in range(space.num_items) for unit in _path(space, item, rng)]
     joins = any(plain(way) == ROOT for *_, way in units)
     root = price_root(situation, sharded, replicated, has_unit=bool(sharded) or joins)
-    outcome = judge_choice(situation, units, root)
-    found = Assignment(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
+    outcome = simulate_units(situation, units, root)
+    found = ShardingSolution(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
     return stage_plan(model_desc, situation, found, _RULES, gap=1.0)
 
 
-def _path(space: Space, item: int, rng: random.Random) -> list[tuple[int, int, int]]:
+def _path(space: CandidateUnits, item: int, rng: random.Random) -> list[tuple[int, int, int]]:
     """Units that partition an item; those of a recomputed one are all recomputed."""
     inner = space.inner[item]
     all_units = list(

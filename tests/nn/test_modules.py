@@ -7,7 +7,7 @@ from torch import nn
 
 from osdp.nn.modules import (
     LMHeadLoss,
-    Slicing,
+    SliceSetting,
     SplitEmbedding,
     SplitLinear,
     kind_of,
@@ -45,11 +45,11 @@ def test_a_module_of_a_model_keeps_its_parameters_type_and_hooks(by: str) -> Non
         module.register_forward_hook(lambda *_: calls.append("hook"))
         x = torch.randn(3, 4)
         want = module(x)
-        new = sliced(module, Slicing(3, by))
+        new = sliced(module, SliceSetting(3, by))
         assert isinstance(new, type(module)) and new.weight is module.weight and new.bias is module.bias
         assert kind_of(new) == kind_of(module)
         torch.testing.assert_close(new(x), want)
-        again = sliced(new, Slicing(2, by))
+        again = sliced(new, SliceSetting(2, by))
         assert type(again) is type(new)
         torch.testing.assert_close(again(x), want)
     assert len(calls) == 6
@@ -77,14 +77,14 @@ def test_a_head_with_its_loss_keeps_the_tie() -> None:
 @pytest.mark.parametrize(
     ("module", "slicing", "message"),
     [
-        (nn.Conv2d(1, 1, 1), Slicing(2, "output"), "a Conv2d cannot run in slices: only nn.Linear"),
-        (Doubled(4, 4), Slicing(2, "output"), "a Doubled cannot run in slices"),
-        (nn.Embedding(4, 4, max_norm=1.0), Slicing(2, "rows"), "without max_norm"),
-        (nn.Linear(4, 3), Slicing(4, "output"), "3 cannot be cut into 4 slices"),
-        (nn.Linear(4, 3), Slicing(2, "rows"), "a Linear is cut by output or input, not by 'rows'"),
+        (nn.Conv2d(1, 1, 1), SliceSetting(2, "output"), "a Conv2d cannot run in slices: only nn.Linear"),
+        (Doubled(4, 4), SliceSetting(2, "output"), "a Doubled cannot run in slices"),
+        (nn.Embedding(4, 4, max_norm=1.0), SliceSetting(2, "rows"), "without max_norm"),
+        (nn.Linear(4, 3), SliceSetting(4, "output"), "3 cannot be cut into 4 slices"),
+        (nn.Linear(4, 3), SliceSetting(2, "rows"), "a Linear is cut by output or input, not by 'rows'"),
     ],
 )
-def test_what_cannot_run_in_slices_is_refused(module: nn.Module, slicing: Slicing, message: str) -> None:
+def test_what_cannot_run_in_slices_is_refused(module: nn.Module, slicing: SliceSetting, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sliced(module, slicing)
 

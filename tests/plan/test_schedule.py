@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osdp.plan.schedule import SCHEDULES, Action, Kind, Schedule, default_stages_per_rank, make_schedule
+from osdp.plan.schedule import SCHEDULES, Action, ActionKind, Schedule, default_stages_per_rank, make_schedule
 
 #: (name, ranks, microbatches, stages per rank) -> the order of each rank, as the papers draw them.
 TABLES = {
@@ -48,7 +48,7 @@ def written(text: str) -> tuple[tuple[Action, ...], ...]:
     """Orders from text as schedules print it."""
     lines = [line.split(":")[1].split() for line in text.strip().splitlines()]
     return tuple(
-        tuple(Action(Kind(word[0]), *map(int, word[1:].split("."))) for word in line) for line in lines
+        tuple(Action(ActionKind(word[0]), *map(int, word[1:].split("."))) for word in line) for line in lines
     )
 
 
@@ -96,7 +96,7 @@ def test_interleaved_keeps_little_more_than_1f1b(size: tuple[int, int, int]) -> 
     for rank, order in enumerate(schedule.orders):
         held, most = 0, 0
         for action in order:
-            held += 1 if action.kind is Kind.FORWARD else -1
+            held += 1 if action.kind is ActionKind.FORWARD else -1
             most = max(most, held)
         assert most <= (per_rank - 1) * run + 2 * (num_ranks - 1 - rank) + 1
 
@@ -124,7 +124,7 @@ def test_forwards_alone_keep_stages_and_order(name: str, size: tuple[int, int, i
     forward = schedule.forward_only()
     assert forward.placement == schedule.placement
     assert not forward.trains and not forward.splits_backward
-    assert {a.kind for a in forward.sequence} == {Kind.FORWARD}
+    assert {a.kind for a in forward.sequence} == {ActionKind.FORWARD}
     assert len(forward.sequence) == schedule.num_stages * schedule.num_microbatches
     assert {forward.in_flight(stage) for stage in range(forward.num_stages)} == {1}
 
@@ -203,7 +203,7 @@ def test_slices_wait_for_what_they_need(name: str, num_ranks: int, microbatches:
     for action, place in at.items():
         behind = Action(action.kind, action.stage, action.microbatch + 1)
         if behind.microbatch % slices:
-            assert (place < at[behind]) is (action.kind is Kind.FORWARD)
+            assert (place < at[behind]) is (action.kind is ActionKind.FORWARD)
     if name == "1f1b":
         for stage in range(num_ranks):
             assert schedule.in_flight(stage) == min(num_ranks - 1 - stage + slices, schedule.num_units)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import DeviceInfo, Link, inputs, make_pipeline_plan, make_plan
-from osdp.hardware.device_info import COLLECTIVES, StageLink
+from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from osdp.options import declared
 from osdp.profiler import cache as cache_module
 from osdp.profiler import optimizer, segments
@@ -27,20 +27,20 @@ from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache, user_folder
 from osdp.profiler.links import detect as collectives
 from tests.helpers.distributed import run
 
-LINK = StageLink(1e-3, 1e9)
+LINK = PointToPointLink(1e-3, 1e9)
 
 
-def counted(calls: list[str], value: StageLink = LINK) -> Callable[[], StageLink]:
-    def measure() -> StageLink:
+def counted(calls: list[str], value: PointToPointLink = LINK) -> Callable[[], PointToPointLink]:
+    def measure() -> PointToPointLink:
         calls.append("measured")
         return value
 
     return measure
 
 
-def kept(folder: Path, *facts: Any, calls: list[str] | None = None) -> StageLink:
+def kept(folder: Path, *facts: Any, calls: list[str] | None = None) -> PointToPointLink:
     calls = [] if calls is None else calls
-    return MeasurementCache(folder).measured("link", StageLink, facts, counted(calls))
+    return MeasurementCache(folder).measured("link", PointToPointLink, facts, counted(calls))
 
 
 def test_the_same_facts_are_measured_once(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_none_reads_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OSDP_CACHE_DIR", str(tmp_path))
     calls: list[str] = []
     for _ in range(2):
-        MeasurementCache(None).measured("link", StageLink, [], counted(calls))
+        MeasurementCache(None).measured("link", PointToPointLink, [], counted(calls))
     assert len(calls) == 2 and not list(tmp_path.iterdir())
 
 
@@ -70,7 +70,7 @@ def test_the_default_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert user_folder() == Path("/scratch/osdp")
     monkeypatch.setenv("OSDP_CACHE_DIR", "~/mine")
     assert user_folder() == tmp_path / "mine"
-    MeasurementCache(DEFAULT_CACHE_DIR).measured("link", StageLink, [], counted([]))
+    MeasurementCache(DEFAULT_CACHE_DIR).measured("link", PointToPointLink, [], counted([]))
     assert len(list(Path(tmp_path, "mine").iterdir())) == 1
     monkeypatch.setenv("OSDP_CACHE_DIR", "")
     assert user_folder() is None
@@ -107,7 +107,7 @@ def test_a_folder_of_others_is_not_used(
     with mock.patch("os.geteuid", return_value=os.geteuid() + owner):
         cache = MeasurementCache(folder)
         for name in ("link", "other"):
-            assert cache.measured(name, StageLink, [], counted(calls)) == LINK
+            assert cache.measured(name, PointToPointLink, [], counted(calls)) == LINK
     assert len(calls) == 3
     assert [path.read_text() for path in folder.iterdir()] == [content]
     (record,) = caplog.records
@@ -189,7 +189,7 @@ def test_what_was_saved_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     for _ in range(2):
         cache = MeasurementCache(tmp_path)
         for name in ("links", "segments"):
-            cache.measured(name, StageLink, [], counted([]))
+            cache.measured(name, PointToPointLink, [], counted([]))
         cache.report()
         cache.report()
     (record,) = caplog.records
@@ -203,16 +203,16 @@ def _folder_of_its_own(folders: str, filled: int) -> tuple[float, int]:
     folder = Path(folders, str(rank))
     if rank == filled:
         path = f"link-{cache_module.codec.fingerprint([cache_module._VERSION, torch.__version__])}.json"
-        entry = cache_module._Entry(datetime.now(UTC), 1.0, StageLink(7.0, 1.0))
+        entry = cache_module._Entry(datetime.now(UTC), 1.0, PointToPointLink(7.0, 1.0))
         folder.mkdir(mode=0o700)
         MeasurementCache(folder)._save(path, entry)
 
-    def together() -> StageLink:
+    def together() -> PointToPointLink:
         calls.append("measured")
         dist.barrier()
         return LINK
 
-    found = MeasurementCache(folder).measured("link", StageLink, [], together)
+    found = MeasurementCache(folder).measured("link", PointToPointLink, [], together)
     return found.latency, len(calls)
 
 

@@ -16,7 +16,7 @@ from benchmarks.support.memory_oracle import measure_peak
 from osdp.hardware.profile import SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.profiler import segments as segments_module
-from osdp.profiler.block_stubs import Template
+from osdp.profiler.block_stubs import OutputTemplate
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.reduced_model import reduced_model
 from osdp.profiler.repeats import find_repeats
@@ -295,7 +295,7 @@ def test_bad_input_gets_one_clear_error() -> None:
 def test_a_stub_returns_what_its_exemplar_did() -> None:
     x, mask = torch.ones(2, 3, requires_grad=True), torch.ones(2, dtype=torch.bool)
     output = {"out": x * 2, "same": mask, "other": [x.sum(0), None], "number": 3}
-    template = Template.of(((x,), {"mask": mask}), output)
+    template = OutputTemplate.of(((x,), {"mask": mask}), output)
     y, other_mask = torch.full((2, 3), 5.0, requires_grad=True), torch.zeros(2, dtype=torch.bool)
     filled = template.fill(((y,), {"mask": other_mask}))
     assert filled["same"] is other_mask and filled["number"] == 3 and filled["other"][1] is None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.plan.plan import Mode
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, tokens
 from tests.helpers.plans import plan_by_hand, split
@@ -23,7 +23,7 @@ def make() -> Net:
     return Net(gated=False).double()
 
 
-def start(layout: str) -> tuple[Net, AppliedPlan]:
+def start(layout: str) -> tuple[Net, ShardedModel]:
     net = make()
     modes, groups = LAYOUTS.get(layout, (Mode.FULL_SHARD, {}))
     plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc
-from osdp.model.dataflow import Arrival, Bar, Flow, Step, Value, transfers
+from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Value, transfers
 from osdp.model.description import Affine
 from osdp.runtime.pipeline.output_shapes import twins_of
-from osdp.runtime.pipeline.placeholders import Absent, AbsentError, absent
-from osdp.runtime.pipeline.stage import Stage, build_stage
+from osdp.runtime.pipeline.placeholders import Placeholder, PlaceholderError, absent
+from osdp.runtime.pipeline.stage import StageModule, build_stage
 from osdp.search.pipeline.stage_description import stage_desc, stage_modules, step_segments, ties_of
 from osdp.tracing.dataflow import movable_modules, trace_flow
 from tests.helpers.stage_nets import WIDTH, TiedNet, UncutNet, batch
@@ -22,11 +22,11 @@ def value(step: int) -> Value:
 
 
 #: Three steps: the first's value goes to both others, the second's to the third.
-CHAIN = Flow(
+CHAIN = Dataflow(
     steps=(
-        Step("a", 0, ()),
-        Step("b", 0, (Arrival(0, 0),)),
-        Step("c", 0, (Arrival(1, 0), Arrival(0, 2))),
+        ModuleCall("a", 0, ()),
+        ModuleCall("b", 0, (StepInput(0, 0),)),
+        ModuleCall("c", 0, (StepInput(1, 0), StepInput(0, 2))),
     ),
     values=(value(0), value(1)),
 )
@@ -42,7 +42,7 @@ def test_each_value_goes_once_and_directly_to_every_stage_that_uses_it() -> None
 
 
 def test_wrong_bounds_are_all_named() -> None:
-    barred = Flow(CHAIN.steps, CHAIN.values, bars=(Bar(2, 2, "reason"),))
+    barred = Dataflow(CHAIN.steps, CHAIN.values, bars=(CutBarrier(2, 2, "reason"),))
     with pytest.raises(ValueError, match=r"stage 1 would have no step.*before 'c': reason"):
         barred.check((0, 2, 2, 3))
     assert barred.cuts == (1,)
@@ -69,7 +69,7 @@ def test_a_model_whose_own_code_needs_earlier_values_is_cut_elsewhere_or_refused
         trace_flow(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.zeros(2, WIDTH))
 
 
-def stages_of(model: nn.Module, flow: Flow, bounds: tuple[int, ...]) -> list[Stage]:
+def stages_of(model: nn.Module, flow: Dataflow, bounds: tuple[int, ...]) -> list[StageModule]:
     moves = transfers(flow, bounds)
     twins = twins_of(model, movable_modules(model))
     desc = ModelDesc.from_module(model, batch(2))
@@ -166,8 +166,8 @@ def test_modules_of_one_shape_of_parameters_may_return_others() -> None:
 def test_absent_tensors_have_shapes_but_no_values() -> None:
     gone = absent(torch.empty(2, 3, dtype=torch.bfloat16))
     made = (gone.float() + torch.ones(4, 2, 3)).mean(-1)
-    assert isinstance(made, Absent) and made.shape == (4, 2) and made.dtype == torch.float32
-    assert not isinstance(torch.zeros_like(gone), Absent)
+    assert isinstance(made, Placeholder) and made.shape == (4, 2) and made.dtype == torch.float32
+    assert not isinstance(torch.zeros_like(gone), Placeholder)
     assert torch.equal(gone.new_ones(2), torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(AbsentError, match="another stage holds"):
+    with pytest.raises(PlaceholderError, match="another stage holds"):
         bool(gone.sum() > 0)

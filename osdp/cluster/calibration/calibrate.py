@@ -24,8 +24,8 @@ from osdp import codec
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.calibration.step_model import Setting, StepModel
 from osdp.cluster.cost.corrections import Correction, LayerCase, corrections_of
-from osdp.cluster.cost.rates import PUBLISHED, Rates
-from osdp.cluster.hardware import Cluster, Wire
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
+from osdp.cluster.hardware import Cluster, NetworkLink
 
 Floats = NDArray[np.float64]
 
@@ -69,9 +69,9 @@ class Fitted:
         outside: Link between a node and the network; unchanged if no step ran on several nodes.
     """
 
-    rates: Rates
-    inside: Wire
-    outside: Wire
+    rates: Efficiencies
+    inside: NetworkLink
+    outside: NetworkLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class Calibration:
     """
 
     node: str
-    rates: Rates
-    inside: Wire
-    outside: Wire | None
+    rates: Efficiencies
+    inside: NetworkLink
+    outside: NetworkLink | None
     steps: int
     mean_error: float
     median_error: float
@@ -127,7 +127,7 @@ class Calibration:
 
 
 def calibrate(
-    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, folds: int = 5
+    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Efficiencies = PUBLISHED, folds: int = 5
 ) -> Calibration:
     """Fit the coefficients to all of ``steps``, and estimate their error by cross-validation.
 
@@ -156,7 +156,11 @@ def calibrate(
 
 
 def fit(
-    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Rates = PUBLISHED, corrected: bool = True
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    *,
+    rates: Efficiencies = PUBLISHED,
+    corrected: bool = True,
 ) -> Fitted:
     """Fit the coefficients, and the links in and between nodes, to ``steps``.
 
@@ -186,7 +190,7 @@ def cross_validation(
     steps: Sequence[MeasuredStep],
     setting: Setting,
     *,
-    rates: Rates = PUBLISHED,
+    rates: Efficiencies = PUBLISHED,
     folds: int = 5,
     corrected: bool = True,
 ) -> Floats:
@@ -224,7 +228,7 @@ def leave_out(
     setting: Setting,
     held: Callable[[MeasuredStep], bool],
     *,
-    rates: Rates = PUBLISHED,
+    rates: Efficiencies = PUBLISHED,
 ) -> Floats:
     """Relative errors of the steps that ``held`` selects, predicted by a fit to all others.
 
@@ -252,7 +256,7 @@ def _held_out(
     steps: Sequence[MeasuredStep],
     setting: Setting,
     held: NDArray[np.bool_],
-    rates: Rates,
+    rates: Efficiencies,
     corrected: bool = True,
 ) -> Floats:
     """Relative errors of the steps in ``held``, predicted by a fit to the others."""
@@ -262,7 +266,7 @@ def _held_out(
     return relative_errors(picked, setting, fitted)
 
 
-def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
+def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
     """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
     # 1. The prior, in logarithms; links between nodes only if some step used them.
     node = model.setting.node
@@ -278,11 +282,11 @@ def _fit(model: StepModel, rates: Rates, corrected: bool) -> Fitted:
     # 2. Residuals: weighted errors of the steps, then distances from the prior; (rows + coefficients,).
     def coefficients(x: Floats) -> Fitted:
         found = dict(zip(names, np.exp(x).tolist(), strict=True))
-        inside = Wire(found.pop("inside_bandwidth"), found.pop("inside_latency"))
+        inside = NetworkLink(found.pop("inside_bandwidth"), found.pop("inside_latency"))
         outside = node.outside
         if model.crosses:
-            outside = Wire(found.pop("outside_bandwidth"), found.pop("outside_latency"))
-        return Fitted(Rates(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
+            outside = NetworkLink(found.pop("outside_bandwidth"), found.pop("outside_latency"))
+        return Fitted(Efficiencies(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
 
     def residuals(x: Floats) -> Floats:
         now = coefficients(x)

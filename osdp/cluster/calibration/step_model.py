@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
-from osdp.cluster.cost.rates import Rates
+from osdp.cluster.cost.rates import Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.stage_table import SlotStages
-from osdp.cluster.hardware import Cluster, NodeGroup, NodeType, Wire
-from osdp.cluster.plan import Layout, Recompute, Workload
+from osdp.cluster.cost.stage_table import StagePricer
+from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup, NodeType
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.transformer import TransformerShape
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class Setting:
     node: NodeType
     vocabulary: int = 50257
     flash: bool = False
-    recompute: Recompute = Recompute.NONE
+    recompute: RecomputeLayers = RecomputeLayers.NONE
 
 
 class StepModel:
@@ -53,7 +53,7 @@ class StepModel:
         """Whether any step ran on several nodes."""
         return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
 
-    def seconds(self, rates: Rates, inside: Wire, outside: Wire) -> Floats:
+    def seconds(self, rates: Efficiencies, inside: NetworkLink, outside: NetworkLink) -> Floats:
         """Modelled seconds of each step, shape ``(rows,)``.
 
         Args:
@@ -84,7 +84,7 @@ def num_nodes(step: MeasuredStep, node: NodeType) -> int:
 
 
 def _prices(
-    step: MeasuredStep, setting: Setting, node: NodeType, rates: Rates | None = None
+    step: MeasuredStep, setting: Setting, node: NodeType, rates: Efficiencies | None = None
 ) -> ClusterPrices:
     shape = TransformerShape(
         name="measured",
@@ -100,28 +100,28 @@ def _prices(
     return ClusterPrices(cluster, workload, *((rates,) if rates else ()))
 
 
-def _layout(step: MeasuredStep, recompute: Recompute) -> Layout:
-    degrees = Degrees(step.pp, step.dp, step.tp)
-    return Layout(degrees, step.samples, step.microbatches, recompute=recompute)
+def _layout(step: MeasuredStep, recompute: RecomputeLayers) -> ParallelLayout:
+    degrees = ParallelDims(step.pp, step.dp, step.tp)
+    return ParallelLayout(degrees, step.samples, step.microbatches, recompute=recompute)
 
 
-def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recompute:
+def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> RecomputeLayers:
     """Recomputation that measured steps must have used, if all used the same and none is specified.
 
     None, unless a step would then have needed more memory than its devices have, even if the estimate is a
     fifth too high; in that case full recomputation of every layer.
     """
-    needed = (_needed(step, _layout(step, Recompute.NONE), setting) for step in steps)
-    return Recompute.FULL if any(part > _DOUBT for part in needed) else Recompute.NONE
+    needed = (_needed(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
+    return RecomputeLayers.FULL if any(part > _DOUBT for part in needed) else RecomputeLayers.NONE
 
 
-def _needed(step: MeasuredStep, layout: Layout, setting: Setting) -> float:
+def _needed(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
     """Memory of the fullest stage, as a fraction of the device's.
 
     Only the first and last stage are checked: they hold the most microbatches and the head.
     """
     prices = _prices(step, setting, setting.node)
-    stages = SlotStages(prices, layout, even_slot(prices, layout))
+    stages = StagePricer(prices, layout, even_slot(prices, layout))
     bounds = even_bounds(step.layers, step.pp)
     taken = (stages.stage(bounds[rank], bounds[rank + 1], rank).bytes for rank in {0, step.pp - 1})
     return max(stage.total / stage.limit for stage in taken)

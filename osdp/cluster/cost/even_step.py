@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster.cost.schedule import bubble_share
-from osdp.cluster.cost.slot_links import Home
+from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, Floats
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
-from osdp.cluster.plan import Layout, Slot
+from osdp.cluster.plan import ParallelLayout, StageSlot
 from osdp.cluster.transformer import Item
 
 
@@ -40,7 +40,7 @@ def even_bounds(layers: int, pp: int) -> tuple[int, ...]:
     return (0, *(1 + each * stage for stage in range(1, pp)), layers + 2)
 
 
-def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
+def even_slot(prices: ClusterPrices, layout: ParallelLayout) -> StageSlot:
     """Slot of every stage if consecutive stages fill nodes of one kind.
 
     If neither the ranks of a stage nor the devices of a node divide the other, every stage is treated as if
@@ -48,7 +48,7 @@ def even_slot(prices: ClusterPrices, layout: Layout) -> Slot:
     """
     devices = prices.cluster.groups[0].node.devices
     ranks = layout.degrees.tp * layout.degrees.dp
-    return Slot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
+    return StageSlot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class EvenSteps:
         self._parts: dict[tuple[object, ...], _Parts] = {}
         self._ends: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, layout: Layout, layers: int = 0) -> float:
+    def seconds(self, layout: ParallelLayout, layers: int = 0) -> float:
         """Seconds of a step of ``layout``.
 
         Args:
@@ -101,7 +101,7 @@ class EvenSteps:
             pipeline += bubble_share(layout) * (sum(times) - slowest)
         return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
 
-    def _parts_of(self, layout: Layout, slot: Slot) -> _Parts:
+    def _parts_of(self, layout: ParallelLayout, slot: StageSlot) -> _Parts:
         degrees = layout.degrees
         key = (degrees.tp, degrees.dp, layout.samples, layout.way, layout.token_slices)
         if key not in self._parts:
@@ -111,7 +111,7 @@ class EvenSteps:
             )
         return self._parts[key]
 
-    def _end(self, layout: Layout, slot: Slot, home: Home, layers: int) -> float:
+    def _end(self, layout: ParallelLayout, slot: StageSlot, home: SlotHardware, layers: int) -> float:
         """Seconds after the last microbatch on the slowest stage, and of a tied embedding's all-reduce."""
         degrees = layout.degrees
         prices, shape = self.prices, self.prices.workload.shape

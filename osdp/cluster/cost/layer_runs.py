@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.schedule import head_in_flight, in_flight
 from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
-from osdp.cluster.plan import Layout, Recompute, Slot, Way
+from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot
 
 Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunBatch:
     """One run in each of several stages.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sizes:
         return total
 
 
-def ways_of(layout: Layout, *, flash: bool) -> tuple[Way, ...]:
+def ways_of(layout: ParallelLayout, *, flash: bool) -> tuple[LayerStrategy, ...]:
     """Allowed strategies of the items of a layout.
 
     Args:
@@ -61,18 +61,18 @@ def ways_of(layout: Layout, *, flash: bool) -> tuple[Way, ...]:
         flash: Whether attention scores are never written, so that selective recomputation saves nothing.
     """
     zeros = (layout.zero,) if layout.zero is not None else tuple(range(4))
-    again: tuple[Recompute, ...] = tuple(Recompute)
+    again: tuple[RecomputeLayers, ...] = tuple(RecomputeLayers)
     if layout.recompute is not None:
         again = (layout.recompute,)
     elif flash:
-        again = (Recompute.NONE, Recompute.FULL)
-    return tuple(Way(zero, recompute) for recompute in again for zero in zeros)
+        again = (RecomputeLayers.NONE, RecomputeLayers.FULL)
+    return tuple(LayerStrategy(zero, recompute) for recompute in again for zero in zeros)
 
 
 class RunPrices:
     """Costs of stages by their runs, for one layout on one kind of slot."""
 
-    def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
+    def __init__(self, prices: ClusterPrices, layout: ParallelLayout, slot: StageSlot) -> None:
         self.prices, self.layout = prices, layout
         self.home = prices.home(layout, slot)
         self.ways = ways_of(layout, flash=prices.workload.flash)
@@ -86,21 +86,21 @@ class RunPrices:
         #: shape ``(I + 1, I + 1)``.
         self.borders: Floats = 2 * (border[:, None] + border[None, :])
 
-    def whole(self, way: int, start: Indices, stop: Indices) -> list[Part]:
+    def whole(self, way: int, start: Indices, stop: Indices) -> list[RunBatch]:
         """Stages whose items all have one strategy."""
-        return [Part(way, start, stop, self.priced[way].parameters[start, stop])]
+        return [RunBatch(way, start, stop, self.priced[way].parameters[start, stop])]
 
-    def split(self, ways: tuple[int, int], start: Indices, cut: Indices, stop: Indices) -> list[Part]:
+    def split(self, ways: tuple[int, int], start: Indices, cut: Indices, stop: Indices) -> list[RunBatch]:
         """Stages of two runs."""
         parameters = self.priced[0].parameters
         first, both = parameters[start, cut], parameters[start, stop]
-        return [Part(ways[0], start, cut, first), Part(ways[1], cut, stop, both - first)]
+        return [RunBatch(ways[0], start, cut, first), RunBatch(ways[1], cut, stop, both - first)]
 
-    def seconds(self, parts: Sequence[Part]) -> Floats:
+    def seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds per microbatch, without transfers between stages."""
         return _sum([self.priced[part.way].seconds[part.start, part.stop] for part in parts])
 
-    def gradients(self, parts: Sequence[Part]) -> Floats:
+    def gradients(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds of collectives after the last microbatch."""
         return _sum(
             [
@@ -111,7 +111,7 @@ class RunPrices:
             ]
         )
 
-    def update(self, parts: Sequence[Part]) -> Floats:
+    def update(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds of the optimizer step."""
         return _sum(
             [
@@ -120,7 +120,7 @@ class RunPrices:
             ]
         )
 
-    def items(self, parts: Sequence[Part]) -> tuple[ItemPrices, ...]:
+    def items(self, parts: Sequence[RunBatch]) -> tuple[ItemPrices, ...]:
         """Costs of each item of one stage."""
         return tuple(
             self.priced[part.way].items[item]
@@ -128,7 +128,7 @@ class RunPrices:
             for item in self.prices.items[int(part.start) : int(part.stop)]
         )
 
-    def sizes(self, parts: Sequence[Part], rank: Indices) -> Sizes:
+    def sizes(self, parts: Sequence[RunBatch], rank: Indices) -> Sizes:
         """Memory of stages at pipeline ranks ``rank``, by part."""
         prices, layout = self.prices, self.layout
         weights = gradients = states = working = update = np.zeros(())
@@ -145,7 +145,7 @@ class RunPrices:
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
 
-    def activations(self, parts: Sequence[Part], rank: Indices) -> Floats:
+    def activations(self, parts: Sequence[RunBatch], rank: Indices) -> Floats:
         """Bytes saved for backward by all microbatches in flight."""
         held, heads = self.held[rank], head_in_flight(self.layout)
         kept = []
@@ -155,7 +155,7 @@ class RunPrices:
             kept.append(np.ceil(layers * held + logits * heads))
         return _sum(kept)
 
-    def _backward(self, part: Part) -> Floats:
+    def _backward(self, part: RunBatch) -> Floats:
         found: Floats = self.priced[part.way].backward[part.start, part.stop]
         return found
 

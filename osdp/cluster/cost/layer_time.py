@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from osdp.cluster.cost.layer_work import Gemm, LayerWork
 from osdp.cluster.cost.matmul import aligned, occupied_flops
-from osdp.cluster.cost.rates import Rates
+from osdp.cluster.cost.rates import Efficiencies
 from osdp.cluster.hardware import Gpu
 
 
@@ -40,7 +40,7 @@ class LayerSeconds:
         )
 
 
-def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
+def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSeconds:
     """Modelled compute seconds of one item.
 
     Args:
@@ -64,7 +64,7 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Rates) -> LayerSeconds:
     )
 
 
-def _seconds(gemm: Gemm, gpu: Gpu, rates: Rates) -> float:
+def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies) -> float:
     """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
     share = rates.matrix_share * (1.0 if aligned(rows, columns, inner) else rates.unaligned_share)

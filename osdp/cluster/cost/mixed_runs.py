@@ -26,7 +26,7 @@ from osdp.cluster.transformer import LAYERS
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedStages:
     """Best runs of every possible stage, sorted by pipeline rank.
 
     Arrays have one entry per possible stage, shape ``(S,)``, unless stated otherwise.
@@ -75,7 +75,7 @@ class Mixture:
         return (int(self.first[where]), int(self.second[where])), int(self.cut[where])
 
 
-def mixture(runs: RunPrices) -> Mixture:
+def mixture(runs: RunPrices) -> MixedStages:
     """Best runs of every stage of a layout; where nothing fits, the runs with the smallest excess of memory.
 
     Args:
@@ -109,7 +109,7 @@ def mixture(runs: RunPrices) -> Mixture:
         for chosen, now in ((first, one), (second, other), (cut, where)):
             np.copyto(chosen, now, where=better)
     # 3. Copy the result of each representative to the stages of its class; cuts are relative to the start.
-    return Mixture(
+    return MixedStages(
         size=len(runs.prices.items),
         start=every[0],
         stop=every[1],

@@ -16,7 +16,7 @@ from osdp.cluster.cost.corrections import Correction
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class Efficiencies:
     """Coefficients of the time model of a step.
 
     Attributes:
@@ -72,7 +72,7 @@ _SUSTAINED = 0.91
 #:   systems/a100_80g.json, SC 2023).
 #: - Calls: a layer's forward of GPT-2 XL with one sample on four A100, far from filling them, took 1.453 ms
 #:   in Megatron-LM (FASOP's profile, HPDC 2024), for 18 operators.
-PUBLISHED = Rates(
+PUBLISHED = Efficiencies(
     matrix_share=_SUSTAINED * 267.9 / 312,
     unaligned_share=0.31 / (0.31 + 0.25),
     memory_share=_SUSTAINED * 0.75,

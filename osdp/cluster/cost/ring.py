@@ -10,7 +10,7 @@ full bandwidth broadcast, reduction and scan", 2009).
 import math
 from dataclasses import dataclass
 
-from osdp.cluster.hardware import Wire
+from osdp.cluster.hardware import NetworkLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Ring:
     """
 
     size: int
-    wire: Wire
+    wire: NetworkLink
 
     def scatter_seconds(self, nbytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of a tensor of ``nbytes`` in total."""

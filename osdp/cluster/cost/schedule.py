@@ -1,6 +1,6 @@
 """Pipeline bubble of a schedule, and the microbatches that its stages have in flight."""
 
-from osdp.cluster.plan import Layout
+from osdp.cluster.plan import ParallelLayout
 
 #: Stages per rank with the interleaved schedule.
 INTERLEAVED = 2
@@ -14,17 +14,17 @@ def stages_per_rank(schedule: str) -> int:
     return INTERLEAVED if schedule == "interleaved" else 1
 
 
-def bubble_share(layout: Layout) -> float:
+def bubble_share(layout: ParallelLayout) -> float:
     """Fraction of the fill and drain that remains; token slices fill the pipeline a slice at a time."""
     return BUBBLE_SHARE[layout.schedule] / layout.token_slices
 
 
-def head_in_flight(layout: Layout) -> float:
+def head_in_flight(layout: ParallelLayout) -> float:
     """Microbatches whose logits the last rank holds; of its interleaved stages only the last has logits."""
     return 1.0 if layout.schedule == "interleaved" else in_flight(layout, layout.degrees.pp - 1)
 
 
-def in_flight(layout: Layout, rank: int) -> float:
+def in_flight(layout: ParallelLayout, rank: int) -> float:
     """Microbatches whose activations a rank holds at once, counted for all of its stages together.
 
     One more than the forwards of its warm-up (:mod:`osdp.plan.schedules`).

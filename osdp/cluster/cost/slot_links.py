@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from osdp.cluster.cost.ring import Ring
-from osdp.cluster.hardware import Cluster, Gpu, Wire
-from osdp.cluster.plan import Layout, Slot
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink
+from osdp.cluster.plan import ParallelLayout, StageSlot
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class SlotHardware:
     """Devices and links available to the stage in a slot.
 
     Attributes:
@@ -24,11 +24,11 @@ class Home:
     limit: int
     tensor: Ring
     data: Ring
-    within: Wire
-    between: Wire
+    within: NetworkLink
+    between: NetworkLink
 
 
-def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
+def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
     """Devices and links of a slot.
 
     Consecutive ranks form a tensor-parallel group, and groups are strided into data-parallel ones. A node's
@@ -45,7 +45,7 @@ def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
     crosses = sum(slot.nodes) > 1
     # All devices of a node that serve the stage send at the same time.
     senders = min(min(kind.devices for kind in kinds), tp * dp)
-    return Home(
+    return SlotHardware(
         gpus=tuple(kind.gpu for kind in kinds),
         limit=min(kind.gpu.memory for kind in kinds),
         tensor=Ring(tp, within),
@@ -55,9 +55,9 @@ def home_of(cluster: Cluster, layout: Layout, slot: Slot) -> Home:
     )
 
 
-def _slowest(wires: list[Wire]) -> Wire:
-    return Wire(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
+def _slowest(wires: list[NetworkLink]) -> NetworkLink:
+    return NetworkLink(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
 
 
-def _shared(wire: Wire, users: int) -> Wire:
-    return Wire(wire.bandwidth / users, wire.latency)
+def _shared(wire: NetworkLink, users: int) -> NetworkLink:
+    return NetworkLink(wire.bandwidth / users, wire.latency)

@@ -20,11 +20,11 @@ from osdp.cluster.cost.corrections import LayerCase, correction_factor
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
 from osdp.cluster.cost.layer_work import LayerWork, layer_work
 from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
-from osdp.cluster.cost.rates import PUBLISHED, Rates
-from osdp.cluster.cost.slot_links import Home, home_of
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
+from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
 from osdp.cluster.hardware import Cluster, Gpu
 from osdp.cluster.layer_profile import LayerBytes, LayerProfile
-from osdp.cluster.plan import Layout, Recompute, Slot, Way, Workload
+from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.transformer import Item, TransformerShape
 
 Floats = NDArray[np.float64]
@@ -78,7 +78,7 @@ class StagePrices:
         end: Seconds after the last microbatch: gradient collectives and the optimizer step.
     """
 
-    home: Home
+    home: SlotHardware
     items: Mapping[Item, ItemPrices]
     seconds: Floats
     parameters: Floats
@@ -96,7 +96,7 @@ class ClusterPrices:
         self,
         cluster: Cluster,
         workload: Workload,
-        rates: Rates = PUBLISHED,
+        rates: Efficiencies = PUBLISHED,
         profiles: Sequence[LayerProfile] = (),
         traced: Sequence[LayerBytes] = (),
     ) -> None:
@@ -117,13 +117,13 @@ class ClusterPrices:
             (count for kind, count in zip(self.kinds, self._counts, strict=True) if kind in tied),
             np.zeros_like(self._counts[0]),
         )
-        self._homes: dict[tuple[int, int, Slot], Home] = {}
+        self._homes: dict[tuple[int, int, StageSlot], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
         self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
 
-    def work(self, item: Item, layout: Layout) -> LayerWork:
+    def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
         if key not in self._work:
@@ -134,19 +134,19 @@ class ClusterPrices:
         load = self.workload
         return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
 
-    def home(self, layout: Layout, slot: Slot) -> Home:
+    def home(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
         key = (layout.degrees.tp, layout.degrees.dp, slot)
         if key not in self._homes:
-            self._homes[key] = home_of(self.cluster, layout, slot)
+            self._homes[key] = slot_hardware(self.cluster, layout, slot)
         return self._homes[key]
 
-    def border_bytes(self, layout: Layout) -> Floats:
+    def border_bytes(self, layout: ParallelLayout) -> Floats:
         """Bytes of a token slice sent forward over the boundary before each item; shape ``(I + 1,)``."""
         outputs = [self.work(item, layout).output_bytes for item in self.items]
         return np.array([0.0, *outputs[:-1], 0.0])
 
-    def stage_prices(self, layout: Layout, slot: Slot) -> StagePrices:
+    def stage_prices(self, layout: ParallelLayout, slot: StageSlot) -> StagePrices:
         """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot."""
         home = self.home(layout, slot)
         items = self.item_prices(layout, slot)
@@ -169,7 +169,7 @@ class ClusterPrices:
             end=self.end_seconds(layout, home, parameters, backward),
         )
 
-    def item_prices(self, layout: Layout, slot: Slot) -> dict[Item, ItemPrices]:
+    def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, way = layout.degrees, layout.way
         key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot)
@@ -178,13 +178,13 @@ class ClusterPrices:
             self._items[key] = {item: self._item(item, layout, home) for item in self.kinds}
         return self._items[key]
 
-    def tied_numbers(self, layout: Layout) -> int:
+    def tied_numbers(self, layout: ParallelLayout) -> int:
         """Parameter count of a tied embedding's weight on one rank."""
         shape = self.workload.shape
         return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
 
     def gradient_seconds(
-        self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float
+        self, layout: ParallelLayout, home: SlotHardware, parameters: Floats, backward: Floats | float
     ) -> Floats:
         """Exposed seconds of the collectives at the end of a step.
 
@@ -215,7 +215,7 @@ class ClusterPrices:
             exposed = exposed + fixed + gathered * scale
         return np.where(parameters > 0, exposed, 0.0)
 
-    def update_seconds(self, layout: Layout, home: Home, parameters: Floats) -> Floats:
+    def update_seconds(self, layout: ParallelLayout, home: SlotHardware, parameters: Floats) -> Floats:
         """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
@@ -224,18 +224,18 @@ class ClusterPrices:
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
-    def shards_of_states(self, way: Way, layout: Layout) -> int:
+    def shards_of_states(self, way: LayerStrategy, layout: ParallelLayout) -> int:
         """Number of ranks over which optimizer states are sharded."""
         return layout.degrees.dp if way.zero else 1
 
-    def parameter_bytes(self, way: Way, layout: Layout) -> tuple[float, float, float]:
+    def parameter_bytes(self, way: LayerStrategy, layout: ParallelLayout) -> tuple[float, float, float]:
         """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
         load, dp = self.workload, layout.degrees.dp
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
         weight, gradient, state = (size / dp if way.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
-    def _item(self, item: Item, layout: Layout, home: Home) -> ItemPrices:
+    def _item(self, item: Item, layout: ParallelLayout, home: SlotHardware) -> ItemPrices:
         """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
         work, slices, recompute = (
             self._work_there(item, layout, home),
@@ -246,9 +246,9 @@ class ClusterPrices:
         # 1. Compute: a stage on several kinds of devices runs at the pace of the slowest.
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
-        full = layer and recompute is Recompute.FULL
+        full = layer and recompute is RecomputeLayers.FULL
         again = forward if full else 0.0
-        if layer and recompute is Recompute.SELECTIVE:
+        if layer and recompute is RecomputeLayers.SELECTIVE:
             again = max(s.attention for s in slowest)
         # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
         sums = work.sums * (3 if full else 2) * self._factor(layout)
@@ -256,7 +256,7 @@ class ClusterPrices:
         kept = work.kept_bytes
         if full:
             kept = min(work.input_bytes, work.kept_bytes)
-        elif recompute is Recompute.SELECTIVE:
+        elif recompute is RecomputeLayers.SELECTIVE:
             kept -= work.score_bytes
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
         return ItemPrices(
@@ -270,7 +270,7 @@ class ClusterPrices:
             working=work.working_bytes + (work.kept_bytes - kept),
         )
 
-    def _work_there(self, item: Item, layout: Layout, home: Home) -> LayerWork:
+    def _work_there(self, item: Item, layout: ParallelLayout, home: SlotHardware) -> LayerWork:
         """Work of an item with the activations measured on the slot's devices, or else traced.
 
         With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
@@ -293,7 +293,7 @@ class ClusterPrices:
             working_bytes=max(each.working_bytes for each in found),
         )
 
-    def _layer_seconds(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds:
+    def _layer_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds:
         """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
         key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
         if key not in self._seconds:
@@ -301,7 +301,7 @@ class ClusterPrices:
             self._seconds[key] = self._measured(item, layout, gpu) or modelled
         return self._seconds[key]
 
-    def _measured(self, item: Item, layout: Layout, gpu: Gpu) -> LayerSeconds | None:
+    def _measured(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds | None:
         """Seconds from the profile of a device; ``None`` if it has none of the item."""
         if gpu.name not in self._profiles:
             return None
@@ -320,7 +320,7 @@ class ClusterPrices:
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
         return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
 
-    def _factor(self, layout: Layout) -> float:
+    def _factor(self, layout: ParallelLayout) -> float:
         """Correction factor of the modelled seconds, interpolated from measured layers."""
         shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
         if key not in self._factors:
@@ -328,7 +328,9 @@ class ClusterPrices:
             self._factors[key] = correction_factor(self.rates.corrections, case)
         return self._factors[key]
 
-    def _shards(self, layout: Layout, home: Home, parameters: int, forward: float, backward: float) -> float:
+    def _shards(
+        self, layout: ParallelLayout, home: SlotHardware, parameters: int, forward: float, backward: float
+    ) -> float:
         """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
         load, zero = self.workload, layout.way.zero
         if zero < 2 or layout.degrees.dp == 1 or not parameters:
@@ -337,7 +339,7 @@ class ClusterPrices:
         gather = home.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
         return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
 
-    def working_bytes(self, layout: Layout, item: ItemPrices) -> float:
+    def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:
         """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
         load, zero = self.workload, layout.way.zero
         if layout.degrees.dp == 1:
@@ -355,7 +357,9 @@ class ClusterPrices:
             total += count * value
         return total
 
-    def end_seconds(self, layout: Layout, home: Home, parameters: Floats, backward: Floats | float) -> Floats:
+    def end_seconds(
+        self, layout: ParallelLayout, home: SlotHardware, parameters: Floats, backward: Floats | float
+    ) -> Floats:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
         exchanged = self.gradient_seconds(layout, home, parameters, backward)
         exchanged += self.update_seconds(layout, home, parameters)

@@ -6,14 +6,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.layer_runs import Part, RunPrices, Sizes
-from osdp.cluster.cost.mixed_runs import Mixture, mixture
+from osdp.cluster.cost.layer_runs import RunBatch, RunPrices, Sizes
+from osdp.cluster.cost.mixed_runs import MixedStages, mixture
 from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
-from osdp.cluster.plan import Layout, Run, Slot, StageBytes
+from osdp.cluster.plan import LayerRun, ParallelLayout, StageBytes, StageSlot
 
 
 @dataclass(frozen=True)
-class Stretches:
+class StageTables:
     """Tables of all stages at one pipeline rank, indexed ``[start, stop]``; shape ``(I + 1, I + 1)`` each.
 
     Attributes:
@@ -28,7 +28,7 @@ class Stretches:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageEstimate:
     """Time and memory of one stage.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stage:
         bytes: Its memory.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[LayerRun, ...]
     items: tuple[ItemPrices, ...]
     seconds: float
     gradients: float
@@ -53,22 +53,22 @@ class Stage:
         return self.gradients + self.optimizer
 
 
-class SlotStages:
+class StagePricer:
     """Costs of all stages of one layout on one kind of slot."""
 
-    def __init__(self, prices: ClusterPrices, layout: Layout, slot: Slot) -> None:
+    def __init__(self, prices: ClusterPrices, layout: ParallelLayout, slot: StageSlot) -> None:
         self._runs = RunPrices(prices, layout, slot)
         self.home = self._runs.home
 
     @cached_property
-    def _mixture(self) -> Mixture:
+    def _mixture(self) -> MixedStages:
         return mixture(self._runs)
 
-    def at(self, rank: int) -> Stretches:
+    def at(self, rank: int) -> StageTables:
         """Tables of all stages at a pipeline rank."""
         if self._runs.layout.by_item:
             found = self._mixture
-            return Stretches(
+            return StageTables(
                 found.spread(found.seconds, rank, np.inf),
                 found.spread(found.end, rank, 0.0),
                 found.spread(found.total, rank, np.inf) <= self.home.limit,
@@ -77,10 +77,10 @@ class SlotStages:
         own, sizes = self._runs.priced[0], self._sizes
         activations = self._runs.activations(self._all, np.array(rank))
         total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
-        return Stretches(own.seconds, own.end, total <= self.home.limit)
+        return StageTables(own.seconds, own.end, total <= self.home.limit)
 
     @cached_property
-    def _all(self) -> list[Part]:
+    def _all(self) -> list[RunBatch]:
         """All stages of the chain with the first strategy; arrays broadcast to ``(I + 1, I + 1)``."""
         index = np.arange(len(self._runs.borders))
         return self._runs.whole(0, index[:, None], index[None, :])
@@ -90,7 +90,7 @@ class SlotStages:
         """Memory of all stages, with the activations of pipeline rank 0."""
         return self._runs.sizes(self._all, np.array(0))
 
-    def stage(self, start: int, stop: int, rank: int) -> Stage:
+    def stage(self, start: int, stop: int, rank: int) -> StageEstimate:
         """The stage of items ``start .. stop - 1`` at a pipeline rank."""
         # Arrays of shape (): the formulas are those that fill the tables, to the last bit.
         runs, (first, last) = self._runs, (np.array(start), np.array(stop))
@@ -102,8 +102,8 @@ class SlotStages:
                 parts = runs.split(ways, first, np.array(cut), last)
         gradients, optimizer = float(runs.gradients(parts)), float(runs.update(parts))
         sizes = runs.sizes(parts, np.array(rank))
-        return Stage(
-            runs=tuple(Run(runs.ways[part.way], int(part.stop)) for part in parts),
+        return StageEstimate(
+            runs=tuple(LayerRun(runs.ways[part.way], int(part.stop)) for part in parts),
             items=runs.items(parts),
             seconds=float(runs.seconds(parts)),
             gradients=gradients,

@@ -19,14 +19,16 @@ from itertools import pairwise
 
 from osdp.cluster.cost.ring import Ring
 from osdp.cluster.cost.schedule import bubble_share, stages_per_rank
-from osdp.cluster.cost.slot_links import Home
+from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.stage_table import SlotStages
-from osdp.cluster.plan import ClusterPlan, Layout, Slot, StepSeconds
+from osdp.cluster.cost.stage_table import StagePricer
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds
 from osdp.cluster.transformer import Item
 
 
-def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, same_node: bool) -> float:
+def border_seconds(
+    layout: ParallelLayout, before: SlotHardware, after: SlotHardware, nbytes: float, *, same_node: bool
+) -> float:
     """Seconds of the transfers between two stages for one microbatch: an output and its gradient.
 
     Each token slice is sent separately, in messages of ``nbytes``.
@@ -38,7 +40,9 @@ def border_seconds(layout: Layout, before: Home, after: Home, nbytes: float, *, 
     return messages * max(wire.seconds(nbytes) for wire in wires)
 
 
-def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
+def embedding_seconds(
+    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+) -> float:
     """Seconds of the all-reduce of a tied weight's gradients between stages, over the slowest link.
 
     Each tied item is assumed to be in a stage of its own, as far as there are stages.
@@ -53,7 +57,9 @@ def embedding_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot
     return max(Ring(holders, wire).reduce_seconds(nbytes) for wire in wires)
 
 
-def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Home]) -> float:
+def wrap_seconds(
+    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+) -> float:
     """Seconds of the transfers from the last to the first rank for one microbatch (interleaved only).
 
     Over the slowest link.
@@ -71,11 +77,11 @@ def wrap_seconds(prices: ClusterPrices, layout: Layout, homes: Mapping[Slot, Hom
 
 def price(
     prices: ClusterPrices,
-    layout: Layout,
+    layout: ParallelLayout,
     bounds: Sequence[int],
-    slots: Sequence[Slot],
+    slots: Sequence[StageSlot],
     *,
-    stages: Mapping[Slot, SlotStages] | None = None,
+    stages: Mapping[StageSlot, StagePricer] | None = None,
 ) -> ClusterPlan:
     """Estimate time and memory of a layout that is cut at ``bounds`` and placed in ``slots``.
 
@@ -96,7 +102,7 @@ def price(
             f"{pp} stages of {len(prices.items)} items need {pp + 1} ascending bounds from 0 to "
             f"{len(prices.items)} and {pp} slots, got bounds {tuple(bounds)} and {len(slots)} slots"
         )
-    by_slot = stages or {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(slots)}
+    by_slot = stages or {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(slots)}
     homes = {slot: by_slot[slot].home for slot in dict.fromkeys(slots)}
     # 1. Every stage by itself.
     found = [by_slot[slots[rank]].stage(*pair, rank) for rank, pair in enumerate(pairwise(bounds))]
@@ -135,7 +141,7 @@ def price(
     )
 
 
-def shares_node(slots: Sequence[Slot], stage: int) -> bool:
+def shares_node(slots: Sequence[StageSlot], stage: int) -> bool:
     """Whether a stage is in the same node as the stage before it.
 
     Stages that share a node are consecutive; a run of equal slots fills one node after the other.
@@ -147,7 +153,7 @@ def shares_node(slots: Sequence[Slot], stage: int) -> bool:
     return run % slot.shares != 0
 
 
-def nodes_of(slots: Sequence[Slot]) -> tuple[int, ...]:
+def nodes_of(slots: Sequence[StageSlot]) -> tuple[int, ...]:
     """Number of nodes of each kind that the slots occupy together."""
     totals = [Fraction(0)] * len(slots[0].nodes)
     for slot in slots:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.table import describe
-from osdp.cluster.plan import ClusterPlan, Recompute, chunks, num_layers
+from osdp.cluster.plan import ClusterPlan, RecomputeLayers, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
 
 
@@ -79,7 +79,7 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     notes = []
     zero = layout.way.zero
     again = {run.way.recompute for stage in plan.runs for run in stage}
-    if again == {Recompute.NONE, Recompute.FULL}:
+    if again == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
         # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
         # applies to each of a rank's stages.
         stages = stages_per_rank(layout.schedule)
@@ -87,9 +87,9 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         text.append("--recompute-granularity full --recompute-method block")
         text.append(f"--recompute-num-layers {most}")
         notes.append("a different number of recomputed layers per stage: the maximum is written for all")
-    elif layout.recompute is Recompute.FULL:
+    elif layout.recompute is RecomputeLayers.FULL:
         text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    elif layout.recompute is Recompute.SELECTIVE:
+    elif layout.recompute is RecomputeLayers.SELECTIVE:
         text.append("--recompute-granularity selective")
     # 3. Sharding, stages and schedule.
     if zero:
@@ -139,7 +139,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     if degrees.tp > 1:
         config["tensor_parallel"] = {"autotp_size": degrees.tp}
-    if layout.recompute is not Recompute.NONE:
+    if layout.recompute is not RecomputeLayers.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
     return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_unsaid(plan)))
@@ -154,7 +154,7 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     replicas = degrees.dp * degrees.pp
     steps, rest = divmod(layout.microbatches, degrees.pp)
     nodes = sum(nodes_of(plan.slots))
-    recomputed = str(layout.recompute is Recompute.FULL).lower()
+    recomputed = str(layout.recompute is RecomputeLayers.FULL).lower()
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
@@ -213,7 +213,7 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
     if layout.zero == 1:
         notes.append("ZeRO 1: gradients are sharded as well (ZeRO 2)")
-    if layout.recompute is Recompute.SELECTIVE:
+    if layout.recompute is RecomputeLayers.SELECTIVE:
         notes.append("selective recomputation: its own choice of operators, not the attention scores")
     if shape.tied and degrees.pp > 1:
         notes.append("a tied embedding in several stages: not supported there")
@@ -238,7 +238,7 @@ def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
     for (start, _), runs in zip(pairwise(plan.bounds), plan.runs, strict=True):
         first, number = start, 0
         for run in runs:
-            full = run.way.recompute is Recompute.FULL
+            full = run.way.recompute is RecomputeLayers.FULL
             number += full * num_layers(shape.items[first : run.stop])
             first = run.stop
         found.append(number)

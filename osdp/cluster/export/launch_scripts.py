@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, Slot
+from osdp.cluster.plan import ClusterPlan, StageSlot
 
 _PORT = 29500
 
 
-def node_order(slots: Sequence[Slot]) -> tuple[int, ...]:
+def node_order(slots: Sequence[StageSlot]) -> tuple[int, ...]:
     """Kinds of the nodes in the order of the stages."""
     order: list[int] = []
     stage = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, Recompute, Run, Slot, Way, layers_of
+from osdp.cluster.plan import ClusterPlan, LayerRun, LayerStrategy, RecomputeLayers, StageSlot, layers_of
 from osdp.cluster.transformer import TransformerShape
 from osdp.text import align, format_bytes, format_seconds
 
@@ -72,19 +72,19 @@ def _row(
     }
 
 
-def placement(slots: Sequence[Slot], cluster: Cluster) -> str:
+def placement(slots: Sequence[StageSlot], cluster: Cluster) -> str:
     """Kinds of nodes of all stages, in order."""
     return " ".join(f"{len(list(run))}x{_nodes(slot, cluster)}" for slot, run in groupby(slots))
 
 
-def _nodes(slot: Slot, cluster: Cluster) -> str:
+def _nodes(slot: StageSlot, cluster: Cluster) -> str:
     names = [group.node.name for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
     return "+".join(names)
 
 
-def describe(way: Way) -> str:
+def describe(way: LayerStrategy) -> str:
     """Text of a strategy, such as ``zero2, recompute full``."""
-    again = "" if way.recompute is Recompute.NONE else f", recompute {way.recompute}"
+    again = "" if way.recompute is RecomputeLayers.NONE else f", recompute {way.recompute}"
     return f"zero{way.zero}{again}"
 
 
@@ -191,7 +191,7 @@ def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) 
     return align(rows, right=right)
 
 
-def _runs_text(start: int, runs: Sequence[Run]) -> str:
+def _runs_text(start: int, runs: Sequence[LayerRun]) -> str:
     """Number of items of each run of a stage, with their strategy."""
     sizes = [stop - first for first, stop in pairwise((start, *(run.stop for run in runs)))]
     return "; ".join(f"{size} {describe(run.way)}" for size, run in zip(sizes, runs, strict=True))

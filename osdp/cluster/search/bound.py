@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from osdp.cluster.cost.layer_runs import ways_of
 from osdp.cluster.cost.mixed_runs import lower_hull
 from osdp.cluster.cost.schedule import bubble_share, head_in_flight, in_flight
-from osdp.cluster.cost.slot_links import Home
+from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, ItemPrices
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
-from osdp.cluster.plan import Layout
-from osdp.cluster.search.space import Cells, Family
+from osdp.cluster.plan import ParallelLayout
+from osdp.cluster.search.space import Family, SlotGroups
 from osdp.cluster.transformer import LAYERS, Item
 
 Floats = NDArray[np.float64]
@@ -46,8 +46,8 @@ class _Place:
         wrap: Seconds of the transfers from the last to the first rank (interleaved only).
     """
 
-    home: Home
-    ways: tuple[Layout, ...]
+    home: SlotHardware
+    ways: tuple[ParallelLayout, ...]
     priced: tuple[dict[Item, ItemPrices], ...]
     stages: int
     border: float
@@ -68,7 +68,7 @@ class _Place:
         return ends + (self.least(Item.HEAD) if rank == last else 0.0)
 
 
-def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
+def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> float:
     """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits."""
     places = _places(prices, layout, cells)
     homes = {slot: place.home for slot, place in zip(cells.slots, places, strict=True)}
@@ -90,7 +90,7 @@ def lower_bound(prices: ClusterPrices, layout: Layout, cells: Cells) -> float:
     return bound * (1 - _ROUNDING)
 
 
-def _places(prices: ClusterPrices, layout: Layout, cells: Cells) -> list[_Place]:
+def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[_Place]:
     homes = {slot: prices.home(layout, slot) for slot in cells.slots}
     crossing = float(prices.border_bytes(layout)[1:-1].min())
     wrap = wrap_seconds(prices, layout, homes)

@@ -7,10 +7,10 @@ from itertools import accumulate
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.plan import ClusterPlan
-from osdp.cluster.search.objectives import Objective, Wish, best_plans, parts_of
+from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, parts_of
 from osdp.cluster.search.space import (
     Family,
-    Space,
+    LayoutSpace,
     cells_of,
     families,
     slices_fault,
@@ -21,7 +21,7 @@ from osdp.errors import InfeasibleError, LargeOperator
 from osdp.plan.shard_math import part_sizes
 
 
-def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> None:
+def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = False) -> None:
     """Check that at least one layout exists, on all nodes or on a part of them.
 
     Args:
@@ -84,7 +84,7 @@ def check_space(prices: ClusterPrices, space: Space, *, parts: bool = False) -> 
     raise ValueError("no layout is possible: " + ("; ".join(faults) or "the degrees exclude each other"))
 
 
-def nothing_fits(prices: ClusterPrices, space: Space, wish: Wish) -> Exception:
+def nothing_fits(prices: ClusterPrices, space: LayoutSpace, wish: PlannerGoal) -> Exception:
     """Exception that explains why the search returned no plan.
 
     Args:

@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.schedule import bubble_share, stages_per_rank
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.stage_table import SlotStages, Stretches
+from osdp.cluster.cost.stage_table import StagePricer, StageTables
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, price, wrap_seconds
-from osdp.cluster.plan import ClusterPlan, Layout, Slot
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import family_bound, lower_bound
-from osdp.cluster.search.placement import CellKind, Problem, place
-from osdp.cluster.search.space import Cells, Family, Space, families
+from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
+from osdp.cluster.search.space import Family, LayoutSpace, SlotGroups, families
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search for layouts.
 
     Attributes:
@@ -53,13 +53,13 @@ class Found:
 
 def best_layouts(
     prices: ClusterPrices,
-    space: Space,
+    space: LayoutSpace,
     *,
     counts: Sequence[int] | None = None,
     top: int = 1,
     upper: float = math.inf,
     advance: Callable[[int, int], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """The ``top`` best layouts that fit; the first is proven best.
 
     Args:
@@ -101,7 +101,7 @@ def best_layouts(
             del best[top:]
         if advance is not None:
             advance(arranged, arranged + len(heap))
-    return Found(
+    return SearchResult(
         plans=tuple(replace(plan, optimal=not rank) for rank, (*_, plan) in enumerate(best)),
         candidates=sum(len(family.ways) for family in known),
         placements=sum(len(family.ways) * family.cells.num_orders for family in known),
@@ -109,7 +109,7 @@ def best_layouts(
     )
 
 
-def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
+def every_layout(prices: ClusterPrices, space: LayoutSpace) -> Iterator[ClusterPlan]:
     """Every layout of the space with its best arrangement; if none fits, the best one ignoring memory."""
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
         for way in family.ways:
@@ -118,13 +118,18 @@ def every_layout(prices: ClusterPrices, space: Space) -> Iterator[ClusterPlan]:
                 yield plan
 
 
-def _is_listed(plan: ClusterPlan, way: Layout, family: Family) -> bool:
+def _is_listed(plan: ClusterPlan, way: ParallelLayout, family: Family) -> bool:
     """Whether an arrangement turned out to be another layout of the family, which is listed on its own."""
     return plan.layout != way and plan.layout in family.ways
 
 
 def arrange(
-    prices: ClusterPrices, layout: Layout, cells: Cells, *, upper: float = math.inf, limited: bool = True
+    prices: ClusterPrices,
+    layout: ParallelLayout,
+    cells: SlotGroups,
+    *,
+    upper: float = math.inf,
+    limited: bool = True,
 ) -> ClusterPlan | None:
     """The best stages and placement of one layout.
 
@@ -140,12 +145,12 @@ def arrange(
         than ``upper``.
     """
     # 1. Tables of all stages on each kind of slot, and the seconds that no arrangement changes.
-    by_slot = {slot: SlotStages(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
+    by_slot = {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
     homes = {slot: stages.home for slot, stages in by_slot.items()}
     fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
     share = bubble_share(layout)
     # 2. Cut and place.
-    problem = Problem(
+    problem = PlacementProblem(
         cells=tuple(
             _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
             for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True)
@@ -167,19 +172,19 @@ def arrange(
 
 def _cell_kind(
     prices: ClusterPrices,
-    layout: Layout,
-    by_slot: Mapping[Slot, SlotStages],
-    slot: Slot,
+    layout: ParallelLayout,
+    by_slot: Mapping[StageSlot, StagePricer],
+    slot: StageSlot,
     count: int,
     stages: int,
     limited: bool,
-) -> CellKind:
+) -> SlotGroup:
     """The cells of one kind as the placement problem takes them."""
     own = by_slot[slot]
     border = prices.border_bytes(layout)
     wrap = wrap_seconds(prices, layout, {slot: stages.home for slot, stages in by_slot.items()})
 
-    def borders(before: SlotStages, *, same_node: bool) -> Floats:
+    def borders(before: StagePricer, *, same_node: bool) -> Floats:
         return np.array(
             [
                 border_seconds(layout, before.home, own.home, nbytes, same_node=same_node) if nbytes else 0.0
@@ -191,7 +196,7 @@ def _cell_kind(
     possible = first[None, :] - first[:, None] >= stages_per_rank(layout.schedule)
     known: dict[int, tuple[Floats, Floats]] = {}
 
-    def at(rank: int) -> Stretches:
+    def at(rank: int) -> StageTables:
         found = own.at(rank)
         # Uniform layouts share one array of seconds among all pipeline ranks; keep it shared here, because
         # the placement caches by array identity.
@@ -200,9 +205,9 @@ def _cell_kind(
         seconds = known[id(found.seconds)][1]
         if rank == 0 and wrap:
             seconds = seconds + wrap
-        return Stretches(seconds, found.end, found.fits | (not limited))
+        return StageTables(seconds, found.end, found.fits | (not limited))
 
-    return CellKind(
+    return SlotGroup(
         count=count,
         stages=stages,
         at=at,

@@ -13,8 +13,8 @@ from itertools import product
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
-from osdp.cluster.search.layouts import Found, best_layouts
-from osdp.cluster.search.space import Space
+from osdp.cluster.search.layouts import SearchResult, best_layouts
+from osdp.cluster.search.space import LayoutSpace
 
 _ROUNDING = 1e-12
 
@@ -27,7 +27,7 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PlannerGoal:
     """Objective and limits of a search.
 
     Attributes:
@@ -51,8 +51,11 @@ class Wish:
 
 
 def best_plans(
-    prices: ClusterPrices, space: Space, wish: Wish, advance: Callable[[int, int], None] | None = None
-) -> Found:
+    prices: ClusterPrices,
+    space: LayoutSpace,
+    wish: PlannerGoal,
+    advance: Callable[[int, int], None] | None = None,
+) -> SearchResult:
     """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
 
     Args:
@@ -87,10 +90,12 @@ def best_plans(
         best = sorted([*best, *found.plans], key=lambda plan: _value(plan, wish))[: wish.top]
         if advance is not None and len(parts) > 1:
             advance(done + 1, len(parts))
-    return Found(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
+    return SearchResult(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
 
 
-def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], None] | None = None) -> Found:
+def pareto(
+    prices: ClusterPrices, space: LayoutSpace, advance: Callable[[int, int], None] | None = None
+) -> SearchResult:
     """Pareto front of time and cost over all parts of the cluster; fastest first.
 
     Args:
@@ -114,7 +119,7 @@ def pareto(prices: ClusterPrices, space: Space, advance: Callable[[int, int], No
         front = not_beaten([*front, *found.plans])
         if advance is not None:
             advance(done + 1, len(parts))
-    return Found(tuple(front), *totals)
+    return SearchResult(tuple(front), *totals)
 
 
 def not_beaten(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
@@ -143,11 +148,11 @@ def require_prices(prices: ClusterPrices) -> None:
         )
 
 
-def _numbers(found: Found) -> tuple[int, int, int]:
+def _numbers(found: SearchResult) -> tuple[int, int, int]:
     return found.candidates, found.placements, found.arranged
 
 
-def _value(plan: ClusterPlan, wish: Wish) -> float:
+def _value(plan: ClusterPlan, wish: PlannerGoal) -> float:
     return plan.step_seconds if wish.objective is Objective.TIME else _cost(plan)
 
 

@@ -29,7 +29,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.stage_table import Stretches
+from osdp.cluster.cost.stage_table import StageTables
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +38,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class CellKind:
+class SlotGroup:
     """Interchangeable cells.
 
     Attributes:
@@ -52,13 +52,13 @@ class CellKind:
 
     count: int
     stages: int
-    at: Callable[[int], Stretches]
+    at: Callable[[int], StageTables]
     inside: Floats
     after: tuple[Floats, ...]
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """Cells and objective of a placement problem; see :func:`place`.
 
     Attributes:
@@ -67,7 +67,7 @@ class Problem:
         share: Coefficient of the sum of all stages' seconds.
     """
 
-    cells: tuple[CellKind, ...]
+    cells: tuple[SlotGroup, ...]
     bottleneck: float
     share: float
 
@@ -104,7 +104,7 @@ class Arrangement:
     value: float
 
 
-def place(problem: Problem, upper: float = math.inf) -> Arrangement | None:
+def place(problem: PlacementProblem, upper: float = math.inf) -> Arrangement | None:
     """Find the optimal arrangement; among equals the first by kinds and cuts.
 
     Args:
@@ -148,10 +148,10 @@ class _Step:
 class _Search:
     """Dynamic programs over the states of a placement problem, with cached stage tables."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self._counts = tuple(cell.count for cell in problem.cells)
-        self._at: dict[tuple[int, int], Stretches] = {}
+        self._at: dict[tuple[int, int], StageTables] = {}
         #: Seconds of all stages including the transfers before them, with the plain table (kept alive for its
         #: ``id``). Key: kind of the cell before, or -1 inside a cell, and the ``id`` of the plain table,
         #: which pipeline ranks may share.
@@ -242,7 +242,7 @@ class _Search:
         possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
         return np.where(possible, end if of_end else seconds, math.inf)
 
-    def _stretches(self, kind: int, rank: int) -> Stretches:
+    def _stretches(self, kind: int, rank: int) -> StageTables:
         # Kept for the lifetime of the search, so that the ``id`` of a table is a safe cache key.
         if (kind, rank) not in self._at:
             self._at[kind, rank] = self._problem.cells[kind].at(rank)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from osdp.cluster.cost.layer_work import SINGLE
 from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import Layout, Recompute, Slot, Workload
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.transformer import TransformerShape
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import RECIPES
 
 #: Schedules that need at least as many microbatches as pipeline ranks to work as intended.
@@ -29,7 +29,7 @@ LATE = ("interleaved", "zb-h1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class LayoutSpace:
     """Allowed choices; an empty tuple allows every value that divides.
 
     Attributes:
@@ -50,13 +50,13 @@ class Space:
     dp: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
-    recompute: tuple[Recompute | None, ...] = (*Recompute, None)
+    recompute: tuple[RecomputeLayers | None, ...] = (*RecomputeLayers, None)
     zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class SlotGroups:
     """Slots for all stages of a layout, grouped into cells.
 
     A cell is the smallest unit that is placed as a whole: the nodes of one stage, or one node that several
@@ -68,7 +68,7 @@ class Cells:
         stages: Number of stages in a cell of this kind.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[StageSlot, ...]
     counts: tuple[int, ...]
     stages: tuple[int, ...]
 
@@ -82,7 +82,7 @@ class Cells:
         return found
 
 
-def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None:
+def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> SlotGroups | None:
     """Divide nodes into cells for stages of ``size`` devices.
 
     Args:
@@ -94,7 +94,7 @@ def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None
         The cells; ``None`` if nodes would be left over.
     """
     kinds = len(counts)
-    slots: list[Slot] = []
+    slots: list[StageSlot] = []
     numbers: list[int] = []
     stages: list[int] = []
     # 1. Cells of one kind: several stages in a node, or several nodes for a stage.
@@ -111,19 +111,19 @@ def cells_of(cluster: Cluster, counts: Sequence[int], size: int) -> Cells | None
         else:
             return None
         if cells:
-            slots.append(Slot(tuple(taken * (other == kind) for other in range(kinds)), shares))
+            slots.append(StageSlot(tuple(taken * (other == kind) for other in range(kinds)), shares))
             numbers.append(cells)
             stages.append(shares)
     # 2. Stages of left-over nodes of several kinds.
     for left in _mixed(cluster, rest, size):
-        slots.append(Slot(left))
+        slots.append(StageSlot(left))
         numbers.append(1)
         stages.append(1)
     # 3. All nodes must be used.
     whole = [0] * kinds
     for slot, number in zip(slots, numbers, strict=True):
         whole = [have + number * more for have, more in zip(whole, slot.nodes, strict=True)]
-    return Cells(tuple(slots), tuple(numbers), tuple(stages)) if whole == list(counts) else None
+    return SlotGroups(tuple(slots), tuple(numbers), tuple(stages)) if whole == list(counts) else None
 
 
 def _mixed(cluster: Cluster, rest: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
@@ -150,12 +150,14 @@ class Family:
         cells: Slots for their stages.
     """
 
-    plain: Layout
-    ways: tuple[Layout, ...]
-    cells: Cells
+    plain: ParallelLayout
+    ways: tuple[ParallelLayout, ...]
+    cells: SlotGroups
 
 
-def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space: Space) -> Iterator[Family]:
+def families(
+    cluster: Cluster, counts: Sequence[int], workload: Workload, space: LayoutSpace
+) -> Iterator[Family]:
     """All layouts of the space on ``counts`` nodes of each kind, in a fixed order."""
     used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
@@ -177,13 +179,13 @@ def families(cluster: Cluster, counts: Sequence[int], workload: Workload, space:
                     # Token slices shorten the pipeline bubble, and one stage has none.
                     if slices > 1 and (pp == 1 or slices_fault(shape, slices)):
                         continue
-                    degrees = Degrees(pp, dp, tp)
-                    plain = Layout(degrees, samples, batch // dp // samples, token_slices=slices)
+                    degrees = ParallelDims(pp, dp, tp)
+                    plain = ParallelLayout(degrees, samples, batch // dp // samples, token_slices=slices)
                     if ways := tuple(_ways(workload, space, plain)):
                         yield Family(plain, ways, cells)
 
 
-def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
+def _ways(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
     shape, degrees = workload.shape, plain.degrees
     for schedule in space.schedules if degrees.pp > 1 else ("1f1b",):
         if stages_per_rank(schedule) > 1 and (
@@ -194,33 +196,35 @@ def _ways(workload: Workload, space: Space, plain: Layout) -> Iterator[Layout]:
             continue
         for zero, recompute in _choices(workload, space, degrees.dp):
             if plain.token_slices > 1 and not (
-                RECIPES[schedule].slices and recompute is Recompute.NONE and zero in (0, 1)
+                RECIPES[schedule].slices and recompute is RecomputeLayers.NONE and zero in (0, 1)
             ):
                 continue
             # ZB-H1 computes weight gradients apart, where they can be neither reduced nor cast.
             alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
-            if schedule != "zb-h1" or (alone and recompute is Recompute.NONE):
+            if schedule != "zb-h1" or (alone and recompute is RecomputeLayers.NONE):
                 yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 
-def _choices(workload: Workload, space: Space, dp: int) -> list[tuple[int | None, Recompute | None]]:
+def _choices(
+    workload: Workload, space: LayoutSpace, dp: int
+) -> list[tuple[int | None, RecomputeLayers | None]]:
     """Pairs of ZeRO stage and recomputation: uniform strategies first, then choices item by item.
 
     A choice item by item includes every uniform value, so that ``None`` replaces them there.
     """
     zeros = list(space.zero) if dp > 1 else [0]
-    again = [way for way in space.recompute if way is not Recompute.SELECTIVE or not workload.flash]
+    again = [way for way in space.recompute if way is not RecomputeLayers.SELECTIVE or not workload.flash]
     found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
     mixed_zeros = [None] if None in zeros else zeros
     mixed_again = [None] if None in again else again
     return found + [(zero, way) for way in mixed_again for zero in mixed_zeros if zero is None or way is None]
 
 
-def way_faults(space: Space, workload: Workload, world: int) -> list[str]:
+def way_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
     """Reasons why the schedules, strategies and token slices of a space exclude each other."""
     faults = []
     if min(space.token_slices, default=1) > 1:
-        if Recompute.NONE not in space.recompute:
+        if RecomputeLayers.NONE not in space.recompute:
             faults.append("token slices cannot be combined with recomputation")
         if not {0, 1}.intersection(space.zero):
             faults.append("token slices need ZeRO 0 or 1: 2 and 3 would communicate for every slice")

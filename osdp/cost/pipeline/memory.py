@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from osdp.plan.schedule import AHEAD, Schedule
-from osdp.plan.schedules import Action, Kind
+from osdp.plan.schedules import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ class _Walk:
     def posted(self, actions: Iterable[Action]) -> float:
         """Receive buffers of the given later actions."""
         return sum(
-            self._stages[a.stage].received if a.kind is Kind.FORWARD else self._stages[a.stage].sent
+            self._stages[a.stage].received if a.kind is ActionKind.FORWARD else self._stages[a.stage].sent
             for a in actions
-            if a.kind is not Kind.BACKWARD_WEIGHT
+            if a.kind is not ActionKind.BACKWARD_WEIGHT
         )
 
     def run(self, action: Action) -> float:
@@ -123,22 +123,22 @@ class _Walk:
         stage = self._stages[action.stage]
         waiting = self._waiting()
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 peak = self._held + stage.received + stage.forward
                 self._held += stage.received + stage.kept
                 self._forwards[action.stage] += 1
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 peak = self._held + stage.sent + self._needed(action.stage) - stage.kept
                 self._held -= stage.received + stage.kept
                 self._leave_gradients(action.stage)
                 self._returned[action.stage] += 1
-            case Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD_INPUT:
                 # Where no gradient goes back, the second part does all the work, from the gradients that
                 # came.
                 peak = self._held + stage.sent + (stage.input_pass if stage.splits else 0.0)
                 self._held += stage.waiting
                 self._returned[action.stage] += 1
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 peak = self._held + self._needed_for_weights(action.stage)
                 self._held -= stage.received + stage.kept + stage.waiting
                 self._leave_gradients(action.stage)

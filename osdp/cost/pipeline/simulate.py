@@ -18,7 +18,7 @@ being the two parts of *b*:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from osdp.plan.schedule import Action, Kind, Schedule
+from osdp.plan.schedule import Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,21 @@ class StageCost:
         """Bytes kept between the two parts of a backward."""
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: ActionKind) -> float:
         """Time of one action."""
         match kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 return self.forward_seconds
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 return self.backward_seconds
-            case Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD_INPUT:
                 return self.input_seconds
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 return self.backward_seconds - self.input_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StageSpan:
     """Start and end of an action, in seconds from the start of the step."""
 
     action: Action
@@ -106,7 +106,7 @@ class PipelineOutcome:
     busy: tuple[float, ...]
     bubble: float
     peak_activation_bytes: tuple[int, ...]
-    timeline: tuple[tuple[Span, ...], ...]
+    timeline: tuple[tuple[StageSpan, ...], ...]
 
 
 #: Costs of a stage: the same for every slice, or one per slice of the sequence.
@@ -187,7 +187,7 @@ class _Clock:
         self._placement, self._prices, self._blocking = schedule.placement, prices, blocking_send
         self.free = [0.0] * schedule.num_ranks
         self.busy = [0.0] * schedule.num_ranks
-        self.spans: list[list[Span]] = [[] for _ in self.free]
+        self.spans: list[list[StageSpan]] = [[] for _ in self.free]
         #: Time at which the link from one rank to another is free.
         self._links: dict[tuple[int, int], float] = {}
         #: Time at which a microbatch's output (True) of a stage, or its gradient (False), has arrived.
@@ -196,17 +196,17 @@ class _Clock:
     def run(self, action: Action) -> None:
         """Run one action; the actions it depends on have been run."""
         stage, microbatch = action.stage, action.microbatch
-        rank, forward = self._placement[stage], action.kind is Kind.FORWARD
+        rank, forward = self._placement[stage], action.kind is ActionKind.FORWARD
         start = self.free[rank]
-        if action.kind is not Kind.BACKWARD_WEIGHT:
+        if action.kind is not ActionKind.BACKWARD_WEIGHT:
             # The first stage's input and the last stage's loss are available from the start.
             source = stage - 1 if forward else stage + 1
             start = max(start, self._arrived.get((forward, source, microbatch), 0.0))
         end = start + self._prices[action].seconds(action.kind)
-        self.spans[rank].append(Span(action, start, end))
+        self.spans[rank].append(StageSpan(action, start, end))
         self.busy[rank] += end - start
         self.free[rank] = end
-        if action.kind is not Kind.BACKWARD_WEIGHT:
+        if action.kind is not ActionKind.BACKWARD_WEIGHT:
             arrival = self._send(action, end)
             self._arrived[forward, stage, microbatch] = arrival
             if self._blocking:
@@ -214,7 +214,7 @@ class _Clock:
 
     def _send(self, action: Action, end: float) -> float:
         """Time at which the result of an action that ended at ``end`` is at the stage that needs it."""
-        stage, forward = action.stage, action.kind is Kind.FORWARD
+        stage, forward = action.stage, action.kind is ActionKind.FORWARD
         target = stage + 1 if forward else stage - 1
         if not 0 <= target < len(self._placement) or self._placement[target] == self._placement[stage]:
             return end
@@ -238,14 +238,14 @@ def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
         for action in order:
             cost = prices[action]
             match action.kind:
-                case Kind.FORWARD:
+                case ActionKind.FORWARD:
                     # Without backwards nothing frees activations later: each forward drops what came before.
                     held = cost.activation_bytes + (held if trains else 0)
-                case Kind.BACKWARD:
+                case ActionKind.BACKWARD:
                     held -= cost.activation_bytes
-                case Kind.BACKWARD_INPUT:
+                case ActionKind.BACKWARD_INPUT:
                     held -= cost.activation_bytes - cost.kept_for_weights
-                case Kind.BACKWARD_WEIGHT:
+                case ActionKind.BACKWARD_WEIGHT:
                     held -= cost.kept_for_weights
             peak = max(peak, held)
         peaks.append(peak)

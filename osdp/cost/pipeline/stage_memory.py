@@ -8,13 +8,13 @@ import numpy as np
 
 from osdp.cost.pipeline.memory import StageMemory
 from osdp.cost.sharding.memory import always, root_always
-from osdp.cost.sharding.problem import Situation, build_situation
-from osdp.cost.sharding.simulate import judge
-from osdp.cost.sharding.solution import Assignment, priced
+from osdp.cost.sharding.problem import ShardingProblem, build_situation
+from osdp.cost.sharding.simulate import simulate_step
+from osdp.cost.sharding.solution import ShardingSolution, priced
 from osdp.cost.sharding.strategies import NO_SHARD, plain
 from osdp.cost.sharding.timeline import Floats, Timeline
 from osdp.hardware.profile import Profile
-from osdp.model.dataflow import Flow, Transfer
+from osdp.model.dataflow import Dataflow, Transfer
 from osdp.model.description import DTYPE_BYTES, ModelDesc
 from osdp.model.fqn import is_inside
 
@@ -22,7 +22,7 @@ _FORWARD = ("forward", "unshard")
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class StageMessages:
     """Bytes that a stage exchanges with other stages per microbatch.
 
     Attributes:
@@ -41,8 +41,8 @@ class Messages:
 
 
 def messages_of(
-    stage: int, transfers: Sequence[Transfer], placement: Sequence[int], flow: Flow, local_batch: int
-) -> Messages:
+    stage: int, transfers: Sequence[Transfer], placement: Sequence[int], flow: Dataflow, local_batch: int
+) -> StageMessages:
     """Bytes that stage ``stage`` exchanges; between stages of one rank nothing is copied."""
 
     def nbytes(found: Sequence[Transfer]) -> int:
@@ -50,7 +50,7 @@ def messages_of(
 
     coming = [t for t in transfers if t.target == stage]
     from_others = [t for t in coming if placement[t.source] != placement[stage]]
-    return Messages(
+    return StageMessages(
         received=nbytes(from_others),
         sent=nbytes([t for t in transfers if t.source == stage and t.differentiable]),
         returned=nbytes([t for t in from_others if t.differentiable]),
@@ -58,7 +58,7 @@ def messages_of(
     )
 
 
-def made_again(desc: ModelDesc, profile: Profile, flow: Flow, movable: Collection[str]) -> float:
+def made_again(desc: ModelDesc, profile: Profile, flow: Dataflow, movable: Collection[str]) -> float:
     """Activations of the code around the modules that are not in the segments of a later stage.
 
     Every stage makes masks and the like for itself. In addition, what that code frees at its end is counted
@@ -123,7 +123,11 @@ def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
 
 
 def stage_memory(
-    desc: ModelDesc, profile: Profile, situation: Situation, found: Assignment, messages: Messages
+    desc: ModelDesc,
+    profile: Profile,
+    situation: ShardingProblem,
+    found: ShardingSolution,
+    messages: StageMessages,
 ) -> StageMemory:
     """Memory required by a stage planned as ``found`` in ``situation`` that exchanges ``messages``."""
     # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
@@ -163,7 +167,7 @@ def stage_memory(
     )
 
 
-def _one_by_one(found: Assignment) -> Assignment:
+def _one_by_one(found: ShardingSolution) -> ShardingSolution:
     """The assignment with replicated units split into single operators.
 
     Gradients that nothing reduces arrive one by one.
@@ -176,11 +180,11 @@ def _one_by_one(found: Assignment) -> Assignment:
     return replace(found, units=tuple(units))
 
 
-def _highest(situation: Situation, found: Assignment) -> dict[str, float]:
+def _highest(situation: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
     """Peak bytes by pass, and the bytes that are alive throughout forward and backward."""
     units, root = priced(situation, found)
     highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    for nbytes, moment in judge(situation, units, root).moments:
+    for nbytes, moment in simulate_step(situation, units, root).moments:
         kind = "forward" if moment.kind in _FORWARD else moment.kind
         # Every kind but "step" that is not of forward is of backward.
         kind = kind if kind in highest else "backward"

@@ -1,6 +1,6 @@
 """Bytes and seconds of the units of a plan, and the peak and the time of the step they make.
 
-Start at :func:`osdp.cost.sharding.simulate.judge`.
+Start at :func:`osdp.cost.sharding.simulate.simulate_step`.
 
 - ``problem``: everything about a step that does not depend on the decisions
 - ``timeline``: activation memory and compute time of a step, before any decision about parameters

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.problem import Conditions, RootPrice, Situation
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
 from osdp.cost.sharding.timeline import Timeline
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class Moment(NamedTuple):
+class PeakMoment(NamedTuple):
     """A moment of the step and the sharded units next to it, each given by its first operator or -1.
 
     Attributes:
@@ -54,7 +54,7 @@ class Gradients:
     after: Floats
 
 
-def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
+def lasting_gradients(units: UnitCosts, conditions: StepSettings) -> Gradients:
     """Gradients that outlive a unit's own backward."""
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
@@ -69,7 +69,7 @@ def lasting_gradients(units: Units, conditions: Conditions) -> Gradients:
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
-def always(units: Units, situation: Situation) -> Floats:
+def always(units: UnitCosts, situation: ShardingProblem) -> Floats:
     """Bytes of each unit that are alive throughout forward and backward, shape ``(U,)``."""
     copies = np.where(units.sharded, 0.0, units.unsharded)
     found = units.state + copies + lasting_gradients(units, situation.conditions).always
@@ -80,7 +80,7 @@ def always(units: Units, situation: Situation) -> Floats:
     return found
 
 
-def root_always(situation: Situation, root: RootPrice) -> float:
+def root_always(situation: ShardingProblem, root: RootUnitCost) -> float:
     """Bytes outside the chain's units that are alive throughout forward and backward."""
     timeline = situation.timeline
     in_flight = timeline.others * timeline.kept
@@ -90,7 +90,9 @@ def root_always(situation: Situation, root: RootPrice) -> float:
 # -- one moment as a linear function of candidate units ---------------------------------------------------
 
 
-def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
+def memory_row(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
+) -> tuple[Floats, float]:
     """Bytes alive at ``moment``, linear in the units.
 
     Args:
@@ -112,17 +114,19 @@ def memory_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
     return row, root_always(situation, root) + constant
 
 
-def _region(moment: Moment) -> int:
+def _region(moment: PeakMoment) -> int:
     return moment.where if moment.kind in ("forward", "backward") else 2 * moment.where + 1
 
 
-def _dropped(timeline: Timeline, units: Units, region: int) -> Floats:
+def _dropped(timeline: Timeline, units: UnitCosts, region: int) -> Floats:
     """Activations, ``(U,)``, that each unit's recomputed block does not keep at ``region`` in either pass."""
     again = timeline.recompute
     return np.where(units.recomputed & (again.until[units.start] < region), again.saving[units.start], 0.0)
 
 
-def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
+def _forward_row(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
+) -> tuple[Floats, float]:
     """Row of a moment of forward: compute of a region, or the copy-out of an unshard."""
     timeline, is_unshard = situation.timeline, moment.kind == "unshard"
     region = 2 * moment.where + 1 if is_unshard else moment.where
@@ -150,7 +154,7 @@ def _forward_row(situation: Situation, units: Units, root: RootPrice, moment: Mo
 
 
 def _backward_row(
-    situation: Situation, units: Units, root: RootPrice, moment: Moment
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
 ) -> tuple[Floats, float]:
     """Row of a moment of backward: compute of a region, an unshard or a reduction.
 
@@ -187,7 +191,7 @@ def _backward_row(
     return row, constant
 
 
-def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
+def _computing_again(timeline: Timeline, units: UnitCosts, region: int) -> Floats:
     """Memory that recomputing a block needs beyond its backward; it is needed first, in the last region."""
     again = timeline.recompute
     return np.where(
@@ -195,7 +199,7 @@ def _computing_again(timeline: Timeline, units: Units, region: int) -> Floats:
     )
 
 
-def _running(situation: Situation, units: Units, moment: Moment, region: int) -> Floats:
+def _running(situation: ShardingProblem, units: UnitCosts, moment: PeakMoment, region: int) -> Floats:
     """Bytes of the unit whose backward runs at ``region``, shape ``(U,)``."""
     prefix, operator = situation.prices.gradient, region // 2
     keeps = situation.conditions.keeps_gradients
@@ -222,14 +226,16 @@ def _gradient_at(prefix: Floats, operator: int) -> float:
     return float(prefix[operator + 1] - prefix[operator])
 
 
-def _backward_constant(root: RootPrice, moment: Moment) -> float:
+def _backward_constant(root: RootUnitCost, moment: PeakMoment) -> float:
     """Activations, and gradients of the operators outside the chain, at a moment of backward."""
     backward = root.backward
     places = {"backward": backward.peak, "backward_unshard": backward.start, "reduce": backward.end}
     return float(places[moment.kind][moment.where])
 
 
-def _final_row(situation: Situation, units: Units, root: RootPrice, moment: Moment) -> tuple[Floats, float]:
+def _final_row(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
+) -> tuple[Floats, float]:
     """Row of the end of backward.
 
     The root unit reduces first, then the first unit, whose input needs no gradient.
@@ -241,7 +247,9 @@ def _final_row(situation: Situation, units: Units, root: RootPrice, moment: Mome
     return row, situation.timeline.final - root.unsharded + root.gradient + root.reduce_input
 
 
-def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int) -> tuple[Floats, float]:
+def _step_row(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, operator: int
+) -> tuple[Floats, float]:
     """Row of the optimizer step, with the temporaries of ``operator`` where these do not add up."""
     prices, timeline = situation.prices, situation.timeline
     row = units.state + units.gradient_kept
@@ -256,12 +264,12 @@ def _step_row(situation: Situation, units: Units, root: RootPrice, operator: int
     return row + np.where(has & ~units.offloaded, one, 0.0), constant
 
 
-def windows(units: Units) -> tuple[Ints, Ints]:
+def windows(units: UnitCosts) -> tuple[Ints, Ints]:
     """First and last region of each unit, two arrays of shape ``(U,)``."""
     return 2 * units.start + 1, 2 * units.stop - 1
 
 
-def _nearest(units: Units, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
+def _nearest(units: UnitCosts, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
     """``values`` of the nearest eligible unit if that unit starts at ``start``: linear, never too much.
 
     ::

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from osdp.hardware.device_info import DeviceInfo
 
 if TYPE_CHECKING:
-    from osdp.cost.sharding.operator_costs import OperatorPrices
-    from osdp.cost.sharding.units import Units
+    from osdp.cost.sharding.operator_costs import OperatorCosts
+    from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
 
 
-def in_host_memory(units: "Units", prices: "OperatorPrices", device: DeviceInfo) -> "Units":
+def in_host_memory(units: "UnitCosts", prices: "OperatorCosts", device: DeviceInfo) -> "UnitCosts":
     """``units`` with the costs of the offloaded ones replaced by the costs of offloading.
 
     Shards are copied to the device for each all-gather, and reduced gradients are copied to the host at once,

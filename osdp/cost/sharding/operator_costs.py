@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.shard_groups import Wire
-from osdp.cost.sharding.sliced_costs import SlicePrices, price_slices
+from osdp.cost.sharding.shard_groups import ShardGroup
+from osdp.cost.sharding.sliced_costs import SlicedCosts, price_slices
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator, Parameter
 from osdp.model.training import Training
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorPrices:
+class OperatorCosts:
     """Prefix sums over a list of ``K`` operators, each of shape ``(K + 1,)``; bytes and seconds.
 
     ``*_sharded`` is one rank's share of a sharded operator, ``*_whole`` that of a replicated one.
@@ -48,12 +48,12 @@ class OperatorPrices:
     temporaries_add: bool
     optimizer: OptimizerProfile
     host_optimizer: OptimizerProfile | None
-    slices: SlicePrices
-    wire: Wire
-    others: tuple["OperatorPrices", ...] = ()  # the same operators in the other shard groups
+    slices: SlicedCosts
+    wire: ShardGroup
+    others: tuple["OperatorCosts", ...] = ()  # the same operators in the other shard groups
 
     @property
-    def by_wire(self) -> tuple["OperatorPrices", ...]:
+    def by_wire(self) -> tuple["OperatorCosts", ...]:
         """Costs by index of the shard group."""
         return (self, *self.others)
 
@@ -61,12 +61,12 @@ class OperatorPrices:
 def price_operators(
     operators: Sequence[Operator],
     *,
-    wires: Sequence[Wire],
+    wires: Sequence[ShardGroup],
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
     host_optimizer: OptimizerProfile | None = None,
-) -> OperatorPrices:
+) -> OperatorCosts:
     """Costs of each operator in each shard group."""
     first, *others = (
         _price_on(operators, wire, training, optimizer, device_kind, host_optimizer) for wire in wires
@@ -76,12 +76,12 @@ def price_operators(
 
 def _price_on(
     operators: Sequence[Operator],
-    wire: Wire,
+    wire: ShardGroup,
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
     host_optimizer: OptimizerProfile | None,
-) -> OperatorPrices:
+) -> OperatorCosts:
     world_size = wire.num_shards
     columns: dict[str, Any] = {
         name: _prefix([column(op, world_size, training) for op in operators])
@@ -90,7 +90,7 @@ def _price_on(
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
     add = training.implementation(device_kind) != "for-loop"
-    return OperatorPrices(
+    return OperatorCosts(
         **columns,
         state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
         state_whole=_prefix(list(map(partial(_state, training, 1), operators, locals_whole))),

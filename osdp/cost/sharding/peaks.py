@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.memory import Moment, always, lasting_gradients, memory_row, root_always, windows
-from osdp.cost.sharding.problem import RootPrice, Situation
+from osdp.cost.sharding.memory import PeakMoment, always, lasting_gradients, memory_row, root_always, windows
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
 from osdp.cost.sharding.timeline import Timeline
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tuple[float, Moment]]:
+def step_peaks(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost
+) -> list[tuple[float, PeakMoment]]:
     """The highest moment of each kind, with its bytes; units partition the chain, in trace order."""
     memory = _PlanMemory.of(situation, units, root)
     timeline = situation.timeline
@@ -32,13 +34,19 @@ def step_peaks(situation: Situation, units: Units, root: RootPrice) -> list[tupl
         memory.backward_unshard(),
         memory.reduce(),
     ]
-    for moment in (Moment("final"), Moment("step"), Moment("step", memory.largest_temporary(situation))):
+    for moment in (
+        PeakMoment("final"),
+        PeakMoment("step"),
+        PeakMoment("step", memory.largest_temporary(situation)),
+    ):
         row, constant = memory_row(situation, units, root, moment)
         found.append((float(row.sum()) + constant, moment))
     return found
 
 
-def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit: float) -> Moment | None:
+def mildest_violation(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, limit: float
+) -> PeakMoment | None:
     """The lowest moment of compute in backward that exceeds ``limit``, or ``None``.
 
     Where many equal blocks exceed the limit, the highest moment is at one end of them and this one at the
@@ -50,7 +58,7 @@ def mildest_violation(situation: Situation, units: Units, root: RootPrice, limit
     return memory.backward_moment(int(above[np.argmin(values[above])])) if len(above) else None
 
 
-def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
+def _recomputed(timeline: Timeline, units: UnitCosts) -> tuple[Floats, Floats]:
     """Activations that recomputed blocks drop, and memory that recomputing needs, each ``(2K + 1,)``."""
     num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
     start = units.start[units.recomputed]
@@ -64,8 +72,8 @@ def _recomputed(timeline: Timeline, units: Units) -> tuple[Floats, Floats]:
 class _PlanMemory:
     """Running sums over the ``U`` units of a plan, for all moments at once."""
 
-    units: Units
-    root: RootPrice
+    units: UnitCosts
+    root: RootUnitCost
     gathered_root: float  # the root unit's all-gather output
     gradient_prefix: Floats  # (K + 1,): gradient bytes of the chain's operators before each
     keeps_gradients: bool
@@ -81,7 +89,7 @@ class _PlanMemory:
     computing_again: Floats  # (2K + 1,): memory that recomputing needs beyond backward
 
     @classmethod
-    def of(cls, situation: Situation, units: Units, root: RootPrice) -> "_PlanMemory":
+    def of(cls, situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> "_PlanMemory":
         conditions, count = situation.conditions, len(units.start)
         after = lasting_gradients(units, conditions).after
         index = np.arange(count)
@@ -108,7 +116,7 @@ class _PlanMemory:
             computing_again=computing_again,
         )
 
-    def forward(self, timeline: Timeline) -> tuple[float, Moment]:
+    def forward(self, timeline: Timeline) -> tuple[float, PeakMoment]:
         """The highest moment of compute in forward, over all regions."""
         running = np.where((self.high > self.low) & self._at(self.units.sharded, self.low), 1.0, 0.0)
         last = self.last_sharded[self.high]
@@ -119,9 +127,9 @@ class _PlanMemory:
         )  # fmt: skip
         values += np.where(self.high > self.low, self._at(self.units.slice_forward, self.low), 0.0)
         best = int(np.argmax(values))
-        return float(values[best]), Moment("forward", best, before=self._start(last[best]))
+        return float(values[best]), PeakMoment("forward", best, before=self._start(last[best]))
 
-    def unshard(self, timeline: Timeline) -> tuple[float, Moment]:
+    def unshard(self, timeline: Timeline) -> tuple[float, PeakMoment]:
         """The highest copy-out of a sharded unit in forward."""
         index = np.flatnonzero(self.units.sharded)
         last = self.last_sharded[index]
@@ -134,18 +142,18 @@ class _PlanMemory:
         )  # fmt: skip
         best = _argmax(values)
         if best < 0:
-            return -np.inf, Moment("unshard")
-        return float(values[best]), Moment(
+            return -np.inf, PeakMoment("unshard")
+        return float(values[best]), PeakMoment(
             "unshard", int(self.units.start[index[best]]), self._start(last[best])
         )
 
-    def backward(self) -> tuple[float, Moment]:
+    def backward(self) -> tuple[float, PeakMoment]:
         """The highest moment of compute in backward, over all regions."""
         values = self.backward_values()
         best = int(np.argmax(values))
         return float(values[best]), self.backward_moment(best)
 
-    def backward_moment(self, region: int) -> Moment:
+    def backward_moment(self, region: int) -> PeakMoment:
         """The moment of backward compute in a region."""
         return self._moment("backward", region, self.low[region], self.high[region])
 
@@ -174,7 +182,7 @@ class _PlanMemory:
         values += self.computing_again - self.dropped
         return np.asarray(values)
 
-    def backward_unshard(self) -> tuple[float, Moment]:
+    def backward_unshard(self) -> tuple[float, PeakMoment]:
         """The highest copy-out of a resharded unit in backward."""
         index = np.flatnonzero(self.units.mode == FULL_SHARD)
         last = self.units.stop[index] - 1
@@ -183,10 +191,10 @@ class _PlanMemory:
         values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
         best = _argmax(values)
         if best < 0:
-            return -np.inf, Moment("backward_unshard")
+            return -np.inf, PeakMoment("backward_unshard")
         return float(values[best]), self._moment("backward_unshard", last[best], index[best], index[best] + 1)
 
-    def reduce(self) -> tuple[float, Moment]:
+    def reduce(self) -> tuple[float, PeakMoment]:
         """The highest gradient reduction of a sharded unit."""
         index = np.flatnonzero(self.units.sharded)
         first = self.units.start[index]
@@ -197,10 +205,10 @@ class _PlanMemory:
             values -= self.units.gradient[index]
         best = _argmax(values)
         if best < 0:
-            return -np.inf, Moment("reduce")
+            return -np.inf, PeakMoment("reduce")
         return float(values[best]), self._moment("reduce", first[best], index[best], index[best] + 1)
 
-    def largest_temporary(self, situation: Situation) -> int:
+    def largest_temporary(self, situation: ShardingProblem) -> int:
         """The operator whose optimizer step needs the largest temporaries, or -1."""
         prices = situation.prices
         if prices.temporaries_add or not situation.timeline.chain:
@@ -241,9 +249,9 @@ class _PlanMemory:
         """``values`` at ``index``, zero at -1 and ``U``."""
         return np.append(values, np.zeros(1, dtype=values.dtype))[index]
 
-    def _moment(self, kind: str, where: int, low: int, high: int) -> Moment:
+    def _moment(self, kind: str, where: int, low: int, high: int) -> PeakMoment:
         trigger = int(self._trigger(np.array([low]), np.array([high]), np.array([high > low]))[0])
-        return Moment(
+        return PeakMoment(
             kind,
             int(where),
             before=self._start(self.last_sharded[low]),

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osdp.cost.sharding.operator_costs import OperatorPrices, price_operators
+from osdp.cost.sharding.operator_costs import OperatorCosts, price_operators
 from osdp.cost.sharding.shard_groups import wires_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, WIRE, wire_of
 from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline
 from osdp.cost.sharding.unit_costs import price_units
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc, Operator
@@ -20,7 +20,7 @@ _NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class StepSettings:
     """Settings of devices and training used by the step simulator.
 
     Attributes:
@@ -53,7 +53,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Situation:
+class ShardingProblem:
     """One model on one set of devices under one training.
 
     Attributes:
@@ -69,8 +69,8 @@ class Situation:
     """
 
     timeline: Timeline
-    prices: OperatorPrices
-    conditions: Conditions
+    prices: OperatorCosts
+    conditions: StepSettings
     device: DeviceInfo
     training: Training
     profile: Profile
@@ -84,7 +84,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class RootPrice:
+class RootUnitCost:
     """Memory and time of the operators outside the chain (root unit and replicated ones); bytes and seconds.
 
     Attributes:
@@ -128,7 +128,7 @@ def build_situation(
     training: Training,
     *,
     reduce_each: bool = True,
-) -> Situation:
+) -> ShardingProblem:
     """Build the timeline and the operator costs of a step once, for all plans of it.
 
     Raises:
@@ -139,10 +139,10 @@ def build_situation(
     # Plain tensors save the optimizer's overhead per DTensor.
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
     optimizer = profile.optimizer
-    return Situation(
+    return ShardingProblem(
         timeline=timeline,
         prices=_prices(timeline.chain, device, training, profile),
-        conditions=Conditions(
+        conditions=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
             overlap=device.overlap,
@@ -160,8 +160,8 @@ def build_situation(
 
 
 def price_root(
-    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
-) -> RootPrice:
+    situation: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
+) -> RootUnitCost:
     """Memory and time of the operators outside the chain: one root unit, one bucket per replicated operator.
 
     Args:
@@ -182,7 +182,7 @@ def price_root(
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
     arrivals = _gradient_arrivals(situation, sharded, buckets)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
-    return RootPrice(
+    return RootUnitCost(
         has_unit=has_unit,
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
@@ -200,7 +200,7 @@ def price_root(
     )
 
 
-def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]) -> float:
+def _carried(conditions: StepSettings, sharded: UnitCosts, replicated: Sequence[UnitCosts]) -> float:
     """Gradients of operators outside the chain that earlier microbatches left."""
     if conditions.microbatches == 1:
         return 0.0
@@ -209,7 +209,7 @@ def _carried(conditions: Conditions, sharded: Units, replicated: Sequence[Units]
 
 
 def _gradient_arrivals(
-    situation: Situation, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, Units]]
+    situation: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, UnitCosts]]
 ) -> list[tuple[int, float]]:
     """Gradient bytes of each operator outside the chain, and the first segment whose backward makes them.
 
@@ -218,7 +218,7 @@ def _gradient_arrivals(
     """
     again = situation.conditions.microbatches > 1
 
-    def arriving(units: Units) -> float:
+    def arriving(units: UnitCosts) -> float:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         opened = units.bucket * (not again or units.unsharded > 0)
         return float((opened + units.largest_gradient).sum())
@@ -231,7 +231,9 @@ def _gradient_arrivals(
     return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
 
 
-def _price_group(situation: Situation, operators: Sequence[Operator], way: int) -> tuple[Units, float]:
+def _price_group(
+    situation: ShardingProblem, operators: Sequence[Operator], way: int
+) -> tuple[UnitCosts, float]:
     prices = _prices(operators, situation.device, situation.training, situation.profile)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
@@ -244,7 +246,7 @@ def _price_group(situation: Situation, operators: Sequence[Operator], way: int) 
 
 def _prices(
     operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
-) -> OperatorPrices:
+) -> OperatorCosts:
     return price_operators(
         operators,
         wires=wires_of(device),

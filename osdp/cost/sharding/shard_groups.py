@@ -7,7 +7,7 @@ from osdp.plan.plan import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class ShardGroup:
     """The ranks over which a unit is sharded, with the links of its collectives.
 
     Attributes:
@@ -55,14 +55,14 @@ class Wire:
         return self.reduce.latency + (self.across.latency if self.across is not None else 0.0)
 
 
-def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
+def wires_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
     """All shard groups whose links are known; the first is flat, over all ranks.
 
     Raises:
         ValueError: There are several devices, and their links are unknown.
     """
     gather, reduce, average = (device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
-    flat = Wire(
+    flat = ShardGroup(
         device.world_size, gather, reduce, average, route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT
     )
     # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
@@ -75,7 +75,7 @@ def wires_of(device: DeviceInfo) -> tuple[Wire, ...]:
         two = Route.TWO_STEP_EXCHANGE if steps[1].by_exchange else Route.TWO_STEP
         found.append(replace(flat, gather=steps[0], reduce=steps[1], group_size=size, route=two))
         found.append(
-            Wire(
+            ShardGroup(
                 size,
                 inside[0],
                 inside[1],

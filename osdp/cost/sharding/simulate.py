@@ -25,16 +25,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cost.sharding.memory import Moment
+from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import step_peaks
-from osdp.cost.sharding.problem import RootPrice, Situation
-from osdp.cost.sharding.time import TimeCut, optimizer_time, step_time
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.time import CriticalMoment, optimizer_time, step_time
 from osdp.cost.sharding.unit_costs import price_units
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepEstimate:
     """Simulated time and memory of one step; seconds and bytes.
 
     Attributes:
@@ -50,15 +50,15 @@ class Outcome:
 
     seconds: float
     peak: float
-    moment: Moment
-    moments: tuple[tuple[float, Moment], ...]
-    cut: TimeCut
+    moment: PeakMoment
+    moments: tuple[tuple[float, PeakMoment], ...]
+    cut: CriticalMoment
     compute_seconds: float
     optimizer_seconds: float
     state: float
 
 
-def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
+def simulate_step(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> StepEstimate:
     """Simulate one step of a set of units.
 
     Args:
@@ -76,7 +76,7 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
     moments = step_peaks(situation, units, root)
     peak, moment = max(moments, key=lambda candidate: candidate[0])
     optimizer = optimizer_time(situation, units, root)
-    return Outcome(
+    return StepEstimate(
         seconds=seconds + optimizer,
         peak=peak,
         moment=moment,
@@ -88,10 +88,12 @@ def judge(situation: Situation, units: Units, root: RootPrice) -> Outcome:
     )
 
 
-def judge_choice(situation: Situation, chosen: Sequence[tuple[int, int, int]], root: RootPrice) -> Outcome:
+def simulate_units(
+    situation: ShardingProblem, chosen: Sequence[tuple[int, int, int]], root: RootUnitCost
+) -> StepEstimate:
     """Simulate one step of units given as tuples (first operator, one past the last, strategy).
 
-    See :func:`judge`.
+    See :func:`simulate_step`.
     """
     start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
-    return judge(situation, price_units(situation.prices, start, stop, way, situation.device), root)
+    return simulate_step(situation, price_units(situation.prices, start, stop, way, situation.device), root)

@@ -23,13 +23,13 @@ from osdp.model.training import Training
 from osdp.plan.shard_math import shard_numel
 
 if TYPE_CHECKING:
-    from osdp.cost.sharding.units import Units
+    from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class SlicePrices:
+class SlicedCosts:
     """Costs of running ``K`` operators in slices, shape ``(K,)``; bytes, 0 for operators that cannot be cut.
 
     Attributes:
@@ -62,7 +62,7 @@ class SlicePrices:
     num_shards: int
     accumulates: bool
 
-    def apply(self, units: "Units", device: DeviceInfo, optimizer: OptimizerProfile) -> "Units":
+    def apply(self, units: "UnitCosts", device: DeviceInfo, optimizer: OptimizerProfile) -> "UnitCosts":
         """``units`` with the costs of those that run in slices replaced by the costs of slices."""
         gather, reduce, average = (
             device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce")
@@ -127,14 +127,14 @@ class SlicePrices:
         )
 
 
-def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicePrices:
+def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicedCosts:
     """Costs of running each operator in slices; zeros for operators that cannot be cut."""
     columns = [_column(operator, world_size, training) for operator in operators]
     names = (
         "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
     )  # fmt: skip
     table = np.array(columns, dtype=float).reshape(-1, len(names) + 3).T
-    return SlicePrices(
+    return SlicedCosts(
         **dict(zip(names, table[:-3], strict=True)),
         trains=table[-3] > 0,
         in_backward=table[-2] > 0,

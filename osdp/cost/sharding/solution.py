@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cost.sharding.problem import RootPrice, Situation, price_root
-from osdp.cost.sharding.simulate import Outcome
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, price_root
+from osdp.cost.sharding.simulate import StepEstimate
 from osdp.cost.sharding.strategies import ROOT, plain
 from osdp.cost.sharding.unit_costs import price_units
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 from osdp.model.description import Operator
 
 
 @dataclass(frozen=True)
-class Assignment:
+class ShardingSolution:
     """Units of a plan, before they are named.
 
     Attributes:
@@ -28,7 +28,7 @@ class Assignment:
     units: tuple[tuple[int, int, int], ...]
     root_sharded: tuple[Operator, ...]
     root_replicated: tuple[Operator, ...]
-    outcome: Outcome
+    outcome: StepEstimate
     cuts: int
     bound: float
 
@@ -48,7 +48,7 @@ class Assignment:
         return max(0.0, 1 - self.bound / self.outcome.seconds) if self.bound < self.outcome.seconds else 0.0
 
 
-def priced(situation: Situation, found: Assignment) -> tuple[Units, RootPrice]:
+def priced(situation: ShardingProblem, found: ShardingSolution) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the units and of the root of an assignment, as the simulator takes them."""
     start, stop, way = np.array(found.units, dtype=np.int64).reshape(-1, 3).T
     units = price_units(situation.prices, start, stop, way, situation.device)

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.problem import Conditions, RootPrice, Situation
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import FULL_SHARD
-from osdp.cost.sharding.timeline import Recompute, Timeline
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.timeline import RecomputeSpan, Timeline
+from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
 
 
-class TimeCut(NamedTuple):
+class CriticalMoment(NamedTuple):
     """Critical moment of each pass: operators at which the link determines the time; -1 for none.
 
     ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
@@ -59,7 +59,7 @@ class UnitSeconds:
 
 
 def unit_seconds(
-    units: Units, root: RootPrice, conditions: Conditions, recompute: Recompute | None = None
+    units: UnitCosts, root: RootUnitCost, conditions: StepSettings, recompute: RecomputeSpan | None = None
 ) -> UnitSeconds:
     """Split the collectives of each unit between device and link, and add its recomputation."""
     overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
@@ -103,10 +103,10 @@ class Passes:
     forward: float
     silent: float
     reducing: float
-    cut: TimeCut
+    cut: CriticalMoment
 
 
-def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
+def passes(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Passes:
     """Seconds of each kind of pass, and where the link determines them."""
     timeline, conditions = situation.timeline, situation.conditions
     price = unit_seconds(units, root, conditions, timeline.recompute)
@@ -125,11 +125,13 @@ def passes(situation: Situation, units: Units, root: RootPrice) -> Passes:
         forward=forward + float(price.forward.sum()) + root_forward,
         silent=float(timeline.backward_seconds.sum() + price.silent.sum()),
         reducing=backward + root_backward,
-        cut=TimeCut(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
+        cut=CriticalMoment(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
     )
 
 
-def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[float, TimeCut]:
+def step_time(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost
+) -> tuple[float, CriticalMoment]:
     """Seconds of forward and backward of all microbatches, and where the link determines them."""
     found, conditions = passes(situation, units, root), situation.conditions
     m, reductions = conditions.microbatches, conditions.reductions
@@ -137,12 +139,14 @@ def step_time(situation: Situation, units: Units, root: RootPrice) -> tuple[floa
     return seconds, found.cut
 
 
-def optimizer_time(situation: Situation, units: Units, root: RootPrice) -> float:
+def optimizer_time(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
     """Seconds of the optimizer step."""
     return float(np.sum(units.step_seconds)) + root.step_seconds - _plain_saving(situation, units, root)
 
 
-def time_row(situation: Situation, units: Units, root: RootPrice, cut: TimeCut) -> tuple[Floats, float]:
+def time_row(
+    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, cut: CriticalMoment
+) -> tuple[Floats, float]:
     """A linear lower bound of the step's seconds, exact for plans whose critical moment is ``cut``.
 
     For a plan that shards nothing it is a bound only if no candidate shards anything.
@@ -194,16 +198,16 @@ def compute_until(timeline: Timeline) -> Floats:
     return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
 
 
-def _plain_saving(situation: Situation, units: Units, root: RootPrice) -> float:
+def _plain_saving(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
     return 0.0 if _shards(units, root) else situation.plain_saving
 
 
-def _shards(units: Units, root: RootPrice) -> bool:
+def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
     """Whether anything is sharded, or may be among candidates."""
     return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
-def _root_seconds(root: RootPrice, conditions: Conditions) -> tuple[float, float]:
+def _root_seconds(root: RootUnitCost, conditions: StepSettings) -> tuple[float, float]:
     hooks = conditions.unit_overhead if root.has_unit else 0.0
     return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
 

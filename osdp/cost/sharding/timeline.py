@@ -52,7 +52,7 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class RecomputeSpan:
     """Effect of recomputing a block, by operator of the chain; zero except at a block's first operator.
 
     The activations of a recomputed block are alive only during its own forward and backward; in between only
@@ -110,7 +110,7 @@ class Timeline:
     forward_seconds: Floats
     backward_seconds: Floats
     resident: float
-    recompute: Recompute
+    recompute: RecomputeSpan
     kept: float = 0.0
     others: int = 0
     exchange_seconds: float = 0.0
@@ -224,7 +224,7 @@ class _Walk:
 
 def _recompute(
     model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
-) -> Recompute:
+) -> RecomputeSpan:
     """Effect of recomputing each block that is contiguous in the trace and called once.
 
     ::
@@ -257,7 +257,7 @@ def _recompute(
         floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
-    return Recompute(until=until, possible=possible, **floats)
+    return RecomputeSpan(until=until, possible=possible, **floats)
 
 
 def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cost.sharding.offload_costs import in_host_memory
-from osdp.cost.sharding.operator_costs import OperatorPrices
+from osdp.cost.sharding.operator_costs import OperatorCosts
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     KEPT,
@@ -23,19 +23,19 @@ from osdp.cost.sharding.strategies import (
     SHARD_GRAD_OP,
     WIRE,
 )
-from osdp.cost.sharding.units import Units
+from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 
 Floats = NDArray[np.float64]
 
 
 def price_units(
-    prices: OperatorPrices,
+    prices: OperatorCosts,
     start: Sequence[int] | NDArray[np.int64],
     stop: Sequence[int] | NDArray[np.int64],
     way: Sequence[int] | NDArray[np.int64],
     device: DeviceInfo,
-) -> Units:
+) -> UnitCosts:
     """Memory and time of contiguous units, each with its strategy (:mod:`osdp.cost.sharding.strategies`)."""
     a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
     wires = ways // WIRE
@@ -49,21 +49,21 @@ def price_units(
             (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
         )
     whole: dict[str, NDArray[Any]] = {}
-    for field in fields(Units):
+    for field in fields(UnitCosts):
         column = np.empty(len(a), dtype=getattr(parts[0][1], field.name).dtype)
         for where, part in parts:
             column[where] = getattr(part, field.name)
         whole[field.name] = column
-    return Units(**whole)
+    return UnitCosts(**whole)
 
 
 def _price_units_on(
-    prices: OperatorPrices,
+    prices: OperatorCosts,
     a: NDArray[np.int64],
     b: NDArray[np.int64],
     ways: NDArray[np.int64],
     device: DeviceInfo,
-) -> Units:
+) -> UnitCosts:
     """Memory and time of units of one shard group."""
     wire = prices.wire
     # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
@@ -86,7 +86,7 @@ def _price_units_on(
     copying = np.maximum(span(prices.gradient) + span(prices.copy_in), last + beside)
     # The root's gradients, too, are freed by the time its reduce-scatter runs.
     root_input = np.maximum(reduce_input, reduce_input + beside - span(prices.gradient))
-    # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootPrice.
+    # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
     reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if wire.across is not None:
         reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
@@ -97,7 +97,7 @@ def _price_units_on(
     temporaries = (
         [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2
     )
-    units = Units(
+    units = UnitCosts(
         start=a,
         stop=b,
         mode=m,

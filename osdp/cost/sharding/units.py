@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class UnitCosts:
     """Memory and time of ``U`` units, arrays of shape ``(U,)``; a unit is operators ``start .. stop - 1``.
 
     Attributes:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
 from osdp.cost.token_slices.latency_fit import pass_seconds
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.hardware.token_latency import TokenLatency
 from osdp.plan.schedule import Schedule
 from osdp.plan.token_slices import TokenSlices
@@ -114,7 +114,7 @@ def slice_tables(
     *,
     granularity: int = 8,
     num_layers: int | None = None,
-    link: StageLink | None = None,
+    link: PointToPointLink | None = None,
     blocking: bool = False,
     kept_bytes: int = 0,
 ) -> SliceTables:

@@ -13,8 +13,8 @@ from osdp.integrations.huggingface.slice_cache import SliceCache, check_sliceabl
 from osdp.integrations.huggingface.token_loss import by_position, check_by_position, check_targets
 from osdp.plan.token_slices import TokenSlices
 from osdp.runtime.losses import LossFn
-from osdp.runtime.pipeline.generation import Choice
-from osdp.runtime.token_slices.slicing import MASK, Slicing
+from osdp.runtime.pipeline.generation import Sampling
+from osdp.runtime.token_slices.slicing import MASK, TokenSlicing
 
 _REFUSED = {
     "labels": (
@@ -64,7 +64,9 @@ class Slicer:
         args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         return dict(zip(self._names, args, strict=False))
 
-    def slicing(self, inputs: Mapping[str, Any], token_slices: int | TokenSlices | Sequence[int]) -> Slicing:
+    def slicing(
+        self, inputs: Mapping[str, Any], token_slices: int | TokenSlices | Sequence[int]
+    ) -> TokenSlicing:
         """Make the slices of a batch.
 
         Args:
@@ -99,7 +101,7 @@ class Slicer:
                 f"slices of {uneven} tokens cannot be shared by {self._shared_by} tensor-parallel ranks; "
                 f"with sequence_parallel the length of every slice must be a multiple of {self._shared_by}"
             )
-        return Slicing(slices, partial(self._empty, length))
+        return TokenSlicing(slices, partial(self._empty, length))
 
     def loss(self, loss_fn: LossFn | None, targets: Any, length: int) -> tuple[LossFn, Any]:
         """Loss function and targets for slices.
@@ -116,7 +118,7 @@ class Slicer:
         return found, wanted
 
     def request(self, prompt: torch.Tensor, num_tokens: int, mask: torch.Tensor | None) -> dict[str, Any]:
-        """Keyword arguments for :meth:`osdp.runtime.steps.Steps.generate`.
+        """Keyword arguments for :meth:`osdp.runtime.steps.StepRunner.generate`.
 
         Raises:
             ValueError: Padding is on the right, no token is requested, the model has too few positions or no
@@ -166,7 +168,7 @@ class Slicer:
 
     def choice(
         self, ends: int | Sequence[int] | None, pad: int | None, sampling: Mapping[str, Any]
-    ) -> Choice:
+    ) -> Sampling:
         """Settings by which tokens are chosen; defaults are the model's generation configuration.
 
         Raises:
@@ -174,7 +176,7 @@ class Slicer:
             ValueError: The model is configured to generate in an unsupported way, or a setting is for
                 sampling without ``do_sample=True``.
         """
-        known = [field.name for field in fields(Choice) if field.name not in ("ends", "pad")]
+        known = [field.name for field in fields(Sampling) if field.name not in ("ends", "pad")]
         if unknown := sorted(set(sampling) - set(known)):
             raise TypeError(
                 f"generate() does not take {', '.join(unknown)}; it takes {', '.join(known)}. For other "
@@ -202,7 +204,7 @@ class Slicer:
             pad = configured.pad_token_id
         if pad is None:
             pad = found[0] if found else 0
-        return Choice(ends=found, pad=pad, **sampling)
+        return Sampling(ends=found, pad=pad, **sampling)
 
 
 def _length(inputs: Mapping[str, Any]) -> int:

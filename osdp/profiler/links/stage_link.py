@@ -6,7 +6,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.profiler.links.fsdp_probe import synchronize
 
 _SIZES = (2**12, 2**18, 2**21)
@@ -15,7 +15,7 @@ _REPEATS = 11
 _LONG = 0.2
 
 
-def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> StageLink:
+def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointToPointLink:
     """Measure messages between neighbours in ``group``, one pipeline; all of its ranks must call this.
 
     Every rank sends to the next one and receives from the previous one, as stages do; the slowest pair
@@ -47,4 +47,4 @@ def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> StageL
             break
     (small, first), (large, last) = times[0], times[-1]
     bandwidth = (large - small) / max(last - first, 1e-9) if large > small else small / first
-    return StageLink(max(first - small / bandwidth, 0.0), bandwidth)
+    return PointToPointLink(max(first - small / bandwidth, 0.0), bandwidth)

@@ -10,7 +10,7 @@ Owner = TypeVar("Owner")
 Reported = TypeVar("Reported")
 
 
-def reporter(
+def gradient_hook(
     owner: Owner, parameter: Reported, tell: Callable[[Owner, Reported], None]
 ) -> Callable[[torch.Tensor], None]:
     """A gradient hook that calls ``tell(owner, parameter)`` while both exist.

@@ -9,7 +9,7 @@ from osdp.runtime.torch_private.modules import set_parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class ParameterSites:
     """All places where a model registers one parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Owned:
             set_parameter(module, name, parameter)
 
 
-def owned_parameters(model: nn.Module) -> dict[str, Owned]:
+def owned_parameters(model: nn.Module) -> dict[str, ParameterSites]:
     """The parameters of ``model`` by their first FQN, in ``named_parameters`` order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -51,10 +51,10 @@ def owned_parameters(model: nn.Module) -> dict[str, Owned]:
     return {entry.name: entry for entry in owned}
 
 
-def _owned(model: nn.Module, names: Iterable[str]) -> Owned:
+def _owned(model: nn.Module, names: Iterable[str]) -> ParameterSites:
     names = tuple(names)
     places: dict[tuple[nn.Module, str], str] = {}
     for fqn in names:
         path, _, name = fqn.rpartition(".")
         places.setdefault((model.get_submodule(path), name), fqn)
-    return Owned(names, tuple(places), tuple(places.values()))
+    return ParameterSites(names, tuple(places), tuple(places.values()))

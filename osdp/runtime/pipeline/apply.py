@@ -19,21 +19,21 @@ from osdp.plan.plan import Mode, Plan
 from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule, split_backward_refused
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of, group_of
-from osdp.runtime.module.parameter_owners import Owned, owned_parameters
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states, load_into_stages
 from osdp.runtime.pipeline.channels import Channel, ordered_channels
-from osdp.runtime.pipeline.engine import Pipeline, Reductions, RunningStage
+from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy, StageRuntime
 from osdp.runtime.pipeline.output_shapes import twins_of
-from osdp.runtime.pipeline.stage import Stage, WholeModel, build_stage, merge
+from osdp.runtime.pipeline.stage import StageModule, WholeModel, build_stage, merge
 from osdp.runtime.pipeline.tied_parameters import TiedCopies, tied_copies
-from osdp.runtime.pipeline.unsharded_stage import AloneStage, apply_alone, stands_alone
+from osdp.runtime.pipeline.unsharded_stage import UnshardedStage, apply_alone, stands_alone
 from osdp.runtime.sharding.apply import apply
-from osdp.runtime.sharding.sharded_model import AppliedPlan
-from osdp.runtime.steps import Steps
+from osdp.runtime.sharding.sharded_model import ShardedModel
+from osdp.runtime.steps import StepRunner
 from osdp.runtime.tensor_parallel.apply import imagine, parallelize
 
 
-class AppliedPipeline:
+class PipelinedModel:
     """A model under a pipeline plan; made by :func:`apply_pipeline`.
 
     Attributes:
@@ -50,7 +50,7 @@ class AppliedPipeline:
         model: nn.Module,
         plan: PipelinePlan,
         mesh: DeviceMesh,
-        stages: Mapping[int, RunningStage],
+        stages: Mapping[int, StageRuntime],
     ) -> None:
         self.model = model
         self.plan = plan
@@ -60,7 +60,7 @@ class AppliedPipeline:
         self.stage_group = group
         self._norm_group = group_of(mesh["dp", "tp"] if plan.tp > 1 else mesh["dp"])
         self._tied = self._tie(group)
-        self.steps = Steps(
+        self.steps = StepRunner(
             Pipeline(
                 stages,
                 plan.transfers,
@@ -103,7 +103,7 @@ class AppliedPipeline:
 
     def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
         schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
-        alone = all(isinstance(running.applied, AloneStage) for running in self.stages.values())
+        alone = all(isinstance(running.applied, UnshardedStage) for running in self.stages.values())
         if schedule.splits_backward and not alone:
             raise split_backward_refused(schedule.name, self.plan.dp, self.plan.tp)
         return schedule
@@ -192,10 +192,10 @@ class AppliedPipeline:
         self.model.train(mode)
 
 
-Applied = AppliedPlan | AloneStage
+Applied = ShardedModel | UnshardedStage
 
 
-def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> AppliedPipeline:
+def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> PipelinedModel:
     """Run ``model`` under ``plan``, changing it in place: it keeps the modules of this rank's stages.
 
     Every rank calls it. Initial values are as for :func:`osdp.runtime.sharding.apply.apply`, stage by stage;
@@ -231,8 +231,8 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         for index in mine
     ]
     # 2. Shard each stage under its own plan.
-    stages: dict[int, RunningStage] = {}
-    homes: dict[str, Stage] = {}
+    stages: dict[int, StageRuntime] = {}
+    homes: dict[str, StageModule] = {}
     level_groups(mesh, device_of(mesh))
     taken: set[int] = set()
     shared = _shared(built)
@@ -240,11 +240,11 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
         modules = plan.stages[stage.index].modules
         if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
             _hold_apart(stage.model, taken)
-        stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
+        stages[stage.index] = StageRuntime(stage, _applied(stage, plan, mesh))
         level_groups(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
-    if all(isinstance(running.applied, AloneStage) for running in stages.values()):
+    if all(isinstance(running.applied, UnshardedStage) for running in stages.values()):
         # Each stage moved, or created from ``meta``, a parameter of its own: share one again.
         for first, *others in shared:
             for entry in others:
@@ -253,7 +253,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Ap
     merge(model, homes, plan.modules)
     accept_plain_states(model)
     _forbid_cache(model)
-    return AppliedPipeline(model, plan, mesh, stages)
+    return PipelinedModel(model, plan, mesh, stages)
 
 
 def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
@@ -268,9 +268,9 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     return part
 
 
-def _shared(stages: Sequence[Stage]) -> list[list[Owned]]:
+def _shared(stages: Sequence[StageModule]) -> list[list[ParameterSites]]:
     """The entries of each parameter that several of this rank's stages hold, one per stage."""
-    found: dict[int, list[Owned]] = {}
+    found: dict[int, list[ParameterSites]] = {}
     for stage in stages:
         for entry in owned_parameters(stage.model).values():
             found.setdefault(id(entry.parameter), []).append(entry)
@@ -286,7 +286,7 @@ def _hold_apart(model: nn.Module, taken: set[int]) -> None:
         taken.add(id(parameter))
 
 
-def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
+def _applied(stage: StageModule, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
     """Shard a stage: its layers over the tensor-parallel ranks, then its parameters under its plan."""
     part = plan.stages[stage.index]
     if plan.tensor is not None:
@@ -302,15 +302,15 @@ def _applied(stage: Stage, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
     return apply(stage.model, part.plan, mesh["dp"])
 
 
-def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
+def steps_of(applied: ShardedModel | PipelinedModel) -> StepRunner:
     """The step functions of a model, whole or in stages."""
-    if isinstance(applied, AppliedPipeline):
+    if isinstance(applied, PipelinedModel):
         return applied.steps
     microbatches = applied.plan.training.microbatches
     device = device_of(applied.mesh)
-    return Steps(
+    return StepRunner(
         Pipeline(
-            {0: RunningStage(WholeModel(applied.model), applied)},
+            {0: StageRuntime(WholeModel(applied.model), applied)},
             (),
             None,
             device,
@@ -323,11 +323,11 @@ def steps_of(applied: AppliedPlan | AppliedPipeline) -> Steps:
     )
 
 
-def _reductions(plans: Sequence[Plan], microbatches: int) -> Reductions:
+def _reductions(plans: Sequence[Plan], microbatches: int) -> ReductionPolicy:
     """The reduction policy: as planned; token slices keep no whole gradients where the plan keeps none."""
     each = microbatches > 1 and any(plan.reduce_each_microbatch for plan in plans)
     sharded = any(unit.mode is not Mode.NO_SHARD for plan in plans for unit in plan.units)
-    return Reductions(each, slices=sharded and (each or microbatches == 1))
+    return ReductionPolicy(each, slices=sharded and (each or microbatches == 1))
 
 
 def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:

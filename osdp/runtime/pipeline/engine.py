@@ -16,28 +16,28 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.model.dataflow import Transfer
-from osdp.plan.schedule import AHEAD, Action, Kind, Schedule
+from osdp.plan.schedule import AHEAD, Action, ActionKind, Schedule
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline.channels import Channel
-from osdp.runtime.pipeline.messages import Address, Mail, Messages
+from osdp.runtime.pipeline.messages import MessageKey, Messages, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
-from osdp.runtime.pipeline.stage import Stage, StageOutput, WholeModel
-from osdp.runtime.pipeline.unsharded_stage import AloneStage
-from osdp.runtime.sharding.sharded_model import AppliedPlan
+from osdp.runtime.pipeline.stage import StageModule, StageOutput, WholeModel
+from osdp.runtime.pipeline.unsharded_stage import UnshardedStage
+from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
 
 
 @dataclass(frozen=True)
-class RunningStage:
+class StageRuntime:
     """A stage and the plan it runs under."""
 
-    stage: Stage | WholeModel
-    applied: AppliedPlan | AloneStage
+    stage: StageModule | WholeModel
+    applied: ShardedModel | UnshardedStage
 
 
 @dataclass(frozen=True, slots=True)
-class Reductions:
+class ReductionPolicy:
     """Reductions of gradients in addition to the one at the end of a step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Reductions:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A microbatch, or a token slice of it, between its forward and its backward on one stage.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Flight:
 
 
 @dataclass
-class Step:
+class StageStep:
     """The settings and the state of one step.
 
     Attributes:
@@ -91,7 +91,7 @@ class Step:
     trains: bool
     empty: Callable[[], KeyValues] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
-    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    flights: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
 
     def prefix(self, action: Action) -> Prefix | None:
@@ -128,18 +128,18 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Mapping[int, RunningStage],
+        stages: Mapping[int, StageRuntime],
         transfers: Sequence[Transfer],
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
         channels: Mapping[Channel, dist.ProcessGroup] | None = None,
-        reduces: Reductions = Reductions(),
+        reduces: ReductionPolicy = ReductionPolicy(),
     ) -> None:
         self.stages = dict(stages)
         self._number = {transfer: index for index, transfer in enumerate(transfers)}
         self.num_transfers = len(transfers)
-        self.mail = Mail(group, device, channels)
+        self.mail = Messenger(group, device, channels)
         self.rank = group.rank() if group is not None else 0
         self._device = device
         self._reduces = reduces
@@ -159,7 +159,7 @@ class Pipeline:
             loss_fn: The loss function.
             empty: Creates a stage's empty key-value cache, with token slices.
         """
-        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), True, empty)
+        step = StageStep(schedule, microbatches, loss_fn, LossSum(self._device), True, empty)
         with torch.enable_grad():
             self._run(step)
         return step.losses
@@ -168,33 +168,33 @@ class Pipeline:
         self, schedule: Schedule, microbatches: Sequence[Microbatch], loss_fn: LossFn | None
     ) -> LossSum:
         """The losses of this rank's microbatches, without gradients."""
-        step = Step(schedule, microbatches, loss_fn, LossSum(self._device), False)
+        step = StageStep(schedule, microbatches, loss_fn, LossSum(self._device), False)
         with torch.no_grad():
             self._run(step)
         return step.losses
 
     def predict(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
         """The outputs of all microbatches on the rank of the last stage; empty on the others."""
-        step = Step(schedule, microbatches, None, LossSum(self._device), False)
+        step = StageStep(schedule, microbatches, None, LossSum(self._device), False)
         with torch.no_grad():
             self._run(step, keep=True)
         return [step.outputs[index] for index in sorted(step.outputs)]
 
     @property
     def messages(self) -> Messages:
-        """Shape and dtype of each kind of message (:attr:`osdp.runtime.pipeline.messages.Mail.known`)."""
+        """Shape and dtype of each kind of message so far."""
         return self.mail.known
 
-    def _run(self, step: Step, *, keep: bool = False) -> None:
+    def _run(self, step: StageStep, *, keep: bool = False) -> None:
         order = step.schedule.orders[self.rank]
-        perform: dict[Kind, Callable[[Step, Action], None]] = {
-            Kind.FORWARD: self._evaluate if not step.trains else self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        perform: dict[ActionKind, Callable[[StageStep, Action], None]] = {
+            ActionKind.FORWARD: self._evaluate if not step.trains else self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
         }
         if keep:
-            perform[Kind.FORWARD] = self._predict
+            perform[ActionKind.FORWARD] = self._predict
         try:
             for at, action in enumerate(order):
                 # Receives of the next actions are posted before this one computes.
@@ -208,24 +208,24 @@ class Pipeline:
 
     # Messages
 
-    def _address(self, step: Step, transfer: Transfer, microbatch: int, *, back: bool) -> Address:
+    def _address(self, step: StageStep, transfer: Transfer, microbatch: int, *, back: bool) -> MessageKey:
         # Autocast is part of the kind: it changes the dtype of values for the same inputs.
         number = self._number[transfer]
         place = self._device.type
         autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
         kind = (number, back, step.microbatches[microbatch].signature, autocast)
         channel = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
-        return Address(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
+        return MessageKey(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
 
-    def expect(self, step: Step, action: Action) -> None:
+    def expect(self, step: StageStep, action: Action) -> None:
         """Post the receives of an action."""
         stage = self.stages[action.stage].stage
         placement = step.schedule.placement
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             for transfer in stage.incoming:
                 address = self._address(step, transfer, action.microbatch, back=False)
                 self.mail.expect(placement[transfer.source], address)
-        elif action.kind is not Kind.BACKWARD_WEIGHT:
+        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
             for transfer in stage.outgoing:
                 if transfer.differentiable:
                     address = self._address(step, transfer, action.microbatch, back=True)
@@ -233,7 +233,7 @@ class Pipeline:
 
     # Actions
 
-    def run_stage(self, step: Step, action: Action) -> tuple[_Flight, Any]:
+    def run_stage(self, step: StageStep, action: Action) -> tuple[_InFlight, Any]:
         """Run a forward: receive from other stages, compute, send; the result is set in the last stage."""
         stage, microbatch = self.stages[action.stage].stage, step.microbatches[action.microbatch]
         placement = step.schedule.placement
@@ -248,31 +248,31 @@ class Pipeline:
         for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
             address = self._address(step, transfer, action.microbatch, back=False)
             self.mail.send(tensor, placement[transfer.target], address)
-        return _Flight(received, output.sent, keys), output.result
+        return _InFlight(received, output.sent, keys), output.result
 
-    def _predict(self, step: Step, action: Action) -> None:
+    def _predict(self, step: StageStep, action: Action) -> None:
         _, result = self.run_stage(step, action)
         if self.stages[action.stage].stage.is_last:
             step.outputs[action.microbatch] = result
 
-    def _evaluate(self, step: Step, action: Action) -> None:
+    def _evaluate(self, step: StageStep, action: Action) -> None:
         _, result = self.run_stage(step, action)
         if self.stages[action.stage].stage.is_last:
             self._loss(step, action, result)
 
-    def _forward(self, step: Step, action: Action) -> None:
+    def _forward(self, step: StageStep, action: Action) -> None:
         flight, result = self.run_stage(step, action)
         if self.stages[action.stage].stage.is_last:
             flight.loss = self._loss(step, action, result)
         step.flights[action.stage, action.microbatch] = flight
 
-    def _loss(self, step: Step, action: Action, result: Any) -> torch.Tensor:
+    def _loss(self, step: StageStep, action: Action, result: Any) -> torch.Tensor:
         microbatch = step.microbatches[action.microbatch]
         total, count = loss_parts(result, microbatch.targets, microbatch.samples, step.loss_fn)
         step.losses.add(total, count)
         return total
 
-    def _backward(self, step: Step, action: Action) -> None:
+    def _backward(self, step: StageStep, action: Action) -> None:
         flight = step.flights.pop((action.stage, action.microbatch))
         tensors, gradients = self._roots(step, action, flight)
         prefix = step.prefix(action)
@@ -288,7 +288,7 @@ class Pipeline:
             del step.prefixes[action.stage, action.microbatch // step.schedule.num_slices]
         self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)
 
-    def _backward_input(self, step: Step, action: Action) -> None:
+    def _backward_input(self, step: StageStep, action: Action) -> None:
         flight = step.flights[action.stage, action.microbatch]
         tensors, gradients = self._roots(step, action, flight)
         model = self.stages[action.stage].stage.model
@@ -301,14 +301,14 @@ class Pipeline:
         )
         flight.sent, flight.loss = (), None
 
-    def _backward_weight(self, step: Step, action: Action) -> None:
+    def _backward_weight(self, step: StageStep, action: Action) -> None:
         flight = step.flights.pop((action.stage, action.microbatch))
         assert flight.weights is not None
         with self._reducing(step, action):
             flight.weights.run()
 
     def _roots(
-        self, step: Step, action: Action, flight: _Flight
+        self, step: StageStep, action: Action, flight: _InFlight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The roots of a backward (the loss, sent tensors) with the gradients received for them."""
         tensors: list[torch.Tensor] = []
@@ -328,7 +328,7 @@ class Pipeline:
         return tensors, gradients
 
     def _send_back(
-        self, step: Step, action: Action, gradients: Sequence[torch.Tensor | None], flight: _Flight
+        self, step: StageStep, action: Action, gradients: Sequence[torch.Tensor | None], flight: _InFlight
     ) -> None:
         stage = self.stages[action.stage].stage
         for transfer, gradient, tensor in zip(stage.incoming, gradients, flight.received, strict=True):
@@ -338,7 +338,7 @@ class Pipeline:
                 self.mail.send(given, step.schedule.placement[transfer.source], address)
 
     @contextmanager
-    def _reducing(self, step: Step, action: Action) -> Iterator[None]:
+    def _reducing(self, step: StageStep, action: Action) -> Iterator[None]:
         """Reduce the stage's gradients in the backward inside if it is its last, or if the policy says so."""
         running = self.stages[action.stage]
         last = _last_backward(step.schedule, self.rank, action.stage) == action
@@ -353,13 +353,13 @@ class Pipeline:
 
 
 def _forward(
-    stage: Stage | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
+    stage: StageModule | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
 ) -> StageOutput:
     return stage.forward(received, part.args, {**part.kwargs, **more})
 
 
 def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:
-    ends = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
     return next(
         action for action in reversed(schedule.orders[rank]) if action.stage == stage and action.kind in ends
     )

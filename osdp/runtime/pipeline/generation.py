@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from osdp.plan.schedule import Action, Kind, Schedule
+from osdp.plan.schedule import Action, ActionKind, Schedule
 from osdp.runtime.losses import LossSum
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline.channels import tokens_channel
-from osdp.runtime.pipeline.engine import Pipeline, Step
-from osdp.runtime.pipeline.messages import Address
+from osdp.runtime.pipeline.engine import Pipeline, StageStep
+from osdp.runtime.pipeline.messages import MessageKey
 from osdp.runtime.token_slices.kv_prefix import KeyValues
 from osdp.runtime.token_slices.slicing import MASK
 
 
 @dataclass(frozen=True)
-class Choice:
+class Sampling:
     """Sampling settings: how the next token is chosen, and which tokens end a sequence.
 
     Attributes:
@@ -119,7 +119,7 @@ class Sequences:
                 inputs["position_ids"] = positions[:, since:]
         return inputs
 
-    def append(self, chosen: torch.Tensor, choice: Choice) -> None:
+    def append(self, chosen: torch.Tensor, choice: Sampling) -> None:
         """Append the next tokens, of shape ``(samples,)``; ended sequences get padding."""
         chosen = torch.where(self._ended, choice.pad, chosen)
         self.tokens = torch.cat([self.tokens, chosen[:, None]], dim=1)
@@ -148,7 +148,7 @@ class Generation:
 
     pipeline: Pipeline
     schedule: Schedule
-    choice: Choice
+    choice: Sampling
     takes: Collection[str]
     empty: Callable[[], KeyValues]
     device: torch.device
@@ -159,7 +159,7 @@ class Generation:
         """Append tokens to each of ``groups`` until all of its sequences, or the schedule, have ended."""
         num_tokens = self.schedule.num_slices
         units: dict[int, Microbatch] = {}
-        step = Step(self.schedule, units, None, LossSum(self.device), False, self.empty)
+        step = StageStep(self.schedule, units, None, LossSum(self.device), False, self.empty)
         try:
             with torch.no_grad():
                 for at in range(num_tokens):
@@ -181,13 +181,13 @@ class Generation:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.data_group)
         return bool(flag)
 
-    def _next(self, step: Step, units: dict[int, Microbatch], group: Sequences, unit: int) -> None:
+    def _next(self, step: StageStep, units: dict[int, Microbatch], group: Sequences, unit: int) -> None:
         inputs = group.inputs(self.takes)
         samples, length = inputs["input_ids"].shape
         units[unit] = Microbatch((), inputs, None, samples, length)
         result: Any = None
         for stage in self.schedule.stages_of(self.pipeline.rank):
-            action = Action(Kind.FORWARD, stage, unit)
+            action = Action(ActionKind.FORWARD, stage, unit)
             self.pipeline.expect(step, action)
             _, result = self.pipeline.run_stage(step, action)
         del units[unit]
@@ -222,8 +222,8 @@ class Generation:
     def _chooses(self) -> bool:
         return self.schedule.placement[-1] == self.pipeline.rank
 
-    def _address(self, unit: int, samples: int, rank: int) -> Address:
+    def _address(self, unit: int, samples: int, rank: int) -> MessageKey:
         """Address of chosen tokens sent to ``rank``, numbered after all messages between stages."""
         between = 2 * self.schedule.num_units * self.pipeline.num_transfers
         channel = tokens_channel(self.schedule.placement, rank)
-        return Address(between + unit, ("tokens", samples, channel), channel)
+        return MessageKey(between + unit, ("tokens", samples, channel), channel)

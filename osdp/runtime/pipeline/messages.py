@@ -18,7 +18,7 @@ _MAX_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class MessageKey:
     """Key of a message: its number, which both sides derive independently, and its kind.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Expected:
 Messages = dict[Hashable, tuple[torch.Size, torch.dtype]]
 
 
-class Mail:
+class Messenger:
     """Messages between the ranks of a pipeline.
 
     Args:
@@ -77,7 +77,7 @@ class Mail:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._here = group.rank() if group is not None else 0
 
-    def send(self, tensor: torch.Tensor, peer: int, address: Address) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, address: MessageKey) -> None:
         """Start sending ``tensor``, which must not change meanwhile, to rank ``peer`` of the pipeline."""
         tensor = tensor.detach()
         if peer == self._here:
@@ -95,7 +95,7 @@ class Mail:
             self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
         self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
 
-    def expect(self, peer: int, address: Address) -> None:
+    def expect(self, peer: int, address: MessageKey) -> None:
         """Post the receive of a message from ``peer``, or of its header; a second call has no effect."""
         if peer == self._here or address.number in self._expected:
             return
@@ -111,7 +111,7 @@ class Mail:
             work = self._receive(header, peer, address, 2 * address.number)
             self._expected[address.number] = _Expected(header, work, is_header=True)
 
-    def take(self, peer: int, address: Address) -> torch.Tensor:
+    def take(self, peer: int, address: MessageKey) -> torch.Tensor:
         """Wait for the message from ``peer`` and return it; messages of one kind in the order of sending."""
         if peer == self._here:
             return self._at_home.pop(address.number)
@@ -140,19 +140,19 @@ class Mail:
         self._headers.clear()
         self._sent.clear()
 
-    def _posted(self, peer: int, address: Address) -> _Expected:
+    def _posted(self, peer: int, address: MessageKey) -> _Expected:
         shape, dtype = self.known[address.kind]
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         work = self._receive(buffer, peer, address, 2 * address.number + 1)
         return _Expected(buffer, work, is_header=False)
 
-    def _receive(self, buffer: torch.Tensor, peer: int, address: Address, tag: int) -> dist.Work:
+    def _receive(self, buffer: torch.Tensor, peer: int, address: MessageKey, tag: int) -> dist.Work:
         group = self._channels.get(address.channel, self._group)
         work = dist.irecv(buffer, self._global(peer), group=group, tag=tag)
         assert work is not None
         return work
 
-    def _post_send(self, tensor: torch.Tensor, peer: int, address: Address, tag: int) -> None:
+    def _post_send(self, tensor: torch.Tensor, peer: int, address: MessageKey, tag: int) -> None:
         group = self._channels.get(address.channel, self._group)
         work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
         assert work is not None

@@ -41,7 +41,7 @@ class _Handed:
     leaf: int
 
 
-class Twin:
+class ShapeTwin:
     """A copy without memory that stands in for equal modules; created by :func:`twins_of`."""
 
     def __init__(self, module: nn.Module, mode: FakeTensors, dtype: torch.dtype | None) -> None:
@@ -112,7 +112,9 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     )
 
 
-def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None) -> dict[str, Twin]:
+def twins_of(
+    model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | None = None
+) -> dict[str, ShapeTwin]:
     """A twin for each of ``modules``, shared by modules of one container with equal ``repr`` and settings.
 
     Args:
@@ -121,13 +123,13 @@ def twins_of(model: nn.Module, modules: tuple[str, ...], dtype: torch.dtype | No
         dtype: Compute dtype of parameters; their own if ``None``.
     """
     mode = FakeTensors()
-    made: dict[object, Twin] = {}
+    made: dict[object, ShapeTwin] = {}
     found = {}
     for name in modules:
         module = model.get_submodule(name)
         specs = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
         kind = (name.rpartition(".")[0], type(module), repr(module), specs, _settings(module))
         if kind not in made:
-            made[kind] = Twin(module, mode, dtype)
+            made[kind] = ShapeTwin(module, mode, dtype)
         found[name] = made[kind]
     return found

@@ -17,14 +17,14 @@ _FACTORIES = frozenset(
 )
 
 
-class Absent(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A placeholder tensor without storage; created by :func:`absent`."""
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Absent":
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Placeholder":
         """A tensor without storage."""
         made: Any = torch.Tensor._make_wrapper_subclass
-        tensor: Absent = made(cls, shape, dtype=dtype, device=device)
+        tensor: Placeholder = made(cls, shape, dtype=dtype, device=device)
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -35,7 +35,7 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` on ``meta`` tensors, so that shapes follow torch's own rules."""
-        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Absent))
+        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
         if func in _FACTORIES:
             like, *rest = args
             stand_in = torch.empty((), dtype=like.dtype, device=device).expand(like.shape)
@@ -46,20 +46,20 @@ class Absent(torch.Tensor):
         # Torch raises both where ``meta`` tensors lack values: RuntimeError for item(), NotImplementedError
         # for operators without a shape rule. The cause is chained, should it be another.
         except (NotImplementedError, RuntimeError) as error:
-            raise AbsentError(f"{func} needs the values of a tensor that another stage holds") from error
+            raise PlaceholderError(f"{func} needs the values of a tensor that another stage holds") from error
         return tree_map(lambda leaf: absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
-class AbsentError(RuntimeError):
+class PlaceholderError(RuntimeError):
     """Code around a stage's modules needs values that another stage holds: the model cannot be cut there."""
 
 
 def absent(
     like: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Absent:
+) -> Placeholder:
     """A placeholder like ``like``; of ``dtype`` if that is given and ``like`` is of floating point."""
     floating = dtype is not None and like.is_floating_point()
-    return Absent(like.shape, dtype if floating and dtype else like.dtype, device or like.device)
+    return Placeholder(like.shape, dtype if floating and dtype else like.dtype, device or like.device)
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from osdp.model.dataflow import Place, Transfer
-from osdp.runtime.pipeline.output_shapes import Twin
-from osdp.runtime.pipeline.placeholders import Absent, absent
+from osdp.model.dataflow import ArgumentSlot, Transfer
+from osdp.runtime.pipeline.output_shapes import ShapeTwin
+from osdp.runtime.pipeline.placeholders import Placeholder, absent
 from osdp.runtime.torch_private.autograd import in_backward
 
 #: Creates the placeholder of a parameter of another stage.
@@ -66,7 +66,7 @@ class WholeModel:
         return StageOutput((), self.model(*args, **kwargs))
 
 
-class Stage:
+class StageModule:
     """One stage of a model.
 
     Attributes:
@@ -94,7 +94,7 @@ class Stage:
         self._wanted = {t.taken for t in self.outgoing}
         self._calls: Counter[str] = Counter()
         self._received: Sequence[torch.Tensor] = ()
-        self._taken: dict[Place, torch.Tensor] = {}
+        self._taken: dict[ArgumentSlot, torch.Tensor] = {}
         self._forward = model.forward
         model.forward = self._run
 
@@ -139,21 +139,21 @@ class Stage:
         leaves, spec = tree_flatten((args, kwargs))
         changed = False
         for at, leaf in enumerate(leaves):
-            number = self._needed.get(Place(name, call, at))
-            if number is not None and isinstance(leaf, Absent):
+            number = self._needed.get(ArgumentSlot(name, call, at))
+            if number is not None and isinstance(leaf, Placeholder):
                 leaves[at], changed = self._received[number], True
         if not changed:
             return None
         args, kwargs = tree_unflatten(leaves, spec)
         return args, kwargs
 
-    def skip(self, name: str, twin: Twin, *args: Any, **kwargs: Any) -> Any:
+    def skip(self, name: str, twin: ShapeTwin, *args: Any, **kwargs: Any) -> Any:
         """The forward of a removed module: take its arguments for sending, return placeholders."""
         call = self._call(name)
         leaves, _ = tree_flatten((args, kwargs))
         for at, leaf in enumerate(leaves):
-            place = Place(name, call, at)
-            if place in self._wanted and not isinstance(leaf, Absent):
+            place = ArgumentSlot(name, call, at)
+            if place in self._wanted and not isinstance(leaf, Placeholder):
                 self._taken[place] = leaf
         return twin.outputs(args, kwargs)
 
@@ -176,13 +176,13 @@ def build_stage(
     index: int,
     kept: Collection[str],
     loose: Collection[str],
-    twins: dict[str, Twin],
+    twins: dict[str, ShapeTwin],
     transfers: Sequence[Transfer],
     *,
     is_last: bool,
     device: torch.device,
     dtype: torch.dtype | None = None,
-) -> Stage:
+) -> StageModule:
     """Stage ``index`` of ``model``, with copies of its containers; ``model`` stays unchanged.
 
     Args:
@@ -199,14 +199,14 @@ def build_stage(
     movable = {*kept, *twins}
     gone = partial(absent, device=device, dtype=dtype)
     tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), gone)
-    stage = Stage(index, tree, transfers, is_last=is_last)
+    stage = StageModule(index, tree, transfers, is_last=is_last)
     for name, twin in twins.items():
         if name not in kept:
             tree.get_submodule(name).forward = partial(stage.skip, name, twin)
     return stage
 
 
-def merge(model: nn.Module, homes: Mapping[str, Stage], movable: Collection[str]) -> None:
+def merge(model: nn.Module, homes: Mapping[str, StageModule], movable: Collection[str]) -> None:
     """Make ``model`` register exactly what the stages of this rank register at present.
 
     Args:
@@ -222,7 +222,7 @@ def _merge(
     module: nn.Module,
     trees: Sequence[nn.Module],
     name: str,
-    homes: Mapping[str, Stage],
+    homes: Mapping[str, StageModule],
     movable: Collection[str],
 ) -> None:
     for registry in ("_parameters", "_buffers"):
@@ -292,7 +292,7 @@ def _emptied(module: nn.Module, gone: StandIn) -> nn.Module:
 
 def _here(leaf: Any) -> Any:
     """``leaf``, or ``None`` if it is a placeholder."""
-    return None if isinstance(leaf, Absent) else leaf
+    return None if isinstance(leaf, Placeholder) else leaf
 
 
 def _remove(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:

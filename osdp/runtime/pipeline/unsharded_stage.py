@@ -14,8 +14,8 @@ from osdp.runtime.sharding.sliced import exchange_modules
 from osdp.runtime.sharding.validate import check_plan
 
 
-class AloneStage:
-    """A stage's model on one data-parallel rank; with more ranks it is an ``AppliedPlan``.
+class UnshardedStage:
+    """A stage's model on one data-parallel rank; with more ranks it is a ``ShardedModel``.
 
     Attributes:
         model: The stage's model.
@@ -47,7 +47,7 @@ def stands_alone(plan: Plan) -> bool:
     return plan.world_size == 1 and plan.training.param_dtype is None and plan.training.reduce_dtype is None
 
 
-def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> AloneStage:
+def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> UnshardedStage:
     """Run ``model`` under ``plan`` on one data-parallel rank.
 
     Raises:
@@ -68,4 +68,4 @@ def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> AloneStage:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-    return AloneStage(model)
+    return UnshardedStage(model)

@@ -27,20 +27,20 @@ def insert_forward(events: Sequence[int], missing: Sequence[tuple[int, int]], co
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OrderSpan:
     """Begin and end of a participant's forward, as ticks of a counter."""
 
     begin: int
     end: int
 
 
-def spans(indices: Sequence[int], participants: Sequence[Participant]) -> dict[int, Span]:
+def spans(indices: Sequence[int], participants: Sequence[Participant]) -> dict[int, OrderSpan]:
     """Begin and end of participants' forwards, derived from the order in which they begin.
 
     Nested participants end before the one that contains them, like brackets.
     """
     order = list(dict.fromkeys(indices))
-    found: dict[int, Span] = {}
+    found: dict[int, OrderSpan] = {}
     clock = itertools.count()
 
     def run(index: int) -> None:
@@ -50,7 +50,7 @@ def spans(indices: Sequence[int], participants: Sequence[Participant]) -> dict[i
             if holder.holds(participants[other]) and other not in found and other not in running:
                 running.add(other)
                 run(other)
-        found[index] = Span(begin, next(clock))
+        found[index] = OrderSpan(begin, next(clock))
 
     running: set[int] = set()
     for index in order:
@@ -64,7 +64,7 @@ def insert_backward(
     events: Sequence[int],
     index: int,
     participants: Sequence[Participant],
-    when: Mapping[int, Span],
+    when: Mapping[int, OrderSpan],
     *,
     reduces: bool,
 ) -> list[int]:

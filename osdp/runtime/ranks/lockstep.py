@@ -31,7 +31,7 @@ from torch import nn
 
 from osdp.model.fqn import is_inside
 from osdp.runtime.ranks.backward_end import watch_end_of_backward
-from osdp.runtime.ranks.collective_order import Span, insert_backward, insert_forward, is_gather, spans
+from osdp.runtime.ranks.collective_order import OrderSpan, insert_backward, insert_forward, is_gather, spans
 from osdp.runtime.ranks.control import Control, LockstepError
 from osdp.runtime.ranks.participants import CODES, Participant, UnitCollectives
 from osdp.runtime.torch_private.autograd import in_backward
@@ -98,7 +98,7 @@ class Lockstep:
         self._joins = False
         self._pending: dict[int, None] = {}
         self._unsure = True
-        self._spans: dict[int, Span] = {}
+        self._spans: dict[int, OrderSpan] = {}
         self._prefetches_for: int | None = None
         self.syncs = True
         self.on_backward: Callable[[], object] = lambda: None

@@ -19,7 +19,7 @@ from osdp.runtime.torch_private.autograd import version_of
 _SMALL = 2048
 
 
-class Kept(Protocol):
+class KeptGradient(Protocol):
     """A parameter whose gradient may be kept between backwards."""
 
     @property
@@ -31,7 +31,7 @@ class Kept(Protocol):
         """The parameter that the optimizer sees."""
 
 
-Parameter = TypeVar("Parameter", bound=Kept)
+Parameter = TypeVar("Parameter", bound=KeptGradient)
 
 
 class Accumulation(Generic[Parameter]):

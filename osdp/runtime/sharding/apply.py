@@ -20,7 +20,7 @@ from osdp.plan.plan import Mode, Plan
 from osdp.plan.sharded_units import fsdp_units
 from osdp.runtime.mesh import data_parallel_mesh, device_of, group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
-from osdp.runtime.module.parameter_owners import Owned, owned_parameters
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states
 from osdp.runtime.ranks.agreement import check_alike, check_together
 from osdp.runtime.ranks.control import Control
@@ -32,7 +32,7 @@ from osdp.runtime.sharding.fsdp_units import ShardedParameter, can_count_unused_
 from osdp.runtime.sharding.module_api import give_interface
 from osdp.runtime.sharding.reducer import GradientReducer, gradient_group, replicated_units
 from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters, replicate
-from osdp.runtime.sharding.sharded_model import AppliedPlan, Backwards
+from osdp.runtime.sharding.sharded_model import Backwards, ShardedModel
 from osdp.runtime.sharding.sliced import SlicedParameter, exchange_modules, shard_weight, sharded_weights
 from osdp.runtime.sharding.validate import check_double_backward, check_plan
 
@@ -44,7 +44,7 @@ def apply(
     *,
     find_unused_parameters: bool = True,
     double_backward: bool = False,
-) -> AppliedPlan:
+) -> ShardedModel:
     """Run ``model`` under ``plan``, changing it in place.
 
     A collective call: every rank makes it. A model on a real device starts from rank 0's parameters and
@@ -132,10 +132,10 @@ def _assemble(
     mesh: DeviceMesh,
     whole_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    owned: dict[str, Owned],
+    owned: dict[str, ParameterSites],
     control: Control | None,
     backwards: Backwards,
-) -> AppliedPlan:
+) -> ShardedModel:
     sharded = [ShardedParameter(owned[name], unit) for name, unit in _in_shards(model, plan).items()]
     in_slices = [SlicedParameter(owned[name]) for name in sharded_weights(model, plan)]
     in_shards = {parameter.name for parameter in sharded} | {parameter.name for parameter in in_slices}
@@ -148,7 +148,7 @@ def _assemble(
     lockstep = Lockstep(control, model, participants_of(model, plan))
     reduction = Reduction(group, lambda work: lockstep.wait(work, "the reduction of replicated gradients"))
     reducer = GradientReducer(replicated_units(plan, replicated), policy.reduce_dtype, reduction)
-    applied = AppliedPlan(
+    applied = ShardedModel(
         model,
         plan,
         mesh,

@@ -26,9 +26,9 @@ from osdp.model.fqn import is_inside
 from osdp.plan.plan import Mode, Plan, Unit
 from osdp.plan.sharded_units import fsdp_units, wrap_order
 from osdp.runtime.module.checkpointed_regions import UnseenHooks
-from osdp.runtime.module.gradient_hooks import reporter
+from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
-from osdp.runtime.module.parameter_owners import Owned
+from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.module.shared_arguments import keep_identity
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
 from osdp.runtime.sharding.unit_outputs import UnitOutputs
@@ -128,7 +128,7 @@ def _offload_policy(unit: Unit | None, meshes: Meshes) -> OffloadPolicy:
 class ShardedParameter:
     """A sharded parameter, and the unsharded one that FSDP2 registers while its unit is gathered."""
 
-    def __init__(self, owned: Owned, unit: int) -> None:
+    def __init__(self, owned: ParameterSites, unit: int) -> None:
         self.owned = owned
         self.stored = owned.parameter
         compute_with_other_meshes(self.stored)
@@ -279,7 +279,7 @@ class ShardedParameters:
             parameter.compute = whole[id(parameter.stored)]
             if parameter.compute is not None and parameter.compute.requires_grad:
                 parameter.compute.register_post_accumulate_grad_hook(
-                    reporter(self, parameter, ShardedParameters._receive)
+                    gradient_hook(self, parameter, ShardedParameters._receive)
                 )
                 parameter.reports = True
         self.watch()

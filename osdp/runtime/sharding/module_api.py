@@ -27,7 +27,7 @@ from osdp.runtime.torch_private.fsdp import sharding_state
 if TYPE_CHECKING:
     from osdp.runtime.sharding.fsdp_units import ShardedUnit
     from osdp.runtime.sharding.gradients import GradientPath
-    from osdp.runtime.sharding.sharded_model import AppliedPlan
+    from osdp.runtime.sharding.sharded_model import ShardedModel
 
 #: Name of the attribute in which a module keeps the applied plan.
 _APPLIED = "_osdp_applied_plan"
@@ -40,9 +40,9 @@ class PlannedModule(FSDPModule):
     _orig_cls_mro_index = 3
 
     @property
-    def _osdp_applied(self) -> "AppliedPlan":
+    def _osdp_applied(self) -> "ShardedModel":
         # Not a class annotation: transformers evaluates the annotations of classes derived from its own.
-        applied: AppliedPlan = self.__dict__[_APPLIED]
+        applied: ShardedModel = self.__dict__[_APPLIED]
         return applied
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -212,10 +212,10 @@ class CallState:
 
     __slots__ = ("_applied", "_module")
 
-    _applied: "AppliedPlan"
+    _applied: "ShardedModel"
     _module: nn.Module
 
-    def __init__(self, applied: "AppliedPlan", module: nn.Module) -> None:
+    def __init__(self, applied: "ShardedModel", module: nn.Module) -> None:
         object.__setattr__(self, "_applied", applied)
         object.__setattr__(self, "_module", module)
 
@@ -240,7 +240,7 @@ class CallState:
         setattr(sharding_state(self._module) or self._applied.root_state, name, value)
 
 
-def give_interface(model: nn.Module, applied: "AppliedPlan") -> None:
+def give_interface(model: nn.Module, applied: "ShardedModel") -> None:
     """Make every module of ``model`` with parameters, and its root, a :class:`PlannedModule`."""
     made: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():

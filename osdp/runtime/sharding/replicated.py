@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from osdp.runtime.module.parameter_owners import Owned
+from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
 from osdp.runtime.torch_private.autograd import version_of
 from osdp.runtime.torch_private.dtensor import data_pointer
@@ -37,7 +37,7 @@ class ReplicatedParameter:
         path: The path of its gradient to the optimizer.
     """
 
-    def __init__(self, owned: Owned, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, owned: ParameterSites, compute_dtype: torch.dtype | None) -> None:
         self.owned = owned
         self.stored = owned.parameter
         self.path = GradientPath()
@@ -137,7 +137,7 @@ class ReplicatedParameters:
 
 
 def replicate(
-    owned: Owned, mesh: DeviceMesh, device: torch.device, stored_on: DeviceMesh | None
+    owned: ParameterSites, mesh: DeviceMesh, device: torch.device, stored_on: DeviceMesh | None
 ) -> nn.Parameter:
     """Register ``owned`` as a replicated parameter on ``mesh``, with rank 0's values.
 

@@ -18,7 +18,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import fsdp_units
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import device_of
-from osdp.runtime.module.gradient_hooks import reporter
+from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
 from osdp.runtime.module.unused import unused_error
@@ -59,7 +59,7 @@ class Backwards:
     double_backward: bool
 
 
-class AppliedPlan:
+class ShardedModel:
     """A model under a plan; made by :func:`osdp.runtime.sharding.apply.apply`.
 
     Attributes:
@@ -345,7 +345,7 @@ class AppliedPlan:
         for parameter in self._replicated:
             if parameter.compute.requires_grad and id(parameter) not in self._watched:
                 parameter.compute.register_post_accumulate_grad_hook(
-                    reporter(self, parameter, AppliedPlan._on_replicated_gradient)
+                    gradient_hook(self, parameter, ShardedModel._on_replicated_gradient)
                 )
                 self._watched.add(id(parameter))
 
@@ -354,7 +354,7 @@ class AppliedPlan:
         for parameter in self.parameters:
             if not parameter.stored.requires_grad:
                 continue
-            handle = parameter.stored.register_hook(reporter(self, parameter, AppliedPlan._on_gradient))
+            handle = parameter.stored.register_hook(gradient_hook(self, parameter, ShardedModel._on_gradient))
             parameter.path.own_hooks.add(handle.id)
 
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:

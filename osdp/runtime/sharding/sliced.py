@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp.model.fqn import is_inside
-from osdp.nn.modules import Slicing, check_slicing, kind_of, slice_along, sliced, sliced_dim
+from osdp.nn.modules import SliceSetting, check_slicing, kind_of, slice_along, sliced, sliced_dim
 from osdp.nn.sliced_weight import compute_with
 from osdp.plan.plan import Decision, Plan
 from osdp.plan.shard_math import shard_numel
-from osdp.runtime.module.gradient_hooks import reporter
-from osdp.runtime.module.parameter_owners import Owned
+from osdp.runtime.module.gradient_hooks import gradient_hook
+from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
 from osdp.runtime.torch_private.dtensor import wrap_like
 
@@ -100,7 +100,7 @@ def sharded_weights(model: nn.Module, plan: Plan) -> dict[str, int]:
     return found
 
 
-def shard_weight(owned: Owned, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+def shard_weight(owned: ParameterSites, dim: int, mesh: DeviceMesh) -> nn.Parameter:
     """Shard ``owned`` along ``dim``; it is whole and the same on every rank, or on ``meta``."""
     whole = owned.parameter.detach()
     size = shard_numel((whole.shape[dim],), mesh.size())
@@ -126,7 +126,7 @@ class SlicedParameter:
         path: The path of its gradient to the optimizer.
     """
 
-    def __init__(self, owned: Owned) -> None:
+    def __init__(self, owned: ParameterSites) -> None:
         self.owned = owned
         self.stored = owned.parameter
         self.compute = nn.Parameter(self._local, requires_grad=self.stored.requires_grad)
@@ -197,7 +197,7 @@ class SlicedParameters:
         for parameter in self.parameters:
             if parameter.compute.requires_grad and id(parameter) not in self._watched:
                 parameter.compute.register_post_accumulate_grad_hook(
-                    reporter(self, parameter, SlicedParameters._receive)
+                    gradient_hook(self, parameter, SlicedParameters._receive)
                 )
                 self._watched.add(id(parameter))
 
@@ -223,10 +223,10 @@ def _sliced_decisions(plan: Plan) -> Iterator[Decision]:
     return (decision for decision in plan.decisions if decision.slices > 1)
 
 
-def _slicing(module: nn.Module, decision: Decision) -> Slicing:
+def _slicing(module: nn.Module, decision: Decision) -> SliceSetting:
     """The slicing of ``module``, one of the modules that share the operator's weight."""
     kind = kind_of(module)
     by = decision.sliced_by if kind is None else slice_along(kind, decision.sliced_by)
     # Of a tied weight only the head needs its slices in backward.
     kept = 0 if kind == "embedding" and len(decision.modules) > 1 else decision.slices_kept
-    return Slicing(decision.slices, by, num_kept=kept)
+    return SliceSetting(decision.slices, by, num_kept=kept)

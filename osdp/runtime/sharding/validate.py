@@ -9,7 +9,7 @@ from osdp.model.fqn import is_inside
 from osdp.nn.embeddings import check_embeddings
 from osdp.plan.plan import Plan, Unit
 from osdp.plan.sharded_units import fsdp_units, wrap_order
-from osdp.runtime.module.parameter_owners import Owned, owned_parameters
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.sharding.sliced import slice_faults
 
@@ -76,7 +76,7 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
             yield f"module {module!r} is to be recomputed twice"
 
 
-def _parameter_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+def _parameter_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
     decided: set[str] = set()
     for decision in plan.decisions:
         missing = [name for name in decision.parameters if name not in owned]
@@ -105,7 +105,7 @@ def _mode_differences(plan: Plan) -> Iterator[str]:
         yield "more than one sharded unit is the root's"
 
 
-def _unit_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+def _unit_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
     order = wrap_order(fsdp_units(plan))
     by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in plan.decisions:
@@ -128,7 +128,7 @@ def _covers(unit: Unit, fqn: str) -> bool:
     return any(is_inside(fqn, module) for module in unit.modules)
 
 
-def _dtype_differences(plan: Plan, owned: dict[str, Owned]) -> Iterator[str]:
+def _dtype_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
     parameters = {decision.operator: decision.parameters for decision in plan.decisions}
     for unit in plan.units:
         found = [owned[name].parameter for operator in unit.operators for name in parameters[operator]]

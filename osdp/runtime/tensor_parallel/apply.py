@@ -17,11 +17,11 @@ from osdp.nn.modules import kind_of
 from osdp.plan.tensor_parallel import Style, TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange
 from osdp.runtime.mesh import device_of
-from osdp.runtime.module.parameter_owners import Owned, owned_parameters
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
-from osdp.runtime.tensor_parallel.collectives import Ranks
+from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 from osdp.runtime.tensor_parallel.group_random import GroupRandom
-from osdp.runtime.tensor_parallel.modules import Entrance, Part, run_in_part, sum_gradients
+from osdp.runtime.tensor_parallel.modules import RegionInput, ShardInfo, run_in_part, sum_gradients
 from osdp.runtime.tensor_parallel.sequence import share_sequence
 from osdp.runtime.torch_private.distributed import same_random_numbers
 from osdp.runtime.torch_private.dtensor import blocked_shard
@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     owned = owned_parameters(model)
     _start_alike(model, mesh)
     _shard_parameters(owned, plan, partial(_shard, mesh=mesh))
-    ranks = Ranks.of(mesh)
+    ranks = TensorParallelGroup.of(mesh)
     _become_part(model, plan, ranks, GroupRandom(ranks, device_of(mesh)))
     return model
 
@@ -86,7 +86,7 @@ def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list
     Returns:
         ``model``, and a list to which each forward appends the collectives of itself and of its backward.
     """
-    ranks = Ranks(None, 0, plan.degree)
+    ranks = TensorParallelGroup(None, 0, plan.degree)
 
     def first_part(parameter: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
         part = part_of(parameter.detach(), dim, 0, plan.degree, blocks)
@@ -99,7 +99,7 @@ def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list
 
 
 def _become_part(
-    model: nn.Module, plan: TensorParallelPlan, ranks: Ranks, random: GroupRandom | None
+    model: nn.Module, plan: TensorParallelPlan, ranks: TensorParallelGroup, random: GroupRandom | None
 ) -> None:
     _exchange_modules(model, plan, ranks, random)
     for divided in plan.divided:
@@ -169,7 +169,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_parameters(
-    owned: dict[str, Owned],
+    owned: dict[str, ParameterSites],
     plan: TensorParallelPlan,
     shard: Callable[[nn.Parameter, int, int], nn.Parameter],
 ) -> None:
@@ -210,16 +210,16 @@ def _shard(parameter: nn.Parameter, dim: int, blocks: int, mesh: DeviceMesh) -> 
 
 
 def _exchange_modules(
-    model: nn.Module, plan: TensorParallelPlan, ranks: Ranks, random: GroupRandom | None
+    model: nn.Module, plan: TensorParallelPlan, ranks: TensorParallelGroup, random: GroupRandom | None
 ) -> None:
-    entrances: dict[str, Entrance] = {}
+    entrances: dict[str, RegionInput] = {}
     made: dict[nn.Module, nn.Module] = {}
     for entry in plan.modules:
         module = model.get_submodule(entry.module)
-        entrance = entrances.setdefault(entry.region or entry.module, Entrance(ranks))
+        entrance = entrances.setdefault(entry.region or entry.module, RegionInput(ranks))
         transposed = kind_of(module) == "conv1d"
         in_sequence = plan.sequence is not None and plan.sequence.holds(entry.module)
-        made[module] = run_in_part(module, Part(entry, ranks, entrance, transposed, in_sequence, random))
+        made[module] = run_in_part(module, ShardInfo(entry, ranks, entrance, transposed, in_sequence, random))
     sequence_summed = plan.sequence.summed if plan.sequence is not None else ()
     for name in (*plan.summed, *sequence_summed):
         module = model.get_submodule(name)

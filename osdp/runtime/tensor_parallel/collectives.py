@@ -24,7 +24,7 @@ from osdp.plan.tensor_parallel_rank import Exchange
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class TensorParallelGroup:
     """A tensor-parallel group.
 
     Attributes:
@@ -41,7 +41,7 @@ class Ranks:
     log: list[Exchange] = field(default_factory=list, compare=False)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Ranks":
+    def of(cls, mesh: DeviceMesh) -> "TensorParallelGroup":
         """The group of a mesh with one axis."""
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
@@ -78,34 +78,34 @@ class Ranks:
         if self.group is None:
             self.log.append(Exchange(collective, nbytes, backward, per_sample))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallelGroup":
         """Copies of a module compute with the same ranks."""
         return self
 
 
-def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def enter(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """``tensor``, which is the same on all ranks; its gradients are summed over them."""
     return cast(torch.Tensor, _Enter.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
-def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def leave(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """The sum of ``tensor``, in place, over the ranks; its gradient is the same on all of them."""
     return cast(torch.Tensor, _Leave.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
-def gather_last(tensor: torch.Tensor, ranks: Ranks, size: int) -> torch.Tensor:
+def gather_last(tensor: torch.Tensor, ranks: TensorParallelGroup, size: int) -> torch.Tensor:
     """The whole tensor of which each rank holds a part of the last dimension, whose full size is ``size``."""
     return cast(torch.Tensor, _GatherLast.apply(tensor, ranks, size))  # type: ignore[no-untyped-call]
 
 
-def blocks_of(tensor: torch.Tensor, ranks: Ranks, blocks: int) -> torch.Tensor:
+def blocks_of(tensor: torch.Tensor, ranks: TensorParallelGroup, blocks: int) -> torch.Tensor:
     """This rank's part of each of ``blocks`` of a replicated vector; its gradient is whole on all ranks."""
     return cast(torch.Tensor, _BlocksOf.apply(tensor, ranks, blocks))  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.ranks = ranks
         per_sample = not isinstance(tensor, torch.nn.Parameter)
         ranks.note("all_reduce", tensor.nbytes, backward=True, per_sample=per_sample)
@@ -120,7 +120,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.mark_dirty(tensor)
         ranks.sum(tensor)
         ranks.note("all_reduce", tensor.nbytes)
@@ -133,7 +133,7 @@ class _Leave(torch.autograd.Function):
 
 class _GatherLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, size: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup, size: int) -> torch.Tensor:
         ctx.bounds = ranks.bounds(size)
         longest = -(-size // ranks.size)
         padded = F.pad(tensor, (0, longest - tensor.shape[-1])).contiguous()
@@ -149,7 +149,7 @@ class _GatherLast(torch.autograd.Function):
 
 class _BlocksOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, blocks: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup, blocks: int) -> torch.Tensor:
         ctx.ranks, ctx.blocks = ranks, blocks
         ranks.note("all_reduce", tensor.nbytes, backward=True, per_sample=False)
         return tensor.view(blocks, ranks.size, -1)[:, ranks.rank].reshape(-1)

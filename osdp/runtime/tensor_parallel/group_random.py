@@ -16,7 +16,7 @@ from torch import nn
 
 from osdp.nn.random_states import torch_sources
 from osdp.runtime.replay import Changing
-from osdp.runtime.tensor_parallel.collectives import Ranks
+from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 
 
 class _Place(Enum):
@@ -33,7 +33,7 @@ class GroupRandom(Changing):
         device: This rank's device.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: TensorParallelGroup, device: torch.device) -> None:
         self._sources = torch_sources(device)
         self._place = _Place.OUTSIDE
         self._open: list[tuple[nn.Module, _Place]] = []

@@ -15,19 +15,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.plan.tensor_parallel import ShardedModule, Style
-from osdp.runtime.tensor_parallel.collectives import Ranks, blocks_of, enter, gather_last, leave
+from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup, blocks_of, enter, gather_last, leave
 from osdp.runtime.tensor_parallel.group_random import GroupRandom
 from osdp.runtime.tensor_parallel.sequence_collectives import leave_region
 
 
 @dataclass
-class Entrance:
+class RegionInput:
     """Entry of replicated tensors into a tensor-parallel region, once even if several modules read them.
 
     So the gradients from queries, keys and values are added locally before one all-reduce over the ranks.
     """
 
-    ranks: Ranks
+    ranks: TensorParallelGroup
     #: At most two, the inputs of a cross-attention; bounded, since a recomputation may end before the
     #: region's row module clears it.
     _entered: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=2))
@@ -49,7 +49,7 @@ class Entrance:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardInfo:
     """Tensor-parallel settings of one module.
 
     Attributes:
@@ -63,8 +63,8 @@ class Part:
     """
 
     entry: ShardedModule
-    ranks: Ranks
-    entrance: Entrance
+    ranks: TensorParallelGroup
+    entrance: RegionInput
     transposed: bool
     in_sequence: bool = False
     random: GroupRandom | None = None
@@ -85,7 +85,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def run_in_part(module: nn.Module, part: Part) -> nn.Module:
+def run_in_part(module: nn.Module, part: ShardInfo) -> nn.Module:
     """A copy of ``module`` with the same parameters that computes this rank's part."""
     base = type(module)
     forward = _EMBEDDINGS if isinstance(module, nn.Embedding) else _LINEARS
@@ -98,7 +98,7 @@ def run_in_part(module: nn.Module, part: Part) -> nn.Module:
     return new
 
 
-def sum_gradients(module: nn.Module, ranks: Ranks) -> nn.Module:
+def sum_gradients(module: nn.Module, ranks: TensorParallelGroup) -> nn.Module:
     """A copy of ``module`` with the same parameters, whose gradients are summed over ``ranks``."""
     base = type(module)
 
@@ -119,7 +119,7 @@ def sum_gradients(module: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
-    part: Part = module.part
+    part: ShardInfo = module.part
     bias = module.bias
     if bias is not None:
         fused = part.entry.blocks > 1
@@ -131,7 +131,7 @@ def _column(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _row(module: Any, x: torch.Tensor) -> torch.Tensor:
-    part: Part = module.part
+    part: ShardInfo = module.part
     part.entrance.close()
     part.end_region()
     if part.in_sequence:
@@ -142,14 +142,16 @@ def _row(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _head(module: Any, x: torch.Tensor) -> torch.Tensor:
-    part: Part = module.part
+    part: ShardInfo = module.part
     x = enter(x, part.ranks) if x.requires_grad else x
     logits = _product(part, x, local(module.weight), None)
     logits = gather_last(logits, part.ranks, part.entry.size)
     return logits if module.bias is None else logits + module.bias
 
 
-def _product(part: Part, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(
+    part: ShardInfo, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     return F.linear(x, weight.t() if part.transposed else weight, bias)
 
 
@@ -159,7 +161,7 @@ def _embedding_columns(module: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding_rows(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    part: Part = module.part
+    part: ShardInfo = module.part
     first, last = part.ranks.bounds(part.entry.size)
     # Ids that other ranks hold look up row 0 here; their rows are zeroed before the sum over ranks.
     elsewhere = (ids < first) | (ids >= last)

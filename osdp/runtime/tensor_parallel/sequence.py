@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from osdp.plan.tensor_parallel import SequenceParallel
-from osdp.runtime.tensor_parallel.collectives import Ranks
+from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 from osdp.runtime.tensor_parallel.sequence_collectives import enter_region, make_whole, take_part
 
 
-def share_sequence(model: nn.Module, plan: SequenceParallel, ranks: Ranks) -> None:
+def share_sequence(model: nn.Module, plan: SequenceParallel, ranks: TensorParallelGroup) -> None:
     """Register the sequence-parallel hooks of ``plan``; called after the modules have been sharded."""
     for run in plan.runs:
         first, last = model.get_submodule(run[0]), model.get_submodule(run[-1])
@@ -23,21 +23,23 @@ def share_sequence(model: nn.Module, plan: SequenceParallel, ranks: Ranks) -> No
         model.get_submodule(gather.module).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _cut(ranks: Ranks, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cut(ranks: TensorParallelGroup, module: nn.Module, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     at = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     leaves[at] = take_part(leaves[at], ranks)
     return tree_unflatten(leaves, spec)
 
 
-def _join(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> Any:
+def _join(ranks: TensorParallelGroup, module: nn.Module, args: Any, output: Any) -> Any:
     leaves, spec = tree_flatten(output)
     at = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     leaves[at] = make_whole(leaves[at], ranks)
     return tree_unflatten(leaves, spec)
 
 
-def _gather(ranks: Ranks, places: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _gather(
+    ranks: TensorParallelGroup, places: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     for at in places:
         leaves[at] = enter_region(leaves[at], ranks)

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 
-from osdp.runtime.tensor_parallel.collectives import Ranks
+from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 
 
-def take_part(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def take_part(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """This rank's part of a tensor that is the same on all ranks; backward gathers the whole gradient.
 
     Raises:
@@ -29,17 +29,17 @@ def take_part(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return cast(torch.Tensor, _TakePart.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
-def make_whole(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def make_whole(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """The whole tensor of which each rank has a part; its gradient is the same on all ranks."""
     return cast(torch.Tensor, _MakeWhole.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
-def enter_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def enter_region(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """The whole tensor of which each rank has a part; its gradients are summed over the ranks."""
     return cast(torch.Tensor, _EnterRegion.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
-def leave_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def leave_region(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     """This rank's part of the sum of ``tensor`` over the ranks."""
     return cast(torch.Tensor, _LeaveRegion.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
@@ -52,17 +52,17 @@ def indivisible(length: int, ranks: int) -> str:
     )
 
 
-def _whole(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     return torch.cat(ranks.gather(tensor.contiguous()).unbind(), -2)
 
 
-def _own(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _own(tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
     return tensor.chunk(ranks.size, -2)[ranks.rank].clone(memory_format=torch.contiguous_format)
 
 
 class _TakePart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.ranks = ranks
         ranks.note("all_gather", tensor.nbytes, backward=True)
         return _own(tensor, ranks)
@@ -74,7 +74,7 @@ class _TakePart(torch.autograd.Function):
 
 class _MakeWhole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.ranks = ranks
         ranks.note("all_gather", tensor.nbytes * ranks.size)
         return _whole(tensor, ranks)
@@ -86,7 +86,7 @@ class _MakeWhole(torch.autograd.Function):
 
 class _EnterRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.ranks = ranks
         ranks.note("all_gather", tensor.nbytes * ranks.size)
         ranks.note("reduce_scatter", tensor.nbytes * ranks.size, backward=True)
@@ -99,7 +99,7 @@ class _EnterRegion(torch.autograd.Function):
 
 class _LeaveRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup) -> torch.Tensor:
         ctx.ranks = ranks
         ranks.note("reduce_scatter", tensor.nbytes)
         ranks.note("all_gather", tensor.nbytes, backward=True)

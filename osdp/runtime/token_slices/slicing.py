@@ -16,7 +16,7 @@ MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
-class Slicing:
+class TokenSlicing:
     """Token slicing of the sequences of a step.
 
     Attributes:

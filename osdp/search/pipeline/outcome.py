@@ -8,11 +8,11 @@ from osdp.cost.pipeline.simulate import PipelineOutcome
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.model.description import ModelDesc
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import StagePlan
 from osdp.plan.plan import Prediction
 from osdp.plan.schedule import Schedule
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 
 
 def pipeline_prediction(
@@ -36,7 +36,7 @@ def pipeline_prediction(
 
 
 def no_pipeline(
-    model_desc: ModelDesc, device: DeviceInfo, rules: Rules, layout: Degrees, least: float
+    model_desc: ModelDesc, device: DeviceInfo, rules: SearchOptions, layout: ParallelDims, least: float
 ) -> InfeasibleError:
     """The error that no plan fits, with ``least`` bytes as the lowest peak that was found."""
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from osdp.hardware.device_info import DeviceInfo
-from osdp.model.dataflow import Flow
+from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.schedule import default_stages_per_rank
 from osdp.plan.tensor_parallel_rank import RankDesc
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.outcome import no_pipeline
-from osdp.search.pipeline.stage_search import CutSearch
+from osdp.search.pipeline.stage_search import StageSearch
 from osdp.search.sharding.planner import Candidate
 
 #: Throughputs that differ by less, relatively, are taken as equal.
@@ -26,11 +26,11 @@ _TIE = 0.01
 
 def best_pipeline(
     model_desc: ModelDesc,
-    flow: Flow,
+    flow: Dataflow,
     candidates: Sequence[Candidate],
     device: DeviceInfo,
-    rules: Rules,
-    layout: Degrees,
+    rules: SearchOptions,
+    layout: ParallelDims,
     schedules: Sequence[str],
     tensor: RankDesc | None = None,
 ) -> PipelinePlan:
@@ -59,7 +59,7 @@ def best_pipeline(
     usable = [name for name in schedules if layout.pp * default_stages_per_rank(name) <= most_stages]
     for candidate in candidates:
         for name in usable or schedules:
-            search = CutSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
+            search = StageSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
             plan = search.plan()
             if plan is None:
                 # Only for the error message, should no candidate fit.
@@ -79,11 +79,11 @@ def best_pipeline(
 def plan_at(
     bounds: Sequence[int],
     model_desc: ModelDesc,
-    flow: Flow,
+    flow: Dataflow,
     candidate: Candidate,
     device: DeviceInfo,
-    rules: Rules,
-    layout: Degrees,
+    rules: SearchOptions,
+    layout: ParallelDims,
     schedule: str,
     tensor: RankDesc | None = None,
 ) -> PipelinePlan:
@@ -104,7 +104,7 @@ def plan_at(
         InfeasibleError: A stage does not fit.
         ValueError: The steps cannot be cut there.
     """
-    search = CutSearch(model_desc, flow, candidate, device, rules, layout, schedule, tensor)
+    search = StageSearch(model_desc, flow, candidate, device, rules, layout, schedule, tensor)
     if (plan := search.plan_at(tuple(bounds))) is None:
         raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
     return plan if tensor is None else replace(plan, tensor=tensor.plan)

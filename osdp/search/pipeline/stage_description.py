@@ -3,13 +3,13 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from osdp.model.dataflow import Flow, Step
+from osdp.model.dataflow import Dataflow, ModuleCall
 from osdp.model.description import ModelDesc, Operator, Parameter, Segment
 from osdp.model.fqn import is_inside
 from osdp.plan.pipeline import Tie
 
 
-def step_segments(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
+def step_segments(model_desc: ModelDesc, flow: Dataflow) -> tuple[int, ...]:
     """Index of the first segment of each step.
 
     Raises:
@@ -35,12 +35,12 @@ def step_segments(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
     return tuple(found)
 
 
-def segment_bounds(model_desc: ModelDesc, flow: Flow) -> tuple[int, ...]:
+def segment_bounds(model_desc: ModelDesc, flow: Dataflow) -> tuple[int, ...]:
     """First segment of each step (0 for the first step), and the number of segments."""
     return (0, *step_segments(model_desc, flow)[1:], len(model_desc.segments))
 
 
-def _length(segments: Sequence[Segment], start: int, step: Step) -> int:
+def _length(segments: Sequence[Segment], start: int, step: ModuleCall) -> int:
     """Number of consecutive segments from ``start`` on that are inside the step's module."""
     stop = start
     while stop < len(segments) and is_inside(segments[stop].module, step.module):
@@ -48,7 +48,7 @@ def _length(segments: Sequence[Segment], start: int, step: Step) -> int:
     return stop - start
 
 
-def stage_modules(model_desc: ModelDesc, flow: Flow, start: int, stop: int) -> tuple[str, ...]:
+def stage_modules(model_desc: ModelDesc, flow: Dataflow, start: int, stop: int) -> tuple[str, ...]:
     """FQNs of the modules of a stage with the steps ``start`` to ``stop - 1``, idle modules included.
 
     A module that is never called stays where one of its parameters is used, or in the first stage.

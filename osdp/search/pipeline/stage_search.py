@@ -29,19 +29,19 @@ from osdp.cost.pipeline.stage_memory import (
     stage_memory,
     without_shared,
 )
-from osdp.cost.sharding.problem import Situation, build_situation
-from osdp.cost.sharding.solution import Assignment, priced
+from osdp.cost.sharding.problem import ShardingProblem, build_situation
+from osdp.cost.sharding.solution import ShardingSolution, priced
 from osdp.cost.sharding.time import passes
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
-from osdp.model.dataflow import Flow, Transfer, transfers
+from osdp.model.dataflow import Dataflow, Transfer, transfers
 from osdp.model.description import DTYPE_BYTES, ModelDesc
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan, StagePlan, Tie
 from osdp.plan.plan import Mode
 from osdp.plan.schedule import AHEAD, make_schedule
 from osdp.plan.tensor_parallel_rank import RankDesc
-from osdp.search.options import Rules, stage_rules
+from osdp.search.options import SearchOptions, stage_rules
 from osdp.search.pipeline.outcome import pipeline_prediction
 from osdp.search.pipeline.partition import partition
 from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of
@@ -64,23 +64,23 @@ class _Stage:
 
     desc: ModelDesc
     profile: Profile
-    situation: Situation
-    found: Assignment
+    situation: ShardingProblem
+    found: ShardingSolution
     gap: float
     cost: StageCost
 
 
-class CutSearch:
+class StageSearch:
     """Search for the stages of a pipelined step with given microbatches and schedule."""
 
     def __init__(
         self,
         model_desc: ModelDesc,
-        flow: Flow,
+        flow: Dataflow,
         candidate: Candidate,
         device: DeviceInfo,
-        rules: Rules,
-        layout: Degrees,
+        rules: SearchOptions,
+        layout: ParallelDims,
         name: str,
         tensor: RankDesc | None,
     ) -> None:
@@ -255,7 +255,7 @@ class CutSearch:
         gap = max(0.0, 1 - bound / found.outcome.seconds)
         return _Stage(desc, profile, situation, found, gap, self._cost(situation, found, start, stop))
 
-    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> Situation:
+    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> ShardingProblem:
         situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
         others = self._schedule.in_flight(stage, until_weights=True) - 1
         situation = replace(situation, timeline=replace(situation.timeline, others=others))
@@ -306,7 +306,7 @@ class CutSearch:
     def _cut_seconds(self, cut: int) -> float:
         return 2 * self._send_seconds(cut)
 
-    def _cost(self, situation: Situation, found: Assignment, start: int, stop: int) -> StageCost:
+    def _cost(self, situation: ShardingProblem, found: ShardingSolution, start: int, stop: int) -> StageCost:
         units, root = priced(situation, found)
         seconds = passes(situation, units, root)
         return StageCost(
@@ -322,7 +322,7 @@ class CutSearch:
             + found.outcome.optimizer_seconds,
         )
 
-    def _scaling_seconds(self, situation: Situation) -> float:
+    def _scaling_seconds(self, situation: ShardingProblem) -> float:
         """Seconds of dividing the gradients by the number of samples, which reads and writes them once."""
         operators = (*situation.timeline.chain, *situation.timeline.root)
         trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)

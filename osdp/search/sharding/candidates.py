@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.shard_groups import Wire
+from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
@@ -43,7 +43,7 @@ from osdp.cost.sharding.strategies import (
 from osdp.model.description import Operator, Parameter
 from osdp.plan.plan import Mode
 from osdp.plan.shard_math import can_shard
-from osdp.search.options import SHARDING, Rules
+from osdp.search.options import SHARDING, SearchOptions
 
 #: Maximum number of operators of an item that is a stretch of operators outside blocks.
 LONGEST_STRETCH = 8
@@ -60,7 +60,7 @@ Candidates = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
-class Space:
+class CandidateUnits:
     """Candidate units over ``K`` chain operators in ``n`` items.
 
     Inside an item, candidates are edges between *places*: the item's beginning, each inner boundary twice
@@ -109,14 +109,14 @@ class Space:
 
 def build_space(
     chain: Sequence[Operator],
-    rules: Rules = SHARDING,
+    rules: SearchOptions = SHARDING,
     *,
     root_unit: bool,
     root_way: int = ROOT,
     root_dtype: str | None = "float32",
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
-    wires: Sequence[Wire] = (),
-) -> Space:
+    wires: Sequence[ShardGroup] = (),
+) -> CandidateUnits:
     """All candidate units over ``chain``.
 
     Args:
@@ -164,7 +164,7 @@ def build_space(
         inner.append(slice(begin, begin + len(known[key])))
         begin = inner[-1].stop
     start, stop, way = np.ascontiguousarray(np.concatenate(columns).T)
-    return Space(bounds=bounds, start=start, stop=stop, way=way, inner=tuple(inner))
+    return CandidateUnits(bounds=bounds, start=start, stop=stop, way=way, inner=tuple(inner))
 
 
 def _item_candidates(
@@ -190,7 +190,7 @@ def _offloaded(candidates: Candidates) -> Candidates:
     return [(a, b, way + OFFLOADED) for a, b, way in candidates if plain(way) in (SHARD_GRAD_OP, FULL_SHARD)]
 
 
-def _ways_on(wire: Wire, number: int, allowed: Sequence[Mode]) -> list[int]:
+def _ways_on(wire: ShardGroup, number: int, allowed: Sequence[Mode]) -> list[int]:
     """Strategies of units in a shard group other than the flat one."""
     if wire.hybrid:
         return [FULL_SHARD + WIRE * number] if Mode.HYBRID_SHARD in allowed else []

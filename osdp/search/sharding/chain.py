@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.search.sharding.labels import Frame, Kind, Labels, expand, undominated
+from osdp.search.sharding.labels import ItemGroup, LabelLimits, LabelTable, expand, undominated
 from osdp.search.sharding.linear_relaxation import relax
 
 Floats = NDArray[np.float64]
@@ -40,7 +40,7 @@ TOLERANCE = 1e-11
 
 
 @dataclass(frozen=True)
-class Template:
+class ItemShape:
     """Shape of items: positions ``0 .. size`` with candidates as edges between them, and its distinct items.
 
     Attributes:
@@ -79,7 +79,7 @@ class ChainProblem:
         caps: Upper bounds of the rows, shape ``(R,)``; infinite for times.
     """
 
-    templates: tuple[Template, ...]
+    templates: tuple[ItemShape, ...]
     kinds: tuple[tuple[int, int], ...]
     num_time_rows: int
     constant: Floats
@@ -103,7 +103,7 @@ class ChainSolution:
 
 
 @dataclass(frozen=True)
-class Guide:
+class DualPrices:
     """Dual prices of a chain's rows, and the rows of each item in the optimum of the relaxation.
 
     Attributes:
@@ -114,16 +114,16 @@ class Guide:
     weights: Floats
     items: Floats
 
-    def of_rows(self, rows: Sequence[int]) -> "Guide":
+    def of_rows(self, rows: Sequence[int]) -> "DualPrices":
         """The same for some of the rows; equal to their own relaxation if the others have price zero."""
-        return Guide(self.weights[rows], self.items[:, rows])
+        return DualPrices(self.weights[rows], self.items[:, rows])
 
 
 def solve_chain(
     problem: ChainProblem,
     upper: float = np.inf,
     widths: Sequence[int] = LAST_WORD,
-    guide: Guide | None = None,
+    guide: DualPrices | None = None,
 ) -> ChainSolution:
     """The best path if its value is below ``upper``.
 
@@ -159,13 +159,13 @@ def solve_chain(
     return ChainSolution(best, paths, bound)
 
 
-def relaxation(problem: ChainProblem) -> Guide | None:
+def relaxation(problem: ChainProblem) -> DualPrices | None:
     """Dual prices of a chain by its linear relaxation; ``None`` if the caps cannot be kept."""
     distinct, counts = _distinct(problem)
     if not distinct:
         weights = np.zeros(len(problem.constant))
         weights[0] = 1.0
-        return Guide(weights, np.zeros((0, len(weights))))
+        return DualPrices(weights, np.zeros((0, len(weights))))
     relaxed = relax(
         lambda weights: _cheapest(problem, distinct, weights),
         counts,
@@ -176,7 +176,7 @@ def relaxation(problem: ChainProblem) -> Guide | None:
     if not relaxed.feasible:
         return None
     each = dict(zip(distinct, relaxed.totals / counts[:, None], strict=True))
-    return Guide(relaxed.weights, np.stack([each[kind] for kind in problem.kinds]))
+    return DualPrices(relaxed.weights, np.stack([each[kind] for kind in problem.kinds]))
 
 
 def _distinct(problem: ChainProblem) -> tuple[list[tuple[int, int]], Floats]:
@@ -212,7 +212,7 @@ def _cheapest(problem: ChainProblem, distinct: list[tuple[int, int]], weights: F
     return np.stack([found[kind] for kind in distinct])
 
 
-def _last_edges(template: Template, edges: Floats) -> list[Ints]:
+def _last_edges(template: ItemShape, edges: Floats) -> list[Ints]:
     """The last edge of the cheapest path to each position in each item: ``size + 1`` arrays, ``(D,)``."""
     distance = np.full((len(edges), template.size + 1), np.inf)
     distance[:, 0] = 0.0
@@ -227,7 +227,7 @@ def _last_edges(template: Template, edges: Floats) -> list[Ints]:
     return last
 
 
-def _from_start(template: Template, edges: Floats) -> Floats:
+def _from_start(template: ItemShape, edges: Floats) -> Floats:
     """Minimum cost from the item's beginning to each position, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[0] = 0.0
@@ -238,7 +238,7 @@ def _from_start(template: Template, edges: Floats) -> Floats:
     return distance
 
 
-def _to_end(template: Template, edges: Floats) -> Floats:
+def _to_end(template: ItemShape, edges: Floats) -> Floats:
     """Minimum cost from each position to the item's end, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[-1] = 0.0
@@ -255,7 +255,7 @@ def _to_end(template: Template, edges: Floats) -> Floats:
 class _Search:
     """Label search over the kinds of a chain under fixed dual prices."""
 
-    def __init__(self, problem: ChainProblem, guide: Guide) -> None:
+    def __init__(self, problem: ChainProblem, guide: DualPrices) -> None:
         weights = guide.weights
         distinct, counts = _distinct(problem)
         self._problem, self._weights = problem, weights
@@ -286,7 +286,7 @@ class _Search:
         # 1. Paths of each kind, given the room that is left when all other items add their minimum.
         room = np.where(np.isfinite(problem.caps), problem.caps, upper) - problem.constant
         left = room - np.array(self._counts) @ np.stack([ahead[0] for ahead in self._ahead])
-        kinds: list[Kind] = []
+        kinds: list[ItemGroup] = []
         for number in range(len(self._distinct)):
             kind, lost = self._kind(number, left, gap, width)
             kinds.append(kind)
@@ -301,13 +301,13 @@ class _Search:
         )
         bounded = np.where(np.isfinite(problem.caps), room, -np.inf)
         # 3. Labels, kind by kind.
-        labels = Labels.start(len(room))
+        labels = LabelTable.start(len(room))
         for number, kind in enumerate(kinds):
             last = number + 1 == len(kinds)
             labels, lost = expand(
                 labels,
                 kind,
-                Frame(
+                LabelLimits(
                     room - least[number],
                     bounded - most[number],
                     gap,
@@ -326,7 +326,7 @@ class _Search:
         best = int(np.argmin(values))
         return (float(values[best]), self._paths(kinds, labels, best)), dropped
 
-    def _kind(self, number: int, left: Floats, gap: float, width: int) -> tuple[Kind, float]:
+    def _kind(self, number: int, left: Floats, gap: float, width: int) -> tuple[ItemGroup, float]:
         """Paths through one kind that can be in an answer, and the minimum excess of those dropped.
 
         A label-setting search along the positions of one item, with dominance and bounds at each position.
@@ -367,9 +367,9 @@ class _Search:
             fronts.append((sums[keep], [paths[k] for k in keep.tolist()]))
         sums, paths = fronts[-1]
         found = np.maximum(sums @ self._weights - cheapest, 0.0)
-        return Kind.of(sums, paths, found, count, count * ahead[0]), lost
+        return ItemGroup.of(sums, paths, found, count, count * ahead[0]), lost
 
-    def _paths(self, kinds: list[Kind], labels: Labels, best: int) -> tuple[tuple[int, ...], ...]:
+    def _paths(self, kinds: list[ItemGroup], labels: LabelTable, best: int) -> tuple[tuple[int, ...], ...]:
         """The path of each item of the chain."""
         queues, begin = {}, 0
         for kind, name in zip(kinds, self._distinct, strict=True):
@@ -379,7 +379,7 @@ class _Search:
         return tuple(next(queues[name]) for name in self._problem.kinds)
 
 
-def _least_to_end(template: Template, rows: Floats) -> Floats:
+def _least_to_end(template: ItemShape, rows: Floats) -> Floats:
     """Minimum that any path from each position on adds to each row, shape ``(size + 1, R)``."""
     ahead = np.full((template.size + 1, rows.shape[1]), np.inf)
     ahead[-1] = 0.0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.search.sharding.candidates import Space
-from osdp.search.sharding.chain import ChainProblem, Template
+from osdp.search.sharding.candidates import CandidateUnits
+from osdp.search.sharding.chain import ChainProblem, ItemShape
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +41,7 @@ def _evenly(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def chain_problem(
-    space: Space, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
+    space: CandidateUnits, rows: Floats, constant: Floats, caps: Floats, num_time_rows: int
 ) -> ChainProblem:
     """The chain problem of ``space`` under the given rows; items with equal rows are stored once.
 
@@ -79,9 +79,9 @@ def chain_problem(
     )
 
 
-def _template(space: Space, rows: Floats, items: list[int]) -> Template:
+def _template(space: CandidateUnits, rows: Floats, items: list[int]) -> ItemShape:
     start, stop, end = space.places[items[0]]
-    return Template(
+    return ItemShape(
         size=end,
         start=start,
         stop=stop,
@@ -89,7 +89,7 @@ def _template(space: Space, rows: Floats, items: list[int]) -> Template:
     )
 
 
-def candidates_of(space: Space, paths: Sequence[Sequence[int]]) -> list[int]:
+def candidates_of(space: CandidateUnits, paths: Sequence[Sequence[int]]) -> list[int]:
     """Indices of the candidates on the paths through all items, in trace order."""
     return [
         inner.start + candidate for inner, path in zip(space.inner, paths, strict=True) for candidate in path

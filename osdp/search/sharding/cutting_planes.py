@@ -13,30 +13,30 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.memory import Moment, memory_row
+from osdp.cost.sharding.memory import PeakMoment, memory_row
 from osdp.cost.sharding.peaks import mildest_violation
-from osdp.cost.sharding.problem import RootPrice, Situation
-from osdp.cost.sharding.simulate import Outcome, judge
-from osdp.cost.sharding.time import TimeCut, time_row
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.simulate import StepEstimate, simulate_step
+from osdp.cost.sharding.time import CriticalMoment, time_row
 from osdp.cost.sharding.unit_costs import price_units
-from osdp.cost.sharding.units import Units
-from osdp.search.options import Rules
-from osdp.search.sharding.candidates import Space, build_space, root_dtype
+from osdp.cost.sharding.units import UnitCosts
+from osdp.search.options import SearchOptions
+from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
 from osdp.search.sharding.chain import (
     FIRST_LOOK,
     LAST_WORD,
     TOLERANCE,
     ChainProblem,
     ChainSolution,
-    Guide,
+    DualPrices,
     relaxation,
 )
 from osdp.search.sharding.chain_problem import arrangements, candidates_of, chain_problem
-from osdp.search.sharding.initial_plans import best_seed
-from osdp.search.sharding.local_search import Pattern, patterns_of, polish
+from osdp.search.sharding.initial_plans import best_initial_plan
+from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
 Floats = NDArray[np.float64]
-Solver = Callable[[ChainProblem, float, Sequence[int], Guide | None], ChainSolution]
+MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]
 
 #: Chains of at most this many items are small: for them the search may be wider still.
 _SMALL = 6
@@ -58,7 +58,7 @@ CLOSE_ENOUGH = 1e-5
 
 
 @dataclass(frozen=True)
-class PricedSpace:
+class CostedCandidates:
     """Candidate units with their costs; shared by all root choices with the same candidates.
 
     Attributes:
@@ -66,11 +66,11 @@ class PricedSpace:
         units: Costs of each of them as a unit.
     """
 
-    space: Space
-    units: Units
+    space: CandidateUnits
+    units: UnitCosts
 
     @classmethod
-    def of(cls, situation: Situation, rules: Rules, *, root_unit: bool) -> "PricedSpace":
+    def of(cls, situation: ShardingProblem, rules: SearchOptions, *, root_unit: bool) -> "CostedCandidates":
         """All candidates that the options allow, with a root unit or without one."""
         chain = situation.timeline.chain
         space = build_space(
@@ -86,36 +86,41 @@ class PricedSpace:
         return cls(space, units)
 
 
-class CutSearch:
+class CuttingPlaneSearch:
     """Cutting-plane search for one choice of root."""
 
     def __init__(
-        self, situation: Situation, root: RootPrice, limit: float, priced: PricedSpace, solver: Solver
+        self,
+        situation: ShardingProblem,
+        root: RootUnitCost,
+        limit: float,
+        priced: CostedCandidates,
+        solver: MasterSolver,
     ) -> None:
         self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
         self._space, self._candidates = priced.space, priced.units
         self.bound = 0.0
         #: Whether it is proven that nothing fits.
         self.impossible = False
-        self._needed: set[TimeCut | Moment] = set()
+        self._needed: set[CriticalMoment | PeakMoment] = set()
         #: Patterns of items in the answers so far, feasible or not.
         self._patterns: dict[Pattern, None] = {}
         #: Widths to try after a first look at the same rows.
         self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
-        self._guides: dict[tuple[int, int], Guide | None] = {}
-        self._times: dict[TimeCut, tuple[Floats, float]] = {}
-        self._moments: dict[Moment, tuple[Floats, float]] = {}
+        self._guides: dict[tuple[int, int], DualPrices | None] = {}
+        self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
+        self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
 
     @property
     def num_cuts(self) -> int:
         """Number of rows."""
         return len(self._times) + len(self._moments)
 
-    def fastest(self, upper: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+    def fastest(self, upper: float) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]] | None:
         """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`."""
         # 1. The bound by device time and the optimizer step alone: often enough to give up.
-        self._cut_time(TimeCut())
-        self._cut_moment(Moment("step"))
+        self._cut_time(CriticalMoment())
+        self._cut_moment(PeakMoment("step"))
         probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
         self.bound = min(upper, probe.bound)
         if probe.bound >= upper:
@@ -128,7 +133,7 @@ class CutSearch:
             if self.impossible:
                 self.bound = upper
                 return None
-            seed = best_seed(self._situation, self._space, self._root, self._limit)
+            seed = best_initial_plan(self._situation, self._space, self._root, self._limit)
             best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
             upper = best[0].seconds
@@ -161,7 +166,7 @@ class CutSearch:
             widths = FIRST_LOOK
         return best
 
-    def _anything_that_fits(self) -> tuple[Outcome, tuple[tuple[int, int, int], ...]] | None:
+    def _anything_that_fits(self) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]] | None:
         """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
         for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
             found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
@@ -176,20 +181,22 @@ class CutSearch:
         return None
 
     def polished(
-        self, outcome: Outcome, chosen: tuple[tuple[int, int, int], ...]
-    ) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+        self, outcome: StepEstimate, chosen: tuple[tuple[int, int, int], ...]
+    ) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]]:
         """The answer after a bounded number of local improvements, unless it is proven best."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
-        return polish(self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns)
+        return improve_locally(
+            self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns
+        )
 
-    def leanest(self, enough: float) -> tuple[Outcome, tuple[tuple[int, int, int], ...]]:
+    def leanest(self, enough: float) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
 
         The search also stops when it is proven that no peak is as low as ``enough``.
         """
-        self._cut_moment(Moment("step"))
-        best = best_seed(self._situation, self._space, self._root, np.inf, lean=True)
+        self._cut_moment(PeakMoment("step"))
+        best = best_initial_plan(self._situation, self._space, self._root, np.inf, lean=True)
         if best is None:
             raise RuntimeError("no initial plan was found although there is no memory limit")
         patience = _LEAN_ROUNDS
@@ -209,20 +216,20 @@ class CutSearch:
             if not self._cut_moment(outcome.moment):
                 raise RuntimeError(f"the rows and the simulated step disagree at {outcome.moment}")
 
-    def _cut_time(self, cut: TimeCut) -> bool:
+    def _cut_time(self, cut: CriticalMoment) -> bool:
         if cut in self._times:
             return self._need(cut)
         self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
         return True
 
-    def _need(self, name: TimeCut | Moment) -> bool:
+    def _need(self, name: CriticalMoment | PeakMoment) -> bool:
         """Keep a known row in every later problem: another arrangement of equal items may violate it."""
         if name in self._needed:
             return False
         self._needed.add(name)
         return True
 
-    def _cut_moment(self, moment: Moment) -> bool:
+    def _cut_moment(self, moment: PeakMoment) -> bool:
         if moment in self._moments:
             return self._need(moment)
         self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
@@ -262,7 +269,9 @@ class CutSearch:
             return _Relaxed(np.inf, upper)
         # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
         #    to stay, when an answer violates it.
-        names: list[TimeCut | Moment] = [*self._times, *self._moments] if bounded else [*self._moments]
+        names: list[CriticalMoment | PeakMoment] = (
+            [*self._times, *self._moments] if bounded else [*self._moments]
+        )
         active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
@@ -285,7 +294,9 @@ class CutSearch:
         self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
-    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int, int], ...], Outcome]:
+    def _priced(
+        self, paths: Sequence[Sequence[int]]
+    ) -> tuple[tuple[tuple[int, int, int], ...], StepEstimate]:
         """Units of the paths through all items, and their simulated step."""
         index = np.array(candidates_of(self._space, paths), dtype=np.int64)
         start, stop, way = (
@@ -293,7 +304,7 @@ class CutSearch:
         )
         units = price_units(self._situation.prices, start, stop, way, self._situation.device)
         chosen = tuple(zip(start.tolist(), stop.tolist(), way.tolist(), strict=True))
-        return chosen, judge(self._situation, units, self._root)
+        return chosen, simulate_step(self._situation, units, self._root)
 
 
 @dataclass(frozen=True)
@@ -303,4 +314,4 @@ class _Relaxed:
     value: float
     bound: float
     chosen: tuple[tuple[int, int, int], ...] = ()
-    outcome: Outcome | None = None
+    outcome: StepEstimate | None = None

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from osdp.cost.sharding.problem import Situation, price_root
-from osdp.cost.sharding.simulate import Outcome, judge_choice
-from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
+from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     OFFLOADED,
@@ -20,16 +20,16 @@ from osdp.cost.sharding.strategies import (
 )
 from osdp.model.description import Operator
 from osdp.plan.plan import Mode
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.text import format_bytes, format_seconds
 
-Units = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[tuple[int, int, int], ...]
 
 
-class Reasons:
+class Explainer:
     """Explains each decision by what the next-best choice would have cost."""
 
-    def __init__(self, situation: Situation, found: Assignment, rules: Rules) -> None:
+    def __init__(self, situation: ShardingProblem, found: ShardingSolution, rules: SearchOptions) -> None:
         self._situation, self._found = situation, found
         self._limit = situation.device.memory_limit
         self._ways = list(_named_ways(situation, rules))
@@ -55,10 +55,10 @@ class Reasons:
         others = [(name, self._judged(units)) for name, units in self._others(index)]
         return _difference(self._found.outcome, others, self._limit)
 
-    def _judged(self, units: Units) -> Outcome:
-        return judge_choice(self._situation, units, self._root)
+    def _judged(self, units: UnitTuples) -> StepEstimate:
+        return simulate_units(self._situation, units, self._root)
 
-    def _others(self, index: int) -> Iterator[tuple[str, Units]]:
+    def _others(self, index: int) -> Iterator[tuple[str, UnitTuples]]:
         """Other strategies of one unit: a name, and the units of the whole chain with it."""
         way = self._found.units[index][2]
         again = RECOMPUTED * is_recomputed(way)
@@ -85,7 +85,7 @@ class Reasons:
             keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
             yield "keeping its activations", self._exchanged(keeping)
 
-    def _exchanged(self, ways: Mapping[int, int]) -> Units:
+    def _exchanged(self, ways: Mapping[int, int]) -> UnitTuples:
         return tuple((a, b, ways.get(i, way)) for i, (a, b, way) in enumerate(self._found.units))
 
     def _of_block(self, index: int) -> list[int]:
@@ -115,11 +115,11 @@ class Reasons:
             return "forced"
         has_unit = bool(sharded) or self._found.chain_joins_root
         root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
-        seen = judge_choice(self._situation, self._found.units, root)
+        seen = simulate_units(self._situation, self._found.units, root)
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
 
 
-def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]:
+def _named_ways(situation: ShardingProblem, rules: SearchOptions) -> Iterator[tuple[str, int]]:
     """Strategies of unsliced units, with their names for people."""
     flat = (Mode.NO_SHARD,) if rules.two_step else tuple(WAY_OF)
     yield from ((str(mode), WAY_OF[mode]) for mode in flat if mode in rules.allowed)
@@ -133,7 +133,7 @@ def _named_ways(situation: Situation, rules: Rules) -> Iterator[tuple[str, int]]
                     yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number
 
 
-def _difference(chosen: Outcome, others: Sequence[tuple[str, Outcome]], limit: int) -> str:
+def _difference(chosen: StepEstimate, others: Sequence[tuple[str, StepEstimate]], limit: int) -> str:
     """Time and memory of the other choices: the best that fits, and each faster one that does not."""
     parts = []
     fitting = [(o.seconds - chosen.seconds, mode, o) for mode, o in others if o.peak <= limit]

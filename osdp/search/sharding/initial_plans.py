@@ -9,8 +9,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from osdp.cost.sharding.problem import RootPrice, Situation
-from osdp.cost.sharding.simulate import Outcome, judge_choice
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
@@ -22,31 +22,31 @@ from osdp.cost.sharding.strategies import (
     is_recomputed,
     plain,
 )
-from osdp.search.sharding.candidates import Space
+from osdp.search.sharding.candidates import CandidateUnits
 
-Units = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[tuple[int, int, int], ...]
 
 _MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
 
 
-def best_seed(
-    situation: Situation, space: Space, root: RootPrice, limit: float, *, lean: bool = False
-) -> tuple[Outcome, Units] | None:
+def best_initial_plan(
+    situation: ShardingProblem, space: CandidateUnits, root: RootUnitCost, limit: float, *, lean: bool = False
+) -> tuple[StepEstimate, UnitTuples] | None:
     """The fastest initial plan that fits ``limit``, or ``None``; with ``lean`` the one with the lowest peak.
 
     For each pair of strategies the number of items with the first one is bisected. Memory need not be
     monotonic in that number, so the result is only a starting point.
     """
     if not space.num_items:
-        outcome = judge_choice(situation, (), root)
+        outcome = simulate_units(situation, (), root)
         return (outcome, ()) if outcome.peak <= limit else None
-    best: tuple[Outcome, Units] | None = None
+    best: tuple[StepEstimate, UnitTuples] | None = None
     for build in _patterns(space):
         low, high = 0, space.num_items
         while low <= high:
             middle = (low + high + 1) // 2
             units = build(middle)
-            outcome = judge_choice(situation, units, root)
+            outcome = simulate_units(situation, units, root)
             better = best is None or _merit(outcome, lean) < _merit(best[0], lean)
             if outcome.peak <= limit and better:
                 best = outcome, units
@@ -55,29 +55,29 @@ def best_seed(
     return best
 
 
-def _merit(outcome: Outcome, lean: bool) -> float:
+def _merit(outcome: StepEstimate, lean: bool) -> float:
     return outcome.peak if lean else outcome.seconds
 
 
 class _Pattern:
     """Plans with one strategy for the first (or last) ``count`` items and another for the rest."""
 
-    def __init__(self, items: dict[int, list[Units]], first: int, rest: int, *, from_end: bool) -> None:
+    def __init__(self, items: dict[int, list[UnitTuples]], first: int, rest: int, *, from_end: bool) -> None:
         self._items, self._first, self._rest, self._from_end = items, first, rest, from_end
 
-    def __call__(self, count: int) -> Units:
+    def __call__(self, count: int) -> UnitTuples:
         size = len(self._items[self._first])
         inside = range(size - count, size) if self._from_end else range(count)
         ways = [self._first if item in inside else self._rest for item in range(size)]
         return tuple(unit for item, way in enumerate(ways) for unit in self._items[way][item])
 
 
-def item_patterns(space: Space) -> list[list[Units]]:
+def item_patterns(space: CandidateUnits) -> list[list[UnitTuples]]:
     """Each item with each of the strategies used in initial plans."""
     return [in_way(space, way) for way in _ways_and_pairs(space)[0]]
 
 
-def _patterns(space: Space) -> Iterator[_Pattern]:
+def _patterns(space: CandidateUnits) -> Iterator[_Pattern]:
     ways, pairs = _ways_and_pairs(space)
     items = {way: in_way(space, way) for way in ways}
     for first, rest in pairs:
@@ -85,7 +85,7 @@ def _patterns(space: Space) -> Iterator[_Pattern]:
         yield _Pattern(items, first, rest, from_end=True)
 
 
-def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
+def _ways_and_pairs(space: CandidateUnits) -> tuple[list[int], list[tuple[int, int]]]:
     """Strategies of whole items, and the pairs of them used in initial plans."""
     ways = list(_MODES)
     pairs = list(combinations(ways, 2))
@@ -109,9 +109,9 @@ def _ways_and_pairs(space: Space) -> tuple[list[int], list[tuple[int, int]]]:
     return ways, pairs
 
 
-def in_way(space: Space, way: int) -> list[Units]:
+def in_way(space: CandidateUnits, way: int) -> list[UnitTuples]:
     """Each item as one unit with strategy ``way``, or the nearest its candidates allow."""
-    known: dict[bytes, Units] = {}
+    known: dict[bytes, UnitTuples] = {}
     found = []
     for (first, end), inner in zip(pairwise(space.bounds), space.inner, strict=True):
         # Items with equal candidates get equal units, computed once.
@@ -123,7 +123,7 @@ def in_way(space: Space, way: int) -> list[Units]:
     return found
 
 
-def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> Units:
+def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> UnitTuples:
     """The longest candidates with strategy ``way``; without one, any, its plain strategy first.
 
     Operators that cannot run in slices are replicated one by one, so that the others can still be sliced.

@@ -25,7 +25,7 @@ _RESOLUTION = 1e-12
 
 
 @dataclass(frozen=True)
-class Kind:
+class ItemGroup:
     """A group of ``count`` equal items, each of which may take any of ``P`` paths.
 
     Attributes:
@@ -50,7 +50,7 @@ class Kind:
     @classmethod
     def of(
         cls, rows: Floats, paths: Sequence[tuple[int, ...]], excess: Floats, count: int, least: Floats
-    ) -> "Kind":
+    ) -> "ItemGroup":
         """A group with its base first and the other paths by falling excess."""
         if not len(paths):
             return cls(rows, (), excess, count, least)
@@ -66,7 +66,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelTable:
     """A set of ``L`` labels (partial choices), as arrays.
 
     Attributes:
@@ -88,23 +88,23 @@ class Labels:
         return len(self.rows)
 
     @classmethod
-    def start(cls, num_rows: int) -> "Labels":
+    def start(cls, num_rows: int) -> "LabelTable":
         """The single label of the empty choice."""
         nothing = np.zeros(1)
         return cls(
             np.zeros((1, num_rows)), nothing, nothing.astype(np.int64), np.zeros((1, 0), dtype=np.int16)
         )
 
-    def pick(self, which: NDArray[np.bool_] | Ints) -> "Labels":
+    def pick(self, which: NDArray[np.bool_] | Ints) -> "LabelTable":
         """The labels selected by ``which`` (mask or indices)."""
-        return Labels(self.rows[which], self.excess[which], self.used[which], self.taken[which])
+        return LabelTable(self.rows[which], self.excess[which], self.used[which], self.taken[which])
 
-    def with_more(self, kind: Kind, path: int, times: Ints) -> "Labels":
+    def with_more(self, kind: ItemGroup, path: int, times: Ints) -> "LabelTable":
         """Each label with ``times`` items moved from the base to ``path``."""
         taken = self.taken.copy()
         taken[:, path - len(kind.paths)] += times.astype(np.int16)
         delta = kind.rows[path] - kind.rows[0]
-        return Labels(
+        return LabelTable(
             self.rows + times[:, None] * delta,
             self.excess + times * (kind.excess[path] - kind.excess[0]),
             self.used + times,
@@ -112,9 +112,9 @@ class Labels:
         )
 
     @staticmethod
-    def joined(parts: Sequence["Labels"]) -> "Labels":
+    def joined(parts: Sequence["LabelTable"]) -> "LabelTable":
         """All labels of ``parts``."""
-        return Labels(
+        return LabelTable(
             np.concatenate([part.rows for part in parts]),
             np.concatenate([part.excess for part in parts]),
             np.concatenate([part.used for part in parts]),
@@ -123,7 +123,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Frame:
+class LabelLimits:
     """Limits of the labels of one kind, and the ranking by which they are kept.
 
     Attributes:
@@ -143,13 +143,15 @@ class Frame:
     target: Floats
     weights: Floats
 
-    def rank(self, labels: Labels) -> Floats:
+    def rank(self, labels: LabelTable) -> Floats:
         """Sort key, ``(L,)``, lowest kept first: little excess, among equals near the relaxation."""
         distance = np.abs(labels.rows - self.target) @ self.weights
         return np.asarray(labels.excess + _NEARNESS * distance)
 
 
-def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) -> tuple[Labels, float]:
+def expand(
+    labels: LabelTable, kind: ItemGroup, frame: LabelLimits, *, times: Floats | None
+) -> tuple[LabelTable, float]:
     """Extend every label by every choice for the items of ``kind`` that can still be the best.
 
     Path by path, each label is copied once per number of items moved from the base to that path.
@@ -165,7 +167,7 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
     """
     # 1. All items start on the base path.
     columns = np.zeros((labels.size, len(kind.paths)), dtype=np.int16)
-    labels = Labels(
+    labels = LabelTable(
         labels.rows + kind.count * kind.rows[0],
         labels.excess + kind.count * kind.excess[0],
         np.zeros(labels.size, dtype=np.int64),
@@ -192,7 +194,7 @@ def expand(labels: Labels, kind: Kind, frame: Frame, *, times: Floats | None) ->
     return labels, min(lost, dropped)
 
 
-def _promising(labels: Labels, kind: Kind, frame: Frame, gain: Floats) -> Labels:
+def _promising(labels: LabelTable, kind: ItemGroup, frame: LabelLimits, gain: Floats) -> LabelTable:
     """Labels that can still fit and whose excess is within the gap.
 
     ``gain`` is the most that an item can still save on each row, shape ``(R,)``.
@@ -201,7 +203,9 @@ def _promising(labels: Labels, kind: Kind, frame: Frame, gain: Floats) -> Labels
     return labels.pick((reachable <= frame.room).all(axis=1) & (labels.excess < frame.gap))
 
 
-def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats) -> Labels:
+def _with_path(
+    labels: LabelTable, kind: ItemGroup, path: int, frame: LabelLimits, gain: Floats
+) -> LabelTable:
     """Labels with 0, 1, 2, ... items on ``path``, up to the number that can still fit within the gap."""
     # 1. The most items per label: those still on the base, ...
     free = kind.count - labels.used
@@ -224,7 +228,7 @@ def _with_path(labels: Labels, kind: Kind, path: int, frame: Frame, gain: Floats
     return labels.pick(index).with_more(kind, path, times)
 
 
-def _filled(labels: Labels, kind: Kind, path: int, room: Floats, constant: Floats) -> Labels:
+def _filled(labels: LabelTable, kind: ItemGroup, path: int, room: Floats, constant: Floats) -> LabelTable:
     """Each label with the best number of items on the last path.
 
     The largest time is convex in that number, so its minimum is at the most that fits, at the fewest that
@@ -260,7 +264,7 @@ def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
     return where, where + 1
 
 
-def _narrowed(labels: Labels, frame: Frame, safe: Floats) -> tuple[Labels, float]:
+def _narrowed(labels: LabelTable, frame: LabelLimits, safe: Floats) -> tuple[LabelTable, float]:
     """Undominated labels, at most ``width`` of them, and the minimum excess of those dropped.
 
     Row sums below ``safe`` cannot violate a cap, so they count as equal. A label with more free items can do
@@ -273,7 +277,7 @@ def _narrowed(labels: Labels, frame: Frame, safe: Floats) -> tuple[Labels, float
     return labels, min(dropped, also)
 
 
-def _best(labels: Labels, frame: Frame, width: int) -> tuple[Labels, float]:
+def _best(labels: LabelTable, frame: LabelLimits, width: int) -> tuple[LabelTable, float]:
     """The ``width`` labels of lowest rank, and the minimum excess of the others."""
     if labels.size <= width:
         return labels, np.inf

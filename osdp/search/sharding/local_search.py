@@ -8,30 +8,30 @@ The sweep is deterministic and bounded.
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from osdp.cost.sharding.problem import RootPrice, Situation
-from osdp.cost.sharding.simulate import Outcome, judge_choice
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import NO_SHARD
-from osdp.search.sharding.candidates import Space
+from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.initial_plans import item_patterns
 
-Units = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[tuple[int, int, int], ...]
 
 #: Number of operators of an item, and its units with operators counted from its beginning.
-Pattern = tuple[int, Units]
+Pattern = tuple[int, UnitTuples]
 
 #: Maximum number of plans that are simulated.
 LOOKS = 160
 
 
-def polish(
-    situation: Situation,
-    space: Space,
-    root: RootPrice,
+def improve_locally(
+    situation: ShardingProblem,
+    space: CandidateUnits,
+    root: RootUnitCost,
     limit: float,
-    chosen: Units,
-    outcome: Outcome,
+    chosen: UnitTuples,
+    outcome: StepEstimate,
     seen: Iterable[Pattern] = (),
-) -> tuple[Outcome, Units]:
+) -> tuple[StepEstimate, UnitTuples]:
     """The best plan found by repeated improvement of ``chosen``.
 
     Args:
@@ -65,14 +65,14 @@ def polish(
             if looks == LOOKS:
                 return outcome, _placed(space, items)
             looks += 1
-            judged = judge_choice(situation, units, root)
+            judged = simulate_units(situation, units, root)
             if judged.peak <= limit and judged.seconds < outcome.seconds:
                 outcome, items, improved = judged, trial, True
                 break
     return outcome, _placed(space, items)
 
 
-def patterns_of(space: Space, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
+def patterns_of(space: CandidateUnits, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
     """The pattern of each item in a plan."""
     found: list[Pattern] = []
     units = iter(chosen)
@@ -85,7 +85,7 @@ def patterns_of(space: Space, chosen: Sequence[tuple[int, int, int]]) -> list[Pa
     return found
 
 
-def _placed(space: Space, items: Sequence[Pattern]) -> Units:
+def _placed(space: CandidateUnits, items: Sequence[Pattern]) -> UnitTuples:
     return tuple(
         (a + first, b + first, way)
         for first, (_, units) in zip(space.bounds, items, strict=False)
@@ -111,8 +111,8 @@ def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator
 
 
 def share_buckets(
-    situation: Situation, root: RootPrice, limit: float, chosen: Units, outcome: Outcome
-) -> tuple[Outcome, Units]:
+    situation: ShardingProblem, root: RootUnitCost, limit: float, chosen: UnitTuples, outcome: StepEstimate
+) -> tuple[StepEstimate, UnitTuples]:
     """Join neighbouring replicated units, across blocks too, wherever the simulated step is no slower.
 
     This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start.
@@ -126,7 +126,7 @@ def share_buckets(
         # A joined unit stays at the same place, so that it may take in the next one, too.
         joint = (units[place][0], units[place + 1][1], NO_SHARD)
         trial = (*units[:place], joint, *units[place + 2 :])
-        seen = judge_choice(situation, trial, root)
+        seen = simulate_units(situation, trial, root)
         if seen.peak <= limit and seen.seconds <= outcome.seconds:
             outcome, units = seen, list(trial)
         else:

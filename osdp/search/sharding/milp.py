@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from osdp.search.sharding.chain import ChainProblem, ChainSolution, Guide
+from osdp.search.sharding.chain import ChainProblem, ChainSolution, DualPrices
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,7 @@ def solve_milp(
     problem: ChainProblem,
     upper: float = np.inf,
     widths: Sequence[int] = (),
-    guide: Guide | None = None,
+    guide: DualPrices | None = None,
     *,
     time_limit: float = 60.0,
 ) -> ChainSolution:

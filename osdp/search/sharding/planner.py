@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from osdp.cost.evaluate import prediction, price_plan
-from osdp.cost.sharding.problem import Situation, build_situation, price_root
-from osdp.cost.sharding.simulate import judge
-from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.problem import ShardingProblem, build_situation, price_root
+from osdp.cost.sharding.simulate import simulate_step
+from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import (
     ROOT,
     is_offloaded,
@@ -26,8 +26,8 @@ from osdp.model.description import ModelDesc, Operator
 from osdp.model.fqn import unit_modules
 from osdp.model.training import Training
 from osdp.plan.plan import Decision, Mode, Plan, Route, Unit
-from osdp.search.options import SHARDING, SLICES, Rules
-from osdp.search.sharding.explain import Reasons
+from osdp.search.options import SHARDING, SLICES, SearchOptions
+from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_wire
 from osdp.search.sharding.solve import least_peak, solve_bounded
@@ -52,7 +52,10 @@ class Candidate:
 
 
 def best_plan(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules = SHARDING
+    model_desc: ModelDesc,
+    candidates: Sequence[Candidate],
+    device: DeviceInfo,
+    rules: SearchOptions = SHARDING,
 ) -> Plan:
     """The plan with the highest throughput among all candidates.
 
@@ -96,7 +99,7 @@ def _beside_host(training: Training) -> Training:
     return replace(training, foreach=True) if training.foreach is None and not training.fused else training
 
 
-def _host_bytes(situation: Situation, found: Assignment) -> float:
+def _host_bytes(situation: ShardingProblem, found: ShardingSolution) -> float:
     """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
     total = 0.0
     for start, stop, way in found.units:
@@ -108,10 +111,10 @@ def _host_bytes(situation: Situation, found: Assignment) -> float:
 
 
 def _fastest(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
-) -> tuple[Situation, Assignment, float] | None:
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: SearchOptions
+) -> tuple[ShardingProblem, ShardingSolution, float] | None:
     """The assignment with the highest throughput, and its relative gap to the bound of the throughput."""
-    best: tuple[Situation, Assignment] | None = None
+    best: tuple[ShardingProblem, ShardingSolution] | None = None
     rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
@@ -128,7 +131,7 @@ def _fastest(
     return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
 
-def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
+def with_shared_buckets(situation: ShardingProblem, found: ShardingSolution) -> ShardingSolution:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
@@ -139,8 +142,8 @@ def with_shared_buckets(situation: Situation, found: Assignment) -> Assignment:
 
 
 def _situations(
-    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: Rules
-) -> list[Situation]:
+    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: SearchOptions
+) -> list[ShardingProblem]:
     """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
     training = candidate.training
     found = []
@@ -151,7 +154,7 @@ def _situations(
 
 
 def _infeasible(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: Rules
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: SearchOptions
 ) -> InfeasibleError:
     # The smallest batch has the lowest peak.
     smallest = min(candidate.profile.local_batch for candidate in candidates)
@@ -173,7 +176,7 @@ def _infeasible(
     )
 
 
-def _suggestions(situation: Situation, rules: Rules) -> list[str]:
+def _suggestions(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
     """Changes that would lower the peak, with the bytes where these are known."""
     training, device = situation.training, situation.device
     found = []
@@ -196,7 +199,7 @@ def _suggestions(situation: Situation, rules: Rules) -> list[str]:
     return [*found, *_about_offload(situation, rules)]
 
 
-def _wider(situation: Situation, rules: Rules) -> list[str]:
+def _wider(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
     """Options ruled out by the caller that would lower the peak, each with the peak it reaches."""
     options = {
         "recompute=True, which recomputes blocks in backward": replace(rules, recompute=True),
@@ -211,7 +214,7 @@ def _wider(situation: Situation, rules: Rules) -> list[str]:
     return [f"{text}: {format_bytes(peak)}" for text, peak in peaks.items() if peak < here]
 
 
-def _about_offload(situation: Situation, rules: Rules) -> list[str]:
+def _about_offload(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
     """Advice on offloading, or the reason why it was not used."""
     host, known = situation.device.host, situation.profile.host_optimizer is not None
     if situation.device.kind == "cpu" and host is None:
@@ -227,11 +230,15 @@ def _about_offload(situation: Situation, rules: Rules) -> list[str]:
 
 
 def stage_plan(
-    model_desc: ModelDesc, situation: Situation, found: Assignment, rules: Rules, gap: float
+    model_desc: ModelDesc,
+    situation: ShardingProblem,
+    found: ShardingSolution,
+    rules: SearchOptions,
+    gap: float,
 ) -> Plan:
     """The plan of an assignment, with the reason of each decision."""
     # 1. Units of the chain; those that join the root unit are collected.
-    reasons = Reasons(situation, found, rules)
+    reasons = Explainer(situation, found, rules)
     units: list[Unit] = []
     decided: dict[str, tuple[Mode, str]] = {}
     slices: dict[str, int] = {}
@@ -306,11 +313,11 @@ def stage_plan(
         notes=_notes(found, gap),
     )
     # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
-    outcome = judge(situation, *price_plan(situation, plan))
+    outcome = simulate_step(situation, *price_plan(situation, plan))
     return replace(plan, predicted=prediction(situation, outcome))
 
 
-def _notes(found: Assignment, gap: float) -> tuple[str, ...]:
+def _notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
     notes = [f"{found.cuts} moments of the step decided the search"]
     if gap > _PROVEN:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from itertools import combinations
 
-from osdp.cost.sharding.problem import Situation
+from osdp.cost.sharding.problem import ShardingProblem
 from osdp.model.description import Operator
 from osdp.plan.plan import Mode
 from osdp.plan.shard_math import can_shard
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
 
 #: Operators outside the chain that are decided one by one; smaller ones beyond follow the last of them.
@@ -17,7 +17,7 @@ _ROOT_CHOICES = 3
 RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
 
 
-def root_wire(situation: Situation, rules: Rules) -> int:
+def root_wire(situation: ShardingProblem, rules: SearchOptions) -> int:
     """Index of the shard group with the fastest collectives for all operators that may join the root unit.
 
     The root unit is sharded over all ranks, unless every unit must be sharded inside groups. This is decided
@@ -37,7 +37,7 @@ def root_wire(situation: Situation, rules: Rules) -> int:
     return min(seconds, key=lambda number: seconds[number], default=0)
 
 
-def root_choices(operators: Sequence[Operator], rules: Rules) -> list[RootChoice]:
+def root_choices(operators: Sequence[Operator], rules: SearchOptions) -> list[RootChoice]:
     """All splits of the operators outside the chain into root unit and replicated ones."""
     shards = any(mode.sharded for mode in rules.allowed)
     dtype = root_dtype(operators)

@@ -14,7 +14,7 @@ model.
 
 Where near-equal choices abound (many blocks, a limit to be filled to the last byte) the proof may be out of
 reach of a search in a second: then the answer is improved by :mod:`osdp.search.sharding.local_search` and
-carries the bound that was proven, see :attr:`Assignment.gap`.
+carries the bound that was proven, see :attr:`ShardingSolution.gap`.
 """
 
 from collections.abc import Iterator
@@ -23,35 +23,40 @@ from functools import cache
 
 import numpy as np
 
-from osdp.cost.sharding.problem import Situation, price_root
-from osdp.cost.sharding.solution import Assignment
+from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.solution import ShardingSolution
 from osdp.plan.plan import Mode
-from osdp.search.options import SHARDING, Rules
+from osdp.search.options import SHARDING, SearchOptions
 from osdp.search.sharding.chain import solve_chain
-from osdp.search.sharding.cutting_planes import CLOSE_ENOUGH, CutSearch, PricedSpace, Solver
+from osdp.search.sharding.cutting_planes import (
+    CLOSE_ENOUGH,
+    CostedCandidates,
+    CuttingPlaneSearch,
+    MasterSolver,
+)
 from osdp.search.sharding.root_unit import RootChoice, root_choices
 
 
 def solve(
-    situation: Situation,
+    situation: ShardingProblem,
     limit: float,
     *,
-    rules: Rules = SHARDING,
+    rules: SearchOptions = SHARDING,
     upper: float = np.inf,
-    solver: Solver = solve_chain,
-) -> Assignment | None:
+    solver: MasterSolver = solve_chain,
+) -> ShardingSolution | None:
     """The assignment of :func:`solve_bounded`, without the bound."""
     return solve_bounded(situation, limit, rules=rules, upper=upper, solver=solver)[0]
 
 
 def solve_bounded(
-    situation: Situation,
+    situation: ShardingProblem,
     limit: float,
     *,
-    rules: Rules = SHARDING,
+    rules: SearchOptions = SHARDING,
     upper: float = np.inf,
-    solver: Solver = solve_chain,
-) -> tuple[Assignment | None, float]:
+    solver: MasterSolver = solve_chain,
+) -> tuple[ShardingSolution | None, float]:
     """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
 
     Args:
@@ -66,7 +71,7 @@ def solve_bounded(
         the seconds of any assignment. The assignment is proven best if its seconds equal the bound; without
         an assignment, it is proven that nothing beats ``upper`` if the bound equals ``upper``.
     """
-    best: Assignment | None = None
+    best: ShardingSolution | None = None
     bound, undecided = np.inf, False
     # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
     for search, (root_sharded, root_replicated, _) in _searches(situation, limit, rules, solver):
@@ -76,7 +81,7 @@ def solve_bounded(
         if found is not None:
             outcome, units = search.polished(*found)
             upper = outcome.seconds
-            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
+            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         leanest = lean(situation, rules=rules, enough=limit, solver=solver)
@@ -91,28 +96,32 @@ def solve_bounded(
 
 
 def _searches(
-    situation: Situation, limit: float, rules: Rules, solver: Solver
-) -> Iterator[tuple[CutSearch, RootChoice]]:
+    situation: ShardingProblem, limit: float, rules: SearchOptions, solver: MasterSolver
+) -> Iterator[tuple[CuttingPlaneSearch, RootChoice]]:
     """A cutting-plane search for each choice of root, for plans that shard nothing and for all others."""
 
     @cache
-    def space(family: Rules, root_unit: bool) -> PricedSpace:
-        return PricedSpace.of(situation, family, root_unit=root_unit)
+    def space(family: SearchOptions, root_unit: bool) -> CostedCandidates:
+        return CostedCandidates.of(situation, family, root_unit=root_unit)
 
     for family in _families(rules):
         for choice in root_choices(situation.timeline.root, family):
             sharded, replicated, has_unit = choice
             root = price_root(situation, sharded, replicated, has_unit=has_unit)
-            yield CutSearch(situation, root, limit, space(family, root.has_unit), solver), choice
+            yield CuttingPlaneSearch(situation, root, limit, space(family, root.has_unit), solver), choice
 
 
 def _without_kept_slices(
-    situation: Situation, limit: float, rules: Rules, solver: Solver, best: Assignment
-) -> Assignment:
+    situation: ShardingProblem,
+    limit: float,
+    rules: SearchOptions,
+    solver: MasterSolver,
+    best: ShardingSolution,
+) -> ShardingSolution:
     """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
     root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
-    space = PricedSpace.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
-    search = CutSearch(situation, root, limit, space, solver)
+    space = CostedCandidates.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
+    search = CuttingPlaneSearch(situation, root, limit, space, solver)
     found = search.fastest(best.outcome.seconds)
     if found is None:
         return best
@@ -120,31 +129,37 @@ def _without_kept_slices(
     return replace(best, units=units, outcome=outcome, cuts=search.num_cuts)
 
 
-def least_peak(situation: Situation, *, rules: Rules = SHARDING, solver: Solver = solve_chain) -> float:
+def least_peak(
+    situation: ShardingProblem, *, rules: SearchOptions = SHARDING, solver: MasterSolver = solve_chain
+) -> float:
     """The lowest peak of any assignment that was found; bytes."""
     return lean(situation, rules=rules, solver=solver).outcome.peak
 
 
 def lean(
-    situation: Situation, *, rules: Rules = SHARDING, enough: float = 0.0, solver: Solver = solve_chain
-) -> Assignment:
+    situation: ShardingProblem,
+    *,
+    rules: SearchOptions = SHARDING,
+    enough: float = 0.0,
+    solver: MasterSolver = solve_chain,
+) -> ShardingSolution:
     """The assignment with the lowest peak that was found; the search stops at a peak of ``enough`` bytes."""
-    best: Assignment | None = None
+    best: ShardingSolution | None = None
     for root_sharded, root_replicated, has_unit in root_choices(situation.timeline.root, rules):
         if best is not None and best.outcome.peak <= enough:
             break
         root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        space = PricedSpace.of(situation, rules, root_unit=root.has_unit)
-        search = CutSearch(situation, root, np.inf, space, solver)
+        space = CostedCandidates.of(situation, rules, root_unit=root.has_unit)
+        search = CuttingPlaneSearch(situation, root, np.inf, space, solver)
         outcome, units = search.leanest(enough)
         if best is None or outcome.peak < best.outcome.peak:
-            best = Assignment(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
+            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
     if best is None:
         raise RuntimeError("root_choices() returned nothing; every model has at least one choice of root")
     return best
 
 
-def _families(rules: Rules) -> tuple[Rules, ...]:
+def _families(rules: SearchOptions) -> tuple[SearchOptions, ...]:
     """Search options of plans that shard nothing and of all others.
 
     The rows of each family are lower bounds of the steps in it only.

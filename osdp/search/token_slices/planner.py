@@ -25,7 +25,7 @@ _JUDGED, _JUDGED_ACTIONS = 12, 8_000
 
 
 @dataclass(frozen=True)
-class TokenProblem:
+class TokenSliceProblem:
     """Equal stages, and the sequences that pass through them.
 
     Attributes:
@@ -145,7 +145,7 @@ class InfeasibleSlicesError(ValueError):
         return type(self), (self.limit, self.least)
 
 
-def solve_tokens(problem: TokenProblem) -> TokenOutcome:
+def solve_tokens(problem: TokenSliceProblem) -> TokenOutcome:
     """The fastest microbatches and slices for given stages and schedule.
 
     Raises:
@@ -177,7 +177,7 @@ def solve_tokens(problem: TokenProblem) -> TokenOutcome:
     return TokenOutcome(fastest, uniform, whole, bound, num_paths)
 
 
-def solve_jointly(problems: Sequence[TokenProblem]) -> tuple[TokenOutcome, ...]:
+def solve_jointly(problems: Sequence[TokenSliceProblem]) -> tuple[TokenOutcome, ...]:
     """The outcome of each problem, fastest first; stages and schedules are chosen by listing problems.
 
     Problems that cannot keep their memory limit are left out.
@@ -202,7 +202,7 @@ def solve_jointly(problems: Sequence[TokenProblem]) -> tuple[TokenOutcome, ...]:
 class _Judge:
     """Simulates candidates in the order of their bounds, until no other can be faster."""
 
-    def __init__(self, problem: TokenProblem) -> None:
+    def __init__(self, problem: TokenSliceProblem) -> None:
         self._problem = problem
         self._known: dict[_Candidate, TokenChoice] = {}
         self._schedules: dict[tuple[int, int], Schedule] = {}
@@ -259,7 +259,7 @@ class _Judge:
         return self._schedules[key]
 
 
-def _uniform(problem: TokenProblem, parts: int, most: int | None = None) -> list[_Candidate]:
+def _uniform(problem: TokenSliceProblem, parts: int, most: int | None = None) -> list[_Candidate]:
     """Candidates with equal slices (up to rounding), for each number up to ``most`` that the tables allow."""
     tables = problem.tables[problem.batch // parts]
     least = problem.bound(parts)

@@ -48,7 +48,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Slicing:
+class SliceCuts:
     """Result of the search.
 
     Attributes:
@@ -69,7 +69,7 @@ def slice_grid(
     *,
     upper: float = math.inf,
     max_paths: int | None = None,
-) -> Slicing:
+) -> SliceCuts:
     """The best slices; among equals those found first, which have the longer slices.
 
     Args:
@@ -103,7 +103,7 @@ class _Search:
         self._num_paths = 0
         self._found: dict[tuple[int, ...], Path] = {}
 
-    def run(self, upper: float, max_paths: int | None) -> Slicing:
+    def run(self, upper: float, max_paths: int | None) -> SliceCuts:
         # 1. The range of limits: from the smallest possible largest time to that of the minimum sum.
         smallest = self._smallest()
         if math.isinf(smallest):
@@ -132,7 +132,7 @@ class _Search:
         # 3. What is left is proven not to beat the lowest bound.
         paths = sorted((p for p in self._found.values() if p.value < upper), key=lambda p: p.value)
         bound = min(best, intervals[0][0]) if intervals else best
-        return Slicing(tuple(paths), bound, self._num_paths)
+        return SliceCuts(tuple(paths), bound, self._num_paths)
 
     def _bound(self, total: float, largest: float) -> float:
         return total + self._bottleneck * float(largest)

@@ -17,10 +17,16 @@ from typing import Any
 
 from torch import nn
 
-from osdp.plan.tensor_parallel import DividedAttribute, Kept, ShardedModule, Style, TensorParallelPlan
+from osdp.plan.tensor_parallel import (
+    DividedAttribute,
+    ReplicatedModule,
+    ShardedModule,
+    Style,
+    TensorParallelPlan,
+)
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow, KindOf, trace_features
-from osdp.tracing.tensor_parallel.regions import Region, Solver, join, joint
+from osdp.tracing.tensor_parallel.regions import Region, RegionSolver, join, joint
 from osdp.tracing.tensor_parallel.sequence import share_sequence
 
 
@@ -46,7 +52,7 @@ def derive(
             the message gives the reason.
     """
     flow = trace_features(model, SampleBatch.of(sample_inputs), kind_of)
-    search = _Search(model, flow, Solver(model, flow, degree))
+    search = _Search(model, flow, RegionSolver(model, flow, degree))
     search.shard_vocabulary()
     search.shard_regions()
     if not search.entries:
@@ -65,7 +71,7 @@ class _Search:
 
     model: nn.Module
     flow: FeatureFlow
-    solver: Solver
+    solver: RegionSolver
     entries: dict[str, ShardedModule] = field(default_factory=dict)
     divided: dict[tuple[str, str], DividedAttribute] = field(default_factory=dict)
     summed: dict[str, None] = field(default_factory=dict)
@@ -83,10 +89,10 @@ class _Search:
             kept=self.kept(),
         )
 
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[ReplicatedModule, ...]:
         default = "what it reads or returns is not sharded"
         return tuple(
-            Kept(name, self.reasons.get(name, default))
+            ReplicatedModule(name, self.reasons.get(name, default))
             for name in self.flow.kinds
             if name not in self.entries
         )

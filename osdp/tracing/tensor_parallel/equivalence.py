@@ -42,7 +42,7 @@ class Slice:
     closes: bool = False
 
 
-class Whole:
+class ReferenceRun:
     """The unsharded reference: a module with random weights, random inputs and its outputs for them.
 
     Args:
@@ -93,7 +93,7 @@ class Whole:
 
 
 @dataclass
-class Sharded:
+class ShardedRun:
     """All ranks of a tensor-parallel module.
 
     Args:
@@ -104,15 +104,15 @@ class Sharded:
             leaves of the arguments; empty without sequence parallelism.
     """
 
-    whole: Whole
+    whole: ReferenceRun
     slices: Mapping[str, Slice]
     degree: int
     gathers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     _ranks: list[nn.Module] = field(init=False)
-    _meeting: "_Meeting" = field(init=False)
+    _meeting: "_Rendezvous" = field(init=False)
 
     def __post_init__(self) -> None:
-        self._meeting = _Meeting(self.degree)
+        self._meeting = _Rendezvous(self.degree)
         self._ranks = [self._copy(rank) for rank in range(self.degree)]
 
     def fault(self, divided: Sequence[tuple[str, str]]) -> str | None:
@@ -217,7 +217,7 @@ class Sharded:
         return self._own(rank, total) if self.gathers else total
 
 
-class _Meeting:
+class _Rendezvous:
     """Barrier at which the threads of all ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:

@@ -28,8 +28,8 @@ from osdp.tracing.tensors import map_leaves, storage_key, tensors_in
 #: Returns "linear", "conv1d" or "embedding" for a module that computes exactly that, else ``None``.
 KindOf = Callable[[nn.Module], str | None]
 
-Labels = frozenset[str]
-_NOTHING: Labels = frozenset()
+FeatureLabels = frozenset[str]
+_NOTHING: FeatureLabels = frozenset()
 _SPLITS = {"view", "_unsafe_view", "reshape", "view_copy", "_reshape_alias"}
 
 
@@ -69,8 +69,8 @@ class FeatureFlow:
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
-    read: dict[str, Labels] = field(default_factory=dict)
-    returned: Labels = _NOTHING
+    read: dict[str, FeatureLabels] = field(default_factory=dict)
+    returned: FeatureLabels = _NOTHING
     heads: dict[str, int] = field(default_factory=dict)
     borrowed: set[str] = field(default_factory=set)
     calls: dict[str, Call] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class FeatureFlow:
         return self.last_use.get(storage_key(tensor), -1) > call.end
 
     @staticmethod
-    def parameters_in(labels: Labels) -> Labels:
+    def parameters_in(labels: FeatureLabels) -> FeatureLabels:
         """The labels that are names of parameters."""
         return frozenset(label for label in labels if label.startswith("@"))
 
@@ -140,7 +140,7 @@ class _Watcher(TorchDispatchMode):
     def __init__(self, twin: nn.Module, batch: SampleBatch, kind_of: KindOf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = FeatureFlow()
-        self._labels: dict[int, Labels] = {}
+        self._labels: dict[int, FeatureLabels] = {}
         self._alive = self.flow.tensors  # kept alive, so that no other object gets their ids
         self._parameters: dict[int, str] = {}
         self._running: list[str] = []
@@ -191,11 +191,11 @@ class _Watcher(TorchDispatchMode):
                 self._label(tensor, self._labels_of([tensor]) | labels)
         return output
 
-    def _label(self, tensor: torch.Tensor, labels: Labels) -> None:
+    def _label(self, tensor: torch.Tensor, labels: FeatureLabels) -> None:
         self._alive[id(tensor)] = tensor
         self._labels[storage_key(tensor)] = labels
 
-    def _labels_of(self, tensors: Iterable[torch.Tensor]) -> Labels:
+    def _labels_of(self, tensors: Iterable[torch.Tensor]) -> FeatureLabels:
         found = {self._labels.get(storage_key(tensor), _NOTHING) for tensor in tensors}
         return _NOTHING.union(*found)
 
@@ -206,7 +206,7 @@ class _Watcher(TorchDispatchMode):
             if name is not None and name.rpartition(".")[0] != running:
                 self.flow.borrowed.add(name)
 
-    def _note_heads(self, before: torch.Tensor, after: torch.Tensor, labels: Labels) -> None:
+    def _note_heads(self, before: torch.Tensor, after: torch.Tensor, labels: FeatureLabels) -> None:
         """Record the heads if the last dimension of one module's output was viewed as (heads, features)."""
         if len(labels) != 1 or before.dim() < 2 or after.dim() < 3:
             return

@@ -12,7 +12,7 @@ from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key, rank_desc
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.loss import LossFn
-from osdp.tracing.module_walk import Key, Stretch, walk
+from osdp.tracing.module_walk import Interval, Key, walk
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
 from osdp.tracing.trace import describe
@@ -62,7 +62,7 @@ class _Watcher:
         self._begins: list[int] = []
         self._all: list[Exchange] = []
 
-    def enter_forward(self, index: int, stretch: Stretch, handed_on: Any) -> None:
+    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
         """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
         self._begins.append(len(self._log))
 
@@ -77,7 +77,9 @@ class _Watcher:
     def enter_backward(self, index: int) -> None:
         """Nothing is recorded in backward."""
 
-    def by_segment(self, stretches: Sequence[Stretch], segments: set[Key]) -> dict[Key, tuple[Exchange, ...]]:
+    def by_segment(
+        self, stretches: Sequence[Interval], segments: set[Key]
+    ) -> dict[Key, tuple[Exchange, ...]]:
         """Collectives of each segment; stretches that are no segment belong to the segment before them."""
         found: dict[Key, tuple[Exchange, ...]] = {}
         now = next(stretch.key for stretch in stretches if stretch.key in segments)

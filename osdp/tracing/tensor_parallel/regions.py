@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from osdp.model.fqn import is_inside
-from osdp.tracing.tensor_parallel.equivalence import Sharded, Slice, Whole
+from osdp.tracing.tensor_parallel.equivalence import ReferenceRun, ShardedRun, Slice
 from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow
 from osdp.tracing.tensors import tensor_spec, tensors_in
 
@@ -68,7 +68,7 @@ def joint(regions: Sequence[Region]) -> Region:
 
 
 @dataclass
-class Solver:
+class RegionSolver:
     """Finds a correct sharding of regions of a model.
 
     Attributes:
@@ -111,14 +111,14 @@ class Solver:
                 )
         # 2. Block counts and divided attributes, the fewest first, until all ranks agree with the whole.
         home = self.home(region)
-        whole = Whole(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
+        whole = ReferenceRun(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
         fault = ""
         for blocks in self._block_choices(region):
             odd = self._indivisible(region, blocks)
             if odd is not None:
                 fault = f"{odd} features are not divisible by {self.degree} ranks"
                 continue
-            sharded = Sharded(whole, self._slices(region, blocks), self.degree)
+            sharded = ShardedRun(whole, self._slices(region, blocks), self.degree)
             for divided in self._divisions(region, home):
                 found = sharded.fault([(join(home, module), name) for module, name in divided])
                 if found is None:

@@ -28,7 +28,7 @@ from osdp.plan.tensor_parallel import (
     Style,
     TensorParallelPlan,
 )
-from osdp.tracing.tensor_parallel.equivalence import Sharded, Slice, Whole
+from osdp.tracing.tensor_parallel.equivalence import ReferenceRun, ShardedRun, Slice
 from osdp.tracing.tensor_parallel.linear_graph import Call, FeatureFlow
 from osdp.tracing.tensors import tensor_spec, tensors_in
 
@@ -166,12 +166,12 @@ class _Search:
         return found
 
     def _prove(self, block: str, entries: list[ShardedModule], gathers: list[SequenceGather]) -> str | None:
-        whole = Whole(self.model.get_submodule(block), block, self.flow.calls[block], self.flow)
+        whole = ReferenceRun(self.model.get_submodule(block), block, self.flow.calls[block], self.flow)
         slices = {
             entry.module: Slice(entry.dim, entry.blocks, closes=entry.style is Style.ROW) for entry in entries
         }
         places = {gather.module: gather.leaves for gather in gathers}
-        ranks = Sharded(whole, slices, self.plan.degree, places)
+        ranks = ShardedRun(whole, slices, self.plan.degree, places)
         divided = [(d.module, d.name) for d in self.plan.divided if is_inside(d.module, block)]
         return ranks.fault(divided)
 

@@ -22,15 +22,15 @@ from osdp.cluster.calibration.step_model import StepModel, assumed_recompute
 from osdp.cluster.cost.corrections import LayerCase, correction_factor, corrections_of
 from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
 from osdp.cluster.cost.matmul import aligned, occupied_flops
-from osdp.cluster.cost.rates import PUBLISHED, Rates
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
-from osdp.cluster.hardware import Cluster, NodeGroup, Wire
-from osdp.cluster.plan import Recompute, Workload
+from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
+from osdp.cluster.plan import RecomputeLayers, Workload
 from osdp.cluster.transformer import TransformerShape
 from tests.helpers.measured import NODE, SETTING, TRUE, grid, timed, write_csv
 
-INSIDE = Wire(1.5e11, 1e-5)
+INSIDE = NetworkLink(1.5e11, 1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_coefficients_are_found_again(steps: tuple[MeasuredStep, ...]) -> None:
 
 
 def test_the_network_is_found_where_steps_cross_it() -> None:
-    network = Wire(1e10, 2e-5)
+    network = NetworkLink(1e10, 2e-5)
     wide = [
         replace(step, devices=8 * step.devices, dp=8 * step.dp, global_batch=8 * step.global_batch)
         for step in grid()
@@ -152,10 +152,10 @@ def test_even_steps_cost_what_the_planner_says() -> None:
 
 
 def test_recomputation_is_assumed_where_a_step_could_not_have_run() -> None:
-    assert assumed_recompute(grid(), SETTING) is Recompute.NONE
+    assert assumed_recompute(grid(), SETTING) is RecomputeLayers.NONE
     large = MeasuredStep(512, 1536, 6, 12288, 96, 96, 2048, 8, 4, 16, 60.0)
-    assert assumed_recompute([*grid(), large], SETTING) is Recompute.FULL
-    full = replace(SETTING, recompute=Recompute.FULL)
+    assert assumed_recompute([*grid(), large], SETTING) is RecomputeLayers.FULL
+    full = replace(SETTING, recompute=RecomputeLayers.FULL)
     longer = StepModel(grid(), full).seconds(TRUE, INSIDE, NODE.outside) / StepModel(grid(), SETTING).seconds(
         TRUE, INSIDE, NODE.outside
     )
@@ -179,7 +179,7 @@ def test_host_and_device_hide_behind_each_other() -> None:
     assert replace(PUBLISHED, blend=1.0).together(3.0, 2.0) == pytest.approx(5.0)
     assert 3.0 < replace(PUBLISHED, blend=0.3).together(2.0, 3.0) < 5.0
     assert replace(PUBLISHED, blend=0.3).together(0.0, 3.0) == 3.0
-    assert codec.from_json(Rates, codec.to_json(TRUE)) == TRUE
+    assert codec.from_json(Efficiencies, codec.to_json(TRUE)) == TRUE
 
 
 @pytest.mark.parametrize(

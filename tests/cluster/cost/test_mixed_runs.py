@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from osdp.cluster.cost.layer_runs import RunPrices, ways_of
 from osdp.cluster.cost.mixed_runs import layer_points, lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.stage_table import SlotStages
+from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.cost.step import price, wrap_seconds
 from osdp.cluster.export.frameworks import exports
 from osdp.cluster.export.table import breakdown, rows_of
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Way, Workload
+from osdp.cluster.plan import ClusterPlan, LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.layouts import arrange, best_layouts
-from osdp.cluster.search.space import Space, cells_of
+from osdp.cluster.search.space import LayoutSpace, cells_of
 from osdp.model.training import Training
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import GIB, SLOW, cluster, node_type, shape, workload
 
 #: Where all layers alike, without recomputation, miss by a little.
 LOAD = Workload(shape=shape(12, hidden=1024, heads=16, sequence=1024), global_batch=16)
-MIXED = Layout(Degrees(2, 2, 1), 2, 4, recompute=None, zero=None)
+MIXED = ParallelLayout(ParallelDims(2, 2, 1), 2, 4, recompute=None, zero=None)
 
 
 def nodes(megabytes: int) -> Cluster:
@@ -41,8 +41,8 @@ def prices_of(megabytes: int, load: Workload = LOAD) -> ClusterPrices:
 @pytest.mark.parametrize("load", [LOAD, replace(LOAD, flash=False, overlap=0.5)])
 def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, load: Workload) -> None:
     prices = prices_of(megabytes, load)
-    slot = Slot((1,))
-    runs, stages = RunPrices(prices, MIXED, slot), SlotStages(prices, MIXED, slot)
+    slot = StageSlot((1,))
+    runs, stages = RunPrices(prices, MIXED, slot), StagePricer(prices, MIXED, slot)
     value = layer_points(runs)[1]
     ways = range(len(runs.ways))
     for rank, (start, stop) in ((0, (0, 7)), (0, (0, 4)), (1, (7, 14)), (1, (10, 14))):
@@ -67,13 +67,13 @@ def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, loa
 
 
 def test_a_little_too_little_memory_costs_a_little_time() -> None:
-    layouts = [replace(MIXED, zero=zero, recompute=way) for zero, way in product(range(4), Recompute)]
+    layouts = [replace(MIXED, zero=zero, recompute=way) for zero, way in product(range(4), RecomputeLayers)]
     cells = cells_of(nodes(0), (2,), 2)
     assert cells is not None
     rich = arrange(prices_of(9000), MIXED, cells)
     assert rich is not None
     # Nothing is given up where all fits, and it is then the layout in which all items live so.
-    assert (rich.layout, rich.runs) == (replace(MIXED, zero=1, recompute=Recompute.NONE), ())
+    assert (rich.layout, rich.runs) == (replace(MIXED, zero=1, recompute=RecomputeLayers.NONE), ())
     wins = []
     for megabytes in range(900, 2600, 200):
         prices = prices_of(megabytes)
@@ -89,11 +89,13 @@ def test_a_little_too_little_memory_costs_a_little_time() -> None:
 
 
 def test_what_is_decided_by_item_can_be_one_of_two_things() -> None:
-    assert ways_of(replace(MIXED, recompute=Recompute.FULL), flash=True) == tuple(
-        Way(zero, Recompute.FULL) for zero in range(4)
+    assert ways_of(replace(MIXED, recompute=RecomputeLayers.FULL), flash=True) == tuple(
+        LayerStrategy(zero, RecomputeLayers.FULL) for zero in range(4)
     )
-    assert ways_of(replace(MIXED, zero=2), flash=False) == tuple(Way(2, way) for way in Recompute)
-    assert Way(0, Recompute.SELECTIVE) not in ways_of(MIXED, flash=True)
+    assert ways_of(replace(MIXED, zero=2), flash=False) == tuple(
+        LayerStrategy(2, way) for way in RecomputeLayers
+    )
+    assert LayerStrategy(0, RecomputeLayers.SELECTIVE) not in ways_of(MIXED, flash=True)
     with pytest.raises(ValueError, match="are chosen item by item"):
         _ = MIXED.way
     assert (MIXED.sharding, MIXED.recomputation) == ("mixed", "mixed")
@@ -101,7 +103,7 @@ def test_what_is_decided_by_item_can_be_one_of_two_things() -> None:
 
 def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: Path) -> None:
     prices = prices_of(1500)
-    space = Space(pp=(2,), dp=(2,), samples=(2,))
+    space = LayoutSpace(pp=(2,), dp=(2,), samples=(2,))
     plan = best_layouts(prices, space).plans[0]
     assert plan.layout.by_item and plan.optimal
     assert all(runs[-1].stop == stop for runs, stop in zip(plan.runs, plan.bounds[1:], strict=True))
@@ -113,7 +115,8 @@ def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: P
     assert (row["dp_method"], row["recompute"]) == ("mixed", "mixed")
     text = breakdown(plan, prices.cluster, LOAD.shape)
     recomputed = [
-        sum(stop - start for start, stop in _stretches(plan, stage, Recompute.FULL)) for stage in range(2)
+        sum(stop - start for start, stop in _stretches(plan, stage, RecomputeLayers.FULL))
+        for stage in range(2)
     ]
     assert "recompute full" in text and max(recomputed) > 0
     megatron, deepspeed, *_ = exports(plan, LOAD.shape)
@@ -129,7 +132,7 @@ def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> 
         assert cells is not None
         plan = arrange(prices, MIXED, cells)
         ways = {run.way.recompute for stage in plan.runs for run in stage} if plan else set()
-        if plan and {Recompute.SELECTIVE, Recompute.FULL} <= ways:
+        if plan and {RecomputeLayers.SELECTIVE, RecomputeLayers.FULL} <= ways:
             megatron = exports(plan, load.shape)[0]
             assert "--recompute-method uniform" in megatron.text
             assert "recompute-num-layers 1" in megatron.text
@@ -137,7 +140,7 @@ def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> 
     pytest.fail("no plan mixes selective and full recomputation")
 
 
-def _stretches(plan: ClusterPlan, stage: int, recompute: Recompute) -> list[tuple[int, int]]:
+def _stretches(plan: ClusterPlan, stage: int, recompute: RecomputeLayers) -> list[tuple[int, int]]:
     """Layers of a stage that are recomputed so: the embedding and the head are not."""
     found, start = [], plan.bounds[stage]
     for run in plan.runs[stage]:
@@ -151,8 +154,8 @@ def test_interleaved_the_last_rank_holds_logits_once_and_the_first_waits_for_it(
     load = workload(8, global_batch=16, vocabulary=64000)
     devices = cluster((node_type(SLOW, 1), 4))
     prices = ClusterPrices(devices, load)
-    layout = Layout(Degrees(4, 1, 1), 1, 16, "interleaved")
-    bounds, slots = (0, 3, 5, 7, 10), [Slot((1,))] * 4
+    layout = ParallelLayout(ParallelDims(4, 1, 1), 1, 16, "interleaved")
+    bounds, slots = (0, 3, 5, 7, 10), [StageSlot((1,))] * 4
     plan = price(prices, layout, bounds, slots)
     alone = price(prices, replace(layout, schedule="1f1b"), bounds, slots)
     logits = 256 * 64000 * 6
@@ -167,7 +170,7 @@ def test_interleaved_the_last_rank_holds_logits_once_and_the_first_waits_for_it(
     assert around == pytest.approx(2 * (nbytes / (5e9 / 1) + 2e-5))
     assert plan.seconds.sends == pytest.approx(16 * around)
     assert price(prices, replace(layout, schedule="1f1b"), first, slots).seconds.sends == 0.0
-    assert wrap_seconds(prices, replace(layout, degrees=Degrees(1, 4, 1)), homes) == 0.0
+    assert wrap_seconds(prices, replace(layout, degrees=ParallelDims(1, 4, 1)), homes) == 0.0
 
 
 def test_an_update_needs_what_the_optimizer_was_measured_to_need() -> None:
@@ -175,7 +178,9 @@ def test_an_update_needs_what_the_optimizer_was_measured_to_need() -> None:
         Training(optimizer="AdamW").step_temporary_bytes([4], "cuda")
         == Workload(shape=shape(), global_batch=1).update_bytes
     )
-    plain = price(prices_of(9000), Layout(Degrees(2, 2, 1), 2, 4), (0, 7, 14), [Slot((1,))] * 2)
+    plain = price(
+        prices_of(9000), ParallelLayout(ParallelDims(2, 2, 1), 2, 4), (0, 7, 14), [StageSlot((1,))] * 2
+    )
     idle = replace(plain.stages[0], activations=0, working=0)
     assert idle.total - replace(idle, update=0).total == idle.update > 0
     assert replace(plain.stages[0], update=0).total == plain.stages[0].total

@@ -4,10 +4,10 @@ import pytest
 
 from osdp.cluster.cost.even_step import EvenSteps
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.hardware import Cluster, Gpu, NodeGroup, NodeType, Wire
-from osdp.cluster.plan import Layout, Recompute, Workload
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.transformer import TransformerShape
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 
 #: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC
 #: 2021), table 1: heads, hidden, layers, tp, pp, GPUs, global batch, achieved TFLOP/s of each GPU.
@@ -30,8 +30,8 @@ NODE = NodeType(
     name="DGX A100",
     gpu=Gpu("A100-80GB", 312e12, 81920 * 2**20, 2039e9, 108),
     devices=8,
-    inside=Wire(229e9, 7e-6),
-    outside=Wire(0.9 * 200e9, 2e-5),
+    inside=NetworkLink(229e9, 7e-6),
+    outside=NetworkLink(0.9 * 200e9, 2e-5),
 )
 
 
@@ -46,7 +46,11 @@ def seconds(shape: TransformerShape, tp: int, pp: int, devices: int, batch: int)
     steps = EvenSteps(ClusterPrices(cluster, Workload(shape=shape, global_batch=batch, flash=False)))
     dp = devices // (tp * pp)
     return min(
-        steps.seconds(Layout(Degrees(pp, dp, tp), samples, batch // dp // samples, recompute=Recompute.FULL))
+        steps.seconds(
+            ParallelLayout(
+                ParallelDims(pp, dp, tp), samples, batch // dp // samples, recompute=RecomputeLayers.FULL
+            )
+        )
         for samples in (1, 2, 4, 8)
         if batch % (dp * samples) == 0
     )

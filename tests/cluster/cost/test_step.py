@@ -9,11 +9,11 @@ from osdp.cluster.cost.ring import Ring
 from osdp.cluster.cost.schedule import BUBBLE_SHARE, bubble_share, in_flight
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
-from osdp.cluster.hardware import Wire
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.hardware import NetworkLink
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.transformer import Item
 from osdp.cost.pipeline.simulate import StageCost, simulate
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.schedule import make_schedule
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, shape, workload
 
@@ -41,7 +41,7 @@ def test_the_formula_is_what_the_simulated_schedule_takes(schedule: str, pp: int
 def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
     schedule: str, pp: int, microbatches: int, slices: int
 ) -> None:
-    layout = Layout(Degrees(pp, 1, 1), 1, microbatches, schedule, token_slices=slices)
+    layout = ParallelLayout(ParallelDims(pp, 1, 1), 1, microbatches, schedule, token_slices=slices)
     stages = [StageCost(1.0 / slices, 2.0 / slices, activation_bytes=1)] * pp
     played = simulate(make_schedule(schedule, pp, microbatches, num_slices=slices), stages)
     share = bubble_share(layout)
@@ -56,9 +56,9 @@ def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
         assert 4 * sum(gemm.flops for gemm in part.gemms) == sum(gemm.flops for gemm in whole.gemms)
         assert (4 * part.kept_bytes, 4 * part.output_bytes) == (whole.kept_bytes, whole.output_bytes)
         assert part.kernels == whole.kernels
-    layout = Layout(Degrees(2, 1, 1), 2, 4)
+    layout = ParallelLayout(ParallelDims(2, 1, 1), 2, 4)
     prices = ClusterPrices(FOUR, replace(workload(global_batch=8), shape=gpt))
-    slot = Slot((1,), 2)
+    slot = StageSlot((1,), 2)
     kept = [prices.item_prices(replace(layout, token_slices=k), slot)[Item.LAYER].kept for k in (1, 4)]
     # Keys and values of whole sequences, and their gradients.
     assert kept[1] - kept[0] == 2 * 2 * (2 * 2 * 1024 * 1024)
@@ -68,19 +68,19 @@ def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
 def test_activations_in_flight_are_those_of_the_schedule(schedule: str) -> None:
     per_rank = 2 if schedule == "interleaved" else 1
     for pp, microbatches in ((2, 2), (2, 8), (4, 4), (4, 9)):
-        layout = Layout(Degrees(pp, 1, 1), 1, microbatches, schedule)
+        layout = ParallelLayout(ParallelDims(pp, 1, 1), 1, microbatches, schedule)
         stages = [StageCost(1.0, 2.0, activation_bytes=1)] * (pp * per_rank)
         peaks = simulate(make_schedule(schedule, pp, microbatches), stages).peak_activation_bytes
         assert [in_flight(layout, rank) * per_rank for rank in range(pp)] == list(peaks)
 
 
 def test_a_ring_sends_what_the_textbook_says() -> None:
-    ring = Ring(4, Wire(1e9, 0.0))
+    ring = Ring(4, NetworkLink(1e9, 0.0))
     assert ring.scatter_seconds(4e9) == pytest.approx(3.0)
     assert ring.reduce_seconds(4e9) == pytest.approx(6.0)
-    assert Ring(1, Wire(1e9, 1.0)).reduce_seconds(4e9) == 0.0
+    assert Ring(1, NetworkLink(1e9, 1.0)).reduce_seconds(4e9) == 0.0
     # Of many ranks a tree has fewer steps.
-    assert Ring(1024, Wire(1e9, 1.0)).scatter_seconds(0.0) == 20.0
+    assert Ring(1024, NetworkLink(1e9, 1.0)).scatter_seconds(0.0) == 20.0
 
 
 def test_a_layer_does_and_keeps_what_is_published() -> None:
@@ -100,9 +100,9 @@ def test_a_layer_does_and_keeps_what_is_published() -> None:
 
 
 def plan_of(zero: int = 0, dp: int = 4, **changes: object) -> ClusterPlan:
-    layout = replace(Layout(Degrees(1, dp, 1), 1, 4, zero=zero), **changes)  # type: ignore[arg-type]
+    layout = replace(ParallelLayout(ParallelDims(1, dp, 1), 1, 4, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(ONE, workload(global_batch=16))
-    return price(prices, layout, (0, len(prices.items)), [Slot((1,))])
+    return price(prices, layout, (0, len(prices.items)), [StageSlot((1,))])
 
 
 def test_zero_shards_what_it_says_and_sends_what_that_costs() -> None:
@@ -128,9 +128,9 @@ def test_zero_shards_what_it_says_and_sends_what_that_costs() -> None:
 
 def test_wider_gradients_cost_what_their_dtype_does() -> None:
     load = workload(global_batch=16)
-    layout = Layout(Degrees(1, 4, 1), 1, 4)
+    layout = ParallelLayout(ParallelDims(1, 4, 1), 1, 4)
     found = [
-        price(ClusterPrices(ONE, wide), layout, (0, 6), [Slot((1,))])
+        price(ClusterPrices(ONE, wide), layout, (0, 6), [StageSlot((1,))])
         for wide in (load, replace(load, reduce_bytes=4, gradient_bytes=4))
     ]
     latency = 2 * 3 * node_type(FAST).inside.latency
@@ -140,10 +140,13 @@ def test_wider_gradients_cost_what_their_dtype_does() -> None:
 
 
 def test_compute_hides_communication_up_to_its_own_length() -> None:
-    layout = Layout(Degrees(1, 4, 1), 1, 4, zero=3)
+    layout = ParallelLayout(ParallelDims(1, 4, 1), 1, 4, zero=3)
     hidden = [
         price(
-            ClusterPrices(ONE, replace(workload(global_batch=16), overlap=part)), layout, (0, 6), [Slot((1,))]
+            ClusterPrices(ONE, replace(workload(global_batch=16), overlap=part)),
+            layout,
+            (0, 6),
+            [StageSlot((1,))],
         )
         for part in (0.0, 0.5, 1.0)
     ]
@@ -151,7 +154,7 @@ def test_compute_hides_communication_up_to_its_own_length() -> None:
 
 
 def test_recomputation_takes_a_forward_and_keeps_inputs() -> None:
-    plain, full = plan_of(), plan_of(recompute=Recompute.FULL)
+    plain, full = plan_of(), plan_of(recompute=RecomputeLayers.FULL)
     assert full.seconds.recompute > 0.2 * full.seconds.compute
     assert full.stages[0].activations < plain.stages[0].activations
     assert full.seconds.compute == plain.seconds.compute
@@ -159,8 +162,8 @@ def test_recomputation_takes_a_forward_and_keeps_inputs() -> None:
 
 def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
     prices = ClusterPrices(FOUR, workload(global_batch=16))
-    layout = Layout(Degrees(4, 2, 2), 1, 8)
-    plan = price(prices, layout, (0, 2, 3, 4, 6), [Slot((1,))] * 4)
+    layout = ParallelLayout(ParallelDims(4, 2, 2), 1, 8)
+    plan = price(prices, layout, (0, 2, 3, 4, 6), [StageSlot((1,))] * 4)
     seconds = plan.seconds
     assert seconds.total == pytest.approx(plan.step_seconds)
     assert seconds.embedding > 0
@@ -169,7 +172,7 @@ def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
         ClusterPrices(FOUR, Workload(shape=free, global_batch=16)), layout, plan.bounds, plan.slots
     )
     assert untied.seconds.embedding == 0.0
-    slow_network = cluster((replace(node_type(FAST, 4), outside=Wire(1e8, 2e-5)), 4))
+    slow_network = cluster((replace(node_type(FAST, 4), outside=NetworkLink(1e8, 2e-5)), 4))
     slower = price(ClusterPrices(slow_network, prices.workload), layout, plan.bounds, plan.slots)
     # Of three borders one belongs to the slowest stage, the others to the bubble.
     sent = 2 * prices.border_bytes(layout)[2] * 4 * (1e-8 - 2e-10)
@@ -179,9 +182,14 @@ def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
 
 def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:
     prices = ClusterPrices(FOUR, workload(global_batch=16))
-    homes = [prices.home(Layout(Degrees(1, 16 // tp, tp), 1, 1), Slot((4,))) for tp in (1, 4)]
+    homes = [
+        prices.home(ParallelLayout(ParallelDims(1, 16 // tp, tp), 1, 1), StageSlot((4,))) for tp in (1, 4)
+    ]
     assert homes[0].data.wire.bandwidth == 4 * homes[1].data.wire.bandwidth == 5e9
-    assert prices.home(Layout(Degrees(8, 2, 1), 1, 1), Slot((1,), 2)).data.wire == node_type(FAST).inside
+    assert (
+        prices.home(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.wire
+        == node_type(FAST).inside
+    )
 
 
 @pytest.mark.parametrize("bounds", [(0, 3), (0, 3, 3), (1, 3, 6), (0, 3, 5)])
@@ -190,12 +198,14 @@ def test_stages_that_do_not_make_the_model_are_refused(bounds: tuple[int, ...]) 
     with pytest.raises(
         ValueError, match="2 stages of 6 items need 3 ascending bounds from 0 to 6 and 2 slots"
     ):
-        price(prices, Layout(Degrees(2, 8, 1), 1, 1), bounds, [Slot((2,))] * 2)
+        price(prices, ParallelLayout(ParallelDims(2, 8, 1), 1, 1), bounds, [StageSlot((2,))] * 2)
 
 
 def test_the_memory_of_the_smallest_device_is_the_limit() -> None:
     mixed = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
     prices = ClusterPrices(mixed, workload(global_batch=16))
-    plan = price(prices, Layout(Degrees(2, 4, 1), 1, 4), (0, 3, 6), [Slot((1, 0)), Slot((0, 1))])
+    plan = price(
+        prices, ParallelLayout(ParallelDims(2, 4, 1), 1, 4), (0, 3, 6), [StageSlot((1, 0)), StageSlot((0, 1))]
+    )
     assert [stage.limit for stage in plan.stages] == [FAST.memory, SLOW.memory]
     assert plan.peak is plan.stages[1]

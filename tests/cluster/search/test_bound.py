@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.hardware import Cluster, Gpu, NodeType, Wire
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Workload
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeType
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.layouts import arrange, best_layouts
-from osdp.cluster.search.space import Space, families
+from osdp.cluster.search.space import LayoutSpace, families
 from osdp.cluster.transformer import TransformerShape
 from tests.helpers.clusters import SLOW, cluster, node_type, shape
 
@@ -50,17 +50,17 @@ def random_problem(seed: int) -> tuple[Cluster, Workload]:
     for kind in range(draw.choice([1, 1, 2, 3])):
         memory = int(states * draw.choice([0.1, 0.2, 0.3, 0.5, 1, 2]) * draw.uniform(0.7, 1.5))
         gpu = Gpu(f"gpu{kind}", draw.choice([5e13, 1e14, 3e14]), memory, draw.choice([3e11, 2e12]))
-        inside = Wire(draw.choice([1e9, 1e10, 3e11]), draw.choice([0.0, 1e-5]))
-        outside = Wire(draw.choice([1e8, 1e9, 5e9]), draw.choice([0.0, 1e-4]))
+        inside = NetworkLink(draw.choice([1e9, 1e10, 3e11]), draw.choice([0.0, 1e-5]))
+        outside = NetworkLink(draw.choice([1e8, 1e9, 5e9]), draw.choice([0.0, 1e-4]))
         node = NodeType(f"node{kind}", gpu, draw.choice([1, 2, 4]), inside, outside)
         groups.append((node, draw.choice([1, 2, 3])))
     return cluster(*groups), load
 
 
-def check(devices: Cluster, load: Workload, space: Space) -> float:
+def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
     """Every bound against what it bounds, and the first rows against all; returns the best."""
     prices = ClusterPrices(devices, load)
-    found: dict[Layout, ClusterPlan] = {}
+    found: dict[ParallelLayout, ClusterPlan] = {}
     for family in families(devices, devices.counts, load, space):
         loose = family_bound(prices, family)
         for way in family.ways:
@@ -81,9 +81,9 @@ def test_the_first_rows_of_random_problems_are_the_best_of_all(first: int) -> No
     checked = 0
     for seed in range(first, first + 20):
         devices, load = random_problem(seed)
-        known = families(devices, devices.counts, load, Space())
+        known = families(devices, devices.counts, load, LayoutSpace())
         if sum(len(family.ways) for family in known) <= _MOST:
-            check(devices, load, Space())
+            check(devices, load, LayoutSpace())
             checked += 1
     assert checked
 
@@ -93,9 +93,11 @@ def test_ways_that_come_out_alike_do_not_hide_the_layout_in_which_they_are() -> 
         name="small", layers=7, hidden=256, heads=4, sequence=64, vocabulary=32000, feed_forward=512
     )
     load = Workload(shape=model, global_batch=2, update_bytes=0, reserve=2**28)
-    node = NodeType("node", Gpu("gpu", 5e13, 336484191, 2e12), 4, Wire(1e9, 0.0), Wire(5e9, 0.0))
+    node = NodeType(
+        "node", Gpu("gpu", 5e13, 336484191, 2e12), 4, NetworkLink(1e9, 0.0), NetworkLink(5e9, 0.0)
+    )
     devices = cluster((node, 3))
-    best = check(devices, load, Space(tp=(2,), pp=(3,), schedules=("1f1b",)))
+    best = check(devices, load, LayoutSpace(tp=(2,), pp=(3,), schedules=("1f1b",)))
     # Stages that are each as fast as can be are not together: by item it would be 0.036656 s.
     assert best == pytest.approx(0.036126, rel=1e-4)
 
@@ -104,7 +106,7 @@ def test_an_untied_head_leaves_two_embeddings_that_a_stage_may_share() -> None:
     load = Workload(
         shape=replace(shape(2, decoder_layers=2, vocabulary=32000), tied=False, causal=False), global_batch=4
     )
-    check(cluster((node_type(SLOW, 2), 1)), load, Space())
+    check(cluster((node_type(SLOW, 2), 1)), load, LayoutSpace())
 
 
 def test_a_stage_may_have_an_end_of_the_chain_alone() -> None:
@@ -112,7 +114,9 @@ def test_a_stage_may_have_an_end_of_the_chain_alone() -> None:
         name="small", layers=4, hidden=256, heads=4, sequence=64, vocabulary=4000, feed_forward=512
     )
     load = Workload(shape=model, global_batch=2, weight_bytes=4, overlap=1.0, reserve=2**28, update_bytes=0)
-    node = NodeType("node", Gpu("gpu", 1e14, 281340924, 2e12), 4, Wire(3e11, 0.0), Wire(1e8, 1e-4))
-    space = Space(pp=(6,), tp=(2,), recompute=(Recompute.FULL,), schedules=("1f1b",))
+    node = NodeType(
+        "node", Gpu("gpu", 1e14, 281340924, 2e12), 4, NetworkLink(3e11, 0.0), NetworkLink(1e8, 1e-4)
+    )
+    space = LayoutSpace(pp=(6,), tp=(2,), recompute=(RecomputeLayers.FULL,), schedules=("1f1b",))
     assert check(cluster((node, 3)), load, space) == pytest.approx(0.049191, rel=1e-4)
     assert check(cluster((node, 3)), load, replace(space, samples=(2,))) < math.inf

@@ -8,11 +8,11 @@ import pytest
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, Layout, Recompute, Slot, Workload
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.layouts import arrange, best_layouts, every_layout
-from osdp.cluster.search.space import Space, cells_of, families
-from osdp.plan.dims import Degrees
+from osdp.cluster.search.space import LayoutSpace, cells_of, families
+from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, GIB, SLOW, cluster, node_type, shape, workload
 
 MIXED = cluster((node_type(FAST, 2), 1), (node_type(SLOW, 2), 3))
@@ -33,10 +33,10 @@ CASES = [
 @pytest.mark.parametrize(("devices", "load"), CASES)
 def test_the_best_rows_are_those_of_the_whole_list(devices: Cluster, load: Workload) -> None:
     prices = ClusterPrices(devices, load)
-    every = list(every_layout(prices, Space()))
+    every = list(every_layout(prices, LayoutSpace()))
     whole = sorted(plan.step_seconds for plan in every if plan.fits)
-    found = best_layouts(prices, Space(), top=5)
-    known = families(devices, devices.counts, load, Space())
+    found = best_layouts(prices, LayoutSpace(), top=5)
+    known = families(devices, devices.counts, load, LayoutSpace())
     assert found.candidates == sum(len(family.ways) for family in known)
     # What is decided item by item, and best alike, is listed as what it is.
     layouts = [plan.layout for plan in every]
@@ -48,7 +48,7 @@ def test_the_best_rows_are_those_of_the_whole_list(devices: Cluster, load: Workl
     assert all(plan.fits for plan in found.plans)
     assert [plan.optimal for plan in found.plans[:2]] == [True, False][: len(found.plans)]
     assert found.arranged < found.candidates
-    assert best_layouts(ClusterPrices(devices, load), Space(), top=5).plans == found.plans
+    assert best_layouts(ClusterPrices(devices, load), LayoutSpace(), top=5).plans == found.plans
 
 
 def _counts(plan: ClusterPlan) -> bool:
@@ -59,7 +59,7 @@ def _counts(plan: ClusterPlan) -> bool:
 def test_bounds_lie_below_what_they_bound(devices: Cluster, load: Workload) -> None:
     prices = ClusterPrices(devices, load)
     tight = 0
-    for family in families(devices, devices.counts, load, Space()):
+    for family in families(devices, devices.counts, load, LayoutSpace()):
         loose = family_bound(prices, family)
         for way in family.ways:
             bound = lower_bound(prices, way, family.cells)
@@ -73,9 +73,13 @@ def test_bounds_lie_below_what_they_bound(devices: Cluster, load: Workload) -> N
 
 def test_an_arrangement_is_the_best_of_all_that_the_judge_prices() -> None:
     prices = ClusterPrices(MIXED, workload(6))
-    for degrees in (Degrees(4, 2, 1), Degrees(4, 1, 2), Degrees(8, 1, 1)):
-        for schedule, way in (("1f1b", Recompute.NONE), ("interleaved", Recompute.NONE), ("1f1b", None)):
-            layout = Layout(degrees, 1, 8 // degrees.dp, schedule, recompute=way)
+    for degrees in (ParallelDims(4, 2, 1), ParallelDims(4, 1, 2), ParallelDims(8, 1, 1)):
+        for schedule, way in (
+            ("1f1b", RecomputeLayers.NONE),
+            ("interleaved", RecomputeLayers.NONE),
+            ("1f1b", None),
+        ):
+            layout = ParallelLayout(degrees, 1, 8 // degrees.dp, schedule, recompute=way)
             cells = cells_of(MIXED, MIXED.counts, degrees.tp * degrees.dp)
             assert cells is not None
             kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
@@ -99,13 +103,13 @@ def test_cells_hold_all_nodes_or_there_are_none() -> None:
     quarter, whole, pair = (cells_of(devices, devices.counts, size) for size in (1, 4, 8))
     assert quarter is not None and whole is not None and pair is not None
     assert (quarter.slots, quarter.counts, quarter.stages) == (
-        (Slot((1, 0), 4), Slot((0, 1), 4)),
+        (StageSlot((1, 0), 4), StageSlot((0, 1), 4)),
         (1, 7),
         (4, 4),
     )
     assert (whole.counts, whole.num_orders) == ((1, 7), 8)
     # The odd node of each kind makes a stage with the other.
-    assert (pair.slots, pair.counts) == ((Slot((0, 2)), Slot((1, 1))), (3, 1))
+    assert (pair.slots, pair.counts) == ((StageSlot((0, 2)), StageSlot((1, 1))), (3, 1))
     assert cells_of(devices, devices.counts, 3) is None
     assert cells_of(devices, (1, 6), 8) is None
     alone = cells_of(devices, (0, 7), 4)
@@ -115,16 +119,16 @@ def test_cells_hold_all_nodes_or_there_are_none() -> None:
 def test_a_mixed_stage_has_the_slowest_pace_and_the_smallest_memory() -> None:
     devices = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
     prices = ClusterPrices(devices, workload())
-    layout = Layout(Degrees(1, 8, 1), 1, 1)
-    mixed = prices.stage_prices(layout, Slot((1, 1)))
-    slow = ClusterPrices(cluster((node_type(SLOW, 4), 2)), workload()).stage_prices(layout, Slot((2,)))
+    layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1)
+    mixed = prices.stage_prices(layout, StageSlot((1, 1)))
+    slow = ClusterPrices(cluster((node_type(SLOW, 4), 2)), workload()).stage_prices(layout, StageSlot((2,)))
     assert mixed.home.limit == SLOW.memory
     assert np.array_equal(mixed.seconds, slow.seconds)
 
 
 def test_narrowing_the_space_narrows_the_answer() -> None:
     prices = ClusterPrices(MIXED, workload())
-    space = Space(tp=(2,), pp=(4,), zero=(0,), schedules=("1f1b",))
+    space = LayoutSpace(tp=(2,), pp=(4,), zero=(0,), schedules=("1f1b",))
     found = best_layouts(prices, space, top=100)
     assert found.plans
     assert {(plan.layout.degrees.tp, plan.layout.degrees.pp) for plan in found.plans} == {(2, 4)}

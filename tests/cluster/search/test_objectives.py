@@ -7,12 +7,12 @@ import pytest
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.layouts import best_layouts
-from osdp.cluster.search.objectives import Objective, Wish, best_plans, not_beaten, pareto, parts_of
-from osdp.cluster.search.space import Space
+from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, not_beaten, pareto, parts_of
+from osdp.cluster.search.space import LayoutSpace
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
 PRICED = cluster((node_type(FAST, 2, per_hour=9.0), 2), (node_type(SLOW, 2, per_hour=2.0), 2))
-SPACE = Space(schedules=("1f1b",))
+SPACE = LayoutSpace(schedules=("1f1b",))
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +40,26 @@ def test_parts_are_all_numbers_of_nodes_once(prices: ClusterPrices) -> None:
 def test_the_least_time_and_the_least_cost_are_those_of_all_parts(
     prices: ClusterPrices, every: list[ClusterPlan]
 ) -> None:
-    time = best_plans(prices, SPACE, Wish(parts=True)).plans[0]
-    cost = best_plans(prices, SPACE, Wish(objective=Objective.COST, parts=True)).plans[0]
+    time = best_plans(prices, SPACE, PlannerGoal(parts=True)).plans[0]
+    cost = best_plans(prices, SPACE, PlannerGoal(objective=Objective.COST, parts=True)).plans[0]
     assert time.step_seconds == min(plan.step_seconds for plan in every)
     assert dollars(cost) == min(map(dollars, every))
     assert dollars(cost) < dollars(time)
-    assert best_plans(prices, SPACE, Wish()).plans[0].step_seconds >= time.step_seconds
+    assert best_plans(prices, SPACE, PlannerGoal()).plans[0].step_seconds >= time.step_seconds
 
 
 def test_limits_are_kept_and_used(prices: ClusterPrices, every: list[ClusterPlan]) -> None:
     for chosen in every:
-        budget = best_plans(prices, SPACE, Wish(parts=True, step_dollars=dollars(chosen))).plans[0]
+        budget = best_plans(prices, SPACE, PlannerGoal(parts=True, step_dollars=dollars(chosen))).plans[0]
         possible = [plan.step_seconds for plan in every if dollars(plan) <= dollars(chosen) * (1 + 1e-12)]
         assert budget.step_seconds == pytest.approx(min(possible), rel=1e-12)
-        wish = Wish(objective=Objective.COST, parts=True, step_seconds=chosen.step_seconds)
+        wish = PlannerGoal(objective=Objective.COST, parts=True, step_seconds=chosen.step_seconds)
         late = best_plans(prices, SPACE, wish).plans[0]
         assert dollars(late) == pytest.approx(
             min(dollars(plan) for plan in every if plan.step_seconds <= chosen.step_seconds * (1 + 1e-12)),
             rel=1e-12,
         )
-    assert best_plans(prices, SPACE, Wish(parts=True, step_seconds=1e-9)).plans == ()
+    assert best_plans(prices, SPACE, PlannerGoal(parts=True, step_seconds=1e-9)).plans == ()
 
 
 def test_the_front_is_what_nothing_beats(prices: ClusterPrices, every: list[ClusterPlan]) -> None:
@@ -77,9 +77,9 @@ def test_the_front_is_what_nothing_beats(prices: ClusterPrices, every: list[Clus
 
 def test_cost_without_a_price_is_asked_for() -> None:
     unpriced = ClusterPrices(cluster((node_type(FAST, 2), 1)), workload())
-    for wish in (Wish(objective=Objective.COST), Wish(step_dollars=1.0)):
+    for wish in (PlannerGoal(objective=Objective.COST), PlannerGoal(step_dollars=1.0)):
         with pytest.raises(ValueError, match="the price of fast is unknown, and none is assumed: add"):
             best_plans(unpriced, SPACE, wish)
     with pytest.raises(ValueError, match="the price of fast is unknown"):
         pareto(unpriced, SPACE)
-    assert best_plans(unpriced, SPACE, Wish(step_seconds=math.inf)).plans
+    assert best_plans(unpriced, SPACE, PlannerGoal(step_seconds=math.inf)).plans

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.stage_table import Stretches
-from osdp.cluster.search.placement import CellKind, Problem, place
+from osdp.cluster.cost.stage_table import StageTables
+from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
 
 Floats = NDArray[np.float64]
 
 
-def problem_of(generator: np.random.Generator, *, tight: bool) -> Problem:
+def problem_of(generator: np.random.Generator, *, tight: bool) -> PlacementProblem:
     items = int(generator.integers(3, 7))
     kinds = int(generator.integers(1, 3))
     cells = []
@@ -40,14 +40,14 @@ def problem_of(generator: np.random.Generator, *, tight: bool) -> Problem:
             sums: Floats = sums,
             ends: Floats = ends,
             dearer: int = dearer,
-        ) -> Stretches:
+        ) -> StageTables:
             index = np.arange(items + 1)
             fits = index[None, :] - index[:, None] <= room[rank]
-            return Stretches(sums + dearer * rank, ends, fits) if dearer else Stretches(sums, ends, fits)
+            return StageTables(sums + dearer * rank, ends, fits) if dearer else StageTables(sums, ends, fits)
 
         borders = generator.integers(0, 3, (kinds + 1, items + 1)).astype(float)
         cells.append(
-            CellKind(
+            SlotGroup(
                 count=int(generator.integers(1, 3)),
                 stages=int(generator.integers(1, 3)),
                 at=at,
@@ -55,10 +55,12 @@ def problem_of(generator: np.random.Generator, *, tight: bool) -> Problem:
                 after=tuple(borders[:-1]),
             )
         )
-    return Problem(tuple(cells), float(generator.integers(0, 6)), float(generator.choice([1.0, 0.5])))
+    return PlacementProblem(
+        tuple(cells), float(generator.integers(0, 6)), float(generator.choice([1.0, 0.5]))
+    )
 
 
-def every_way(problem: Problem) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+def every_way(problem: PlacementProblem) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
     cells = problem.cells
     order = [kind for kind, cell in enumerate(cells) for _ in range(cell.count)]
     for kinds in sorted(set(permutations(order))):

@@ -4,7 +4,7 @@ import pytest
 
 from osdp.cost.pipeline.memory import StageMemory, rank_peak
 from osdp.plan.schedule import SCHEDULES, make_schedule
-from osdp.plan.schedules import Action, Kind
+from osdp.plan.schedules import Action, ActionKind
 
 #: States 100, gradients 10 of which the largest is 4, activations 20, and 5 on top in either pass.
 STAGE = StageMemory(
@@ -19,12 +19,14 @@ def test_the_last_rank_of_1f1b_holds_one_microbatch():
     last = StageMemory(**{name: getattr(STAGE, name) for name in STAGE.__slots__} | {"sent": 0})
     found = rank_peak(make_schedule("1f1b", 2, 4), 1, [STAGE, last], resident=7)
     assert found.nbytes == 7 + 100 + 10 + 1 + 29 + 1 + 1
-    assert found.action is not None and found.action.kind is Kind.BACKWARD and found.action.microbatch > 0
+    assert (
+        found.action is not None and found.action.kind is ActionKind.BACKWARD and found.action.microbatch > 0
+    )
 
 
 def test_gpipe_has_all_activations_but_no_gradients_yet_when_the_first_backward_begins():
     found = rank_peak(make_schedule("gpipe", 2, 6), 1, [STAGE, STAGE], resident=0)
-    assert found.action == Action(Kind.BACKWARD, 1, 0)
+    assert found.action == Action(ActionKind.BACKWARD, 1, 0)
     # Five other microbatches, this one, the gradient it starts from and those of the next two.
     assert found.nbytes == 100 + 5 * 21 + 1 + 27 + 2 + 2 * 2
 

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
 from osdp.api import make_pipeline_plan
 from osdp.errors import PlanMismatchError
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.inputs import usable_schedules
-from osdp.plan.dims import Degrees, degrees
+from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Mode
 from osdp.profiler.roofline import estimate
 from osdp.runtime import checkpoint
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
@@ -29,7 +29,7 @@ from tests.helpers.stage_nets import LateTiedNet, TiedNet, batch, loss_fn, targe
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
-RECOMPUTE = Rules(recompute=True)
+RECOMPUTE = SearchOptions(recompute=True)
 
 
 def devices(dp: int, memory_limit: int = 2**30) -> DeviceInfo:
@@ -39,7 +39,7 @@ def devices(dp: int, memory_limit: int = 2**30) -> DeviceInfo:
     # Nothing is measured: which rank has which stage must not depend on how busy the machine is.
     return DeviceInfo(
         memory_limit=memory_limit, devices_per_node=dp, links=links, flops=1e9, memory_bandwidth=1e9,
-        stage_link=StageLink(1e-4, 1e8),
+        stage_link=PointToPointLink(1e-4, 1e8),
     )  # fmt: skip
 
 
@@ -194,8 +194,8 @@ def check_tie_on_one_rank(mode: Mode, path: str) -> None:
     model, training = late_tied(), Training(local_batch=2, microbatches=PARTS)
     model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
     candidate = Candidate(training, estimate(model_desc, devices(2), training))
-    bounds, layout = (0, 1, 3, 5, len(flow.steps)), Degrees(2, 2, 1)
-    rules = Rules(allowed=(mode,))
+    bounds, layout = (0, 1, 3, 5, len(flow.steps)), ParallelDims(2, 2, 1)
+    rules = SearchOptions(allowed=(mode,))
     plan = plan_at(bounds, model_desc, flow, candidate, devices(2), rules, layout, "interleaved")
     assert plan.ties[0].stages == (1, 3)
     staged = OSDP(late_tied(), plan=plan)
@@ -244,7 +244,7 @@ def halves(limit: int) -> PipelinePlan:
     model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
     middle = [step.module for step in flow.steps].index("blocks.2")
     candidate = Candidate(training, estimate(model_desc, devices(1), training))
-    bounds, layout = (0, middle, len(flow.steps)), Degrees(2, 1, 1)
+    bounds, layout = (0, middle, len(flow.steps)), ParallelDims(2, 1, 1)
     return plan_at(bounds, model_desc, flow, candidate, devices(1, limit), RECOMPUTE, layout, "gpipe")
 
 
@@ -342,16 +342,16 @@ def test_a_schedule_that_cannot_run_is_refused_before_anything_is_measured(
 
 def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:
     with pytest.raises(ValueError, match=r"dp=1 \(here 2\)"):
-        usable_schedules("zb-h1", Degrees(2, 2, 1), Training())
+        usable_schedules("zb-h1", ParallelDims(2, 2, 1), Training())
     with pytest.raises(ValueError, match="param_dtype"):
-        usable_schedules("zb-v", Degrees(2, 1, 1), Training(param_dtype="bfloat16"))
-    assert "zb-h1" in usable_schedules(None, Degrees(2, 1, 1), Training())
-    assert "zb-h1" not in usable_schedules(None, Degrees(2, 2, 1), Training())
+        usable_schedules("zb-v", ParallelDims(2, 1, 1), Training(param_dtype="bfloat16"))
+    assert "zb-h1" in usable_schedules(None, ParallelDims(2, 1, 1), Training())
+    assert "zb-h1" not in usable_schedules(None, ParallelDims(2, 2, 1), Training())
 
 
 def test_degrees_follow_from_each_other() -> None:
-    assert degrees(8, dp=2) == Degrees(4, 2, 1)
-    assert degrees(8, pp=2, tp=2) == Degrees(2, 2, 2)
+    assert degrees(8, dp=2) == ParallelDims(4, 2, 1)
+    assert degrees(8, pp=2, tp=2) == ParallelDims(2, 2, 2)
     with pytest.raises(ValueError, match="pp=3 does not divide the 8 ranks"):
         degrees(8, pp=3)
 

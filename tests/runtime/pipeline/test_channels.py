@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from osdp.runtime.pipeline.apply import AppliedPipeline, ordered_channels
-from osdp.runtime.pipeline.messages import Address, Mail
+from osdp.runtime.pipeline.apply import PipelinedModel, ordered_channels
+from osdp.runtime.pipeline.messages import MessageKey, Messenger
 from tests.helpers import distributed
 from tests.helpers.stage_nets import batch, loss_fn, targets
 from tests.runtime.pipeline.test_apply import SAMPLES, net, wrapped
@@ -16,7 +16,7 @@ from tests.runtime.pipeline.test_apply import SAMPLES, net, wrapped
 Posted = dict[tuple[int, int], list[torch.Size]]
 
 
-def with_channels(applied: AppliedPipeline, group: dist.ProcessGroup) -> Any:
+def with_channels(applied: PipelinedModel, group: dist.ProcessGroup) -> Any:
     placement = applied.plan.make_schedule().placement
     return ordered_channels(applied.plan, placement, group, applied._level)
 
@@ -25,21 +25,23 @@ def posts(schedule: str) -> tuple[Posted, Posted, float]:
     """What a rank sends and posts for on each channel, in order, in two steps of uneven microbatches."""
     sent: Posted = defaultdict(list)
     received: Posted = defaultdict(list)
-    post_send, receive = Mail._post_send, Mail._receive
+    post_send, receive = Messenger._post_send, Messenger._receive
 
-    def sends(mail: Mail, tensor: torch.Tensor, peer: int, address: Address, tag: int) -> None:
+    def sends(mail: Messenger, tensor: torch.Tensor, peer: int, address: MessageKey, tag: int) -> None:
         assert address.channel in mail._channels
         sent[address.channel].append(tensor.shape)
         post_send(mail, tensor, peer, address, tag)
 
-    def receives(mail: Mail, buffer: torch.Tensor, peer: int, address: Address, tag: int) -> dist.Work:
+    def receives(
+        mail: Messenger, buffer: torch.Tensor, peer: int, address: MessageKey, tag: int
+    ) -> dist.Work:
         received[address.channel].append(buffer.shape)
         return receive(mail, buffer, peer, address, tag)
 
     with (
-        mock.patch.object(AppliedPipeline, "_channels", with_channels),
-        mock.patch.object(Mail, "_post_send", sends),
-        mock.patch.object(Mail, "_receive", receives),
+        mock.patch.object(PipelinedModel, "_channels", with_channels),
+        mock.patch.object(Messenger, "_post_send", sends),
+        mock.patch.object(Messenger, "_receive", receives),
     ):
         model = wrapped(net(), pp=dist.get_world_size(), schedule=schedule)
         for length in (5, 7):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osdp import OSDP
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Mode
 from tests.helpers import distributed
 from tests.runtime.token_slices.test_slicing import decoder, plan_of, staged, wrapped
@@ -78,7 +78,7 @@ def in_two_stages(plans: dict[str, str]) -> None:
 
 
 def test_stages_generate_what_transformers_does() -> None:
-    plans = {name: plan_of(name, Degrees(2, 1, 1)) for name in ("gpt2", "opt", "mistral")}
+    plans = {name: plan_of(name, ParallelDims(2, 1, 1)) for name in ("gpt2", "opt", "mistral")}
     distributed.run(2, in_two_stages, plans, timeout=120)
 
 
@@ -104,5 +104,5 @@ def interleaved() -> None:
 
 
 def test_data_and_tensor_parallel_ranks_generate_the_same() -> None:
-    distributed.run(4, in_four_ranks, plan_of("gpt2", Degrees(2, 2, 1), Mode.FULL_SHARD), timeout=120)
+    distributed.run(4, in_four_ranks, plan_of("gpt2", ParallelDims(2, 2, 1), Mode.FULL_SHARD), timeout=120)
     distributed.run(2, interleaved, timeout=120)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.plan.plan import Mode, Plan
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
 from tests.helpers.plans import plan_by_hand, split
 from tests.test_parity import whole
@@ -96,7 +96,7 @@ PLANS: dict[str, Callable[[nn.Module, int], Plan]] = {
 }
 
 
-def start(kind: type[nn.Module], plan: str) -> tuple[nn.Module, AppliedPlan]:
+def start(kind: type[nn.Module], plan: str) -> tuple[nn.Module, ShardedModel]:
     torch.manual_seed(5)
     net = kind().double()
     made = PLANS[plan](net, dist.get_world_size())

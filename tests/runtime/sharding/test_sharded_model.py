@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from osdp.plan.plan import Mode
-from osdp.runtime import AppliedPlan, apply
+from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
@@ -25,7 +25,7 @@ FEW = ("replicate all", "shard all", "mixed leaves")
 
 def start(
     layout: str, *, find_unused_parameters: bool = True, param_dtype: str | None = None, **options: Any
-) -> tuple[Net, AppliedPlan]:
+) -> tuple[Net, ShardedModel]:
     torch.manual_seed(7)
     net = Net(gated=False, **options)
     modes, groups = LAYOUTS[layout]
@@ -359,7 +359,7 @@ BRANCHES: dict[str, Any] = {
 }
 
 
-def branches(layout: str, *, find: bool) -> tuple[Branches, AppliedPlan]:
+def branches(layout: str, *, find: bool) -> tuple[Branches, ShardedModel]:
     torch.manual_seed(3)
     net = Branches()
     modes, groups = BRANCHES[layout]

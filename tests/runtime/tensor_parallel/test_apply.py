@@ -21,7 +21,7 @@ from osdp.errors import PlanMismatchError
 from osdp.nn.modules import kind_of
 from osdp.plan.plan import Mode, Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
-from osdp.runtime import AppliedPlan, apply, checkpoint
+from osdp.runtime import ShardedModel, apply, checkpoint
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.tensor_parallel import parallelize
 from osdp.tracing.tensor_parallel.derive import derive
@@ -223,7 +223,7 @@ def data_plan(case: Case, model: nn.Module, ranks: int) -> Plan:
     return replace(plan, recomputed=tuple(blocks)) if case.recomputed else plan
 
 
-def both(case: Case, mesh: DeviceMesh, start: nn.Module, plan: TensorParallelPlan) -> AppliedPlan:
+def both(case: Case, mesh: DeviceMesh, start: nn.Module, plan: TensorParallelPlan) -> ShardedModel:
     if case.on_meta:
         with torch.device("meta"):
             model = build(case.name)

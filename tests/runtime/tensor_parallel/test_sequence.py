@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, codec
 from osdp.api import make_pipeline_plan, make_tensor_plan
-from osdp.hardware.device_info import COLLECTIVES, StageLink
+from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from osdp.model.training import Training
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.roofline import estimate
@@ -73,10 +73,10 @@ def test_gradients_on_two_ranks() -> None:
     run(2, alone, plans, timeout=120)
 
 
-def planned(name: str, layout: Degrees, *, sequence_parallel: bool = True) -> PipelinePlan:
+def planned(name: str, layout: ParallelDims, *, sequence_parallel: bool = True) -> PipelinePlan:
     link = {"latency": 1e-6, "bandwidth": 1e10}
     info = DeviceInfo(
-        memory_limit=2**40, devices_per_node=layout.dp, stage_link=StageLink(**link), flops=1e9,
+        memory_limit=2**40, devices_per_node=layout.dp, stage_link=PointToPointLink(**link), flops=1e9,
         links=tuple(Link(kind, "world", layout.dp, **link) for kind in COLLECTIVES),
         tensor_links=tuple(Link(kind, "tensor", 2, **link) for kind in COLLECTIVES), memory_bandwidth=1e10,
     )  # fmt: skip
@@ -103,14 +103,14 @@ def beside(plans: dict[tuple[str, str], PipelinePlan]) -> None:
 
 
 def test_gradients_beside_stages_and_replicas() -> None:
-    layouts = {"stages": Degrees(2, 1, 2), "replicas": Degrees(1, 2, 2)}
+    layouts = {"stages": ParallelDims(2, 1, 2), "replicas": ParallelDims(1, 2, 2)}
     plans = {(name, kind): planned(name, layout) for name in NAMES for kind, layout in layouts.items()}
     run(4, beside, plans, timeout=170)
 
 
 def test_activations_between_regions_take_less_memory() -> None:
     peaks = [
-        planned("llama", Degrees(1, 1, 2), sequence_parallel=shared).predicted.peak_bytes
+        planned("llama", ParallelDims(1, 1, 2), sequence_parallel=shared).predicted.peak_bytes
         for shared in (True, False)
     ]
     assert peaks[0] < peaks[1]

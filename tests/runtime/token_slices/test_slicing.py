@@ -12,14 +12,14 @@ from torch import nn
 
 from osdp import OSDP, ModelDesc, Training, codec
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
-from osdp.plan.dims import Degrees
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Mode
 from osdp.plan.shard_math import slice_bounds
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.runtime.token_slices.kv_prefix import Prefix
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
@@ -69,7 +69,7 @@ def reference(
 
 def plan_of(
     name: str,
-    layout: Degrees,
+    layout: ParallelDims,
     mode: Mode = Mode.NO_SHARD,
     computed: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -83,7 +83,7 @@ def plan_of(
     bounds = [*slice_bounds(len(flow.steps), layout.pp)]
     candidate = Candidate(training, estimate(model_desc, device, training))
     cuts = (0, *(stop for _, stop in bounds))
-    rules = Rules(allowed=(mode,))
+    rules = SearchOptions(allowed=(mode,))
     return codec.to_json(plan_at(cuts, model_desc, flow, candidate, device, rules, layout, "1f1b"))
 
 
@@ -151,7 +151,7 @@ def slices_of_the_plan(plan: str) -> None:
 
 
 def test_a_plan_says_how_sequences_are_cut() -> None:
-    distributed.run(2, slices_of_the_plan, plan_of("gpt2", Degrees(2, 1, 1)))
+    distributed.run(2, slices_of_the_plan, plan_of("gpt2", ParallelDims(2, 1, 1)))
 
 
 def decoders_in_two_stages(plans: dict[str, str], exact: dict[str, str], low: str) -> None:
@@ -167,9 +167,9 @@ def decoders_in_two_stages(plans: dict[str, str], exact: dict[str, str], low: st
 
 
 def test_slices_give_the_gradients_of_whole_sequences_on_every_decoder() -> None:
-    plans = {name: plan_of(name, Degrees(2, 1, 1)) for name in DECODERS}
-    low = plan_of("llama", Degrees(2, 1, 1), computed="bfloat16")
-    exact = {name: plan_of(name, Degrees(2, 1, 1), dtype=torch.float64) for name in ("gpt2", "mistral")}
+    plans = {name: plan_of(name, ParallelDims(2, 1, 1)) for name in DECODERS}
+    low = plan_of("llama", ParallelDims(2, 1, 1), computed="bfloat16")
+    exact = {name: plan_of(name, ParallelDims(2, 1, 1), dtype=torch.float64) for name in ("gpt2", "mistral")}
     distributed.run(2, decoders_in_two_stages, plans, exact, low, timeout=120)
 
 
@@ -180,8 +180,8 @@ def beside_other_axes(sharded: str, four: str) -> None:
 
 
 def test_slices_beside_data_and_tensor_parallelism() -> None:
-    sharded = plan_of("gpt2", Degrees(2, 2, 1), Mode.FULL_SHARD)
-    distributed.run(4, beside_other_axes, sharded, plan_of("llama", Degrees(4, 1, 1)), timeout=120)
+    sharded = plan_of("gpt2", ParallelDims(2, 2, 1), Mode.FULL_SHARD)
+    distributed.run(4, beside_other_axes, sharded, plan_of("llama", ParallelDims(4, 1, 1)), timeout=120)
 
 
 # -- recomputation, memory ---------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def recomputed(plan: str) -> None:
 
 
 def test_recomputation_finds_the_keys_and_values_of_before_the_slice() -> None:
-    plan = codec.from_json(PipelinePlan, plan_of("gpt2", Degrees(1, 1, 1)))
+    plan = codec.from_json(PipelinePlan, plan_of("gpt2", ParallelDims(1, 1, 1)))
     everything = replace(plan.stages[0].plan, recomputed=("transformer.h.0", "transformer.h.1"))
     plan = replace(plan, stages=(replace(plan.stages[0], plan=everything),))
     distributed.run(1, recomputed, codec.to_json(plan))

@@ -8,27 +8,27 @@ import torch
 
 from osdp import DeviceInfo, ModelDesc, Training
 from osdp.errors import InfeasibleError
-from osdp.hardware.device_info import StageLink
-from osdp.model.dataflow import Flow
-from osdp.plan.dims import Degrees
+from osdp.hardware.device_info import PointToPointLink
+from osdp.model.dataflow import Dataflow
+from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.profiler.roofline import estimate
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import best_pipeline, plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from tests.helpers.stage_nets import TiedNet, batch
 
-RULES, LAYOUT, MICROBATCHES = Rules(), Degrees(2, 1, 1), 4
+RULES, LAYOUT, MICROBATCHES = SearchOptions(), ParallelDims(2, 1, 1), 4
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved")
 
 
-def problem(layers: int, limit: int = 2**30) -> tuple[ModelDesc, Flow, Candidate, DeviceInfo]:
+def problem(layers: int, limit: int = 2**30) -> tuple[ModelDesc, Dataflow, Candidate, DeviceInfo]:
     torch.manual_seed(0)
     model, training = TiedNet(layers), Training(local_batch=2, microbatches=MICROBATCHES)
     device = DeviceInfo(
-        memory_limit=limit, flops=1e9, memory_bandwidth=1e9, stage_link=StageLink(1e-5, 1e8)
+        memory_limit=limit, flops=1e9, memory_bandwidth=1e9, stage_link=PointToPointLink(1e-5, 1e8)
     )  # fmt: skip
     model_desc = ModelDesc.from_module(model, batch(2))
     flow = trace_flow(model, SampleBatch.of(batch(2)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from osdp.search.sharding.chain import LAST_WORD, TOLERANCE, ChainProblem, Template, solve_chain
+from osdp.search.sharding.chain import LAST_WORD, TOLERANCE, ChainProblem, ItemShape, solve_chain
 from osdp.search.sharding.linear_relaxation import relax
 from osdp.search.sharding.milp import solve_milp
 
@@ -37,7 +37,7 @@ def random_problem(seed: int) -> ChainProblem:
     return ChainProblem(templates, tuple(kinds), num_times, constant, caps)
 
 
-def _template(rng: np.random.Generator, num_times: int, num_memory: int) -> Template:
+def _template(rng: np.random.Generator, num_times: int, num_memory: int) -> ItemShape:
     size = int(rng.integers(1, 4))
     spans = [(a, b) for a in range(size) for b in range(a + 1, size + 1)]
     # One candidate for each single position, so that there is a path, and some others.
@@ -47,10 +47,10 @@ def _template(rng: np.random.Generator, num_times: int, num_memory: int) -> Temp
     # Memory may sink where time grows; few distinct values, so that there are ties.
     times = rng.integers(0, 6, (*shape, num_times)) * 0.125
     memory = rng.integers(-2, 9, (*shape, num_memory)).astype(float)
-    return Template(size, start, stop, np.concatenate([times, memory], axis=2))
+    return ItemShape(size, start, stop, np.concatenate([times, memory], axis=2))
 
 
-def paths_of(template: Template) -> Iterator[tuple[int, ...]]:
+def paths_of(template: ItemShape) -> Iterator[tuple[int, ...]]:
     """All ways through one item."""
 
     def extend(position: int, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -192,5 +192,5 @@ def test_the_relaxation_has_the_value_of_the_linear_program(seed: int) -> None:
 
 def test_enumeration_is_one() -> None:
     """The oracle itself: two positions, two candidates each and one over both make five paths."""
-    template = Template(2, np.array([0, 0, 1, 1, 0]), np.array([1, 1, 2, 2, 2]), np.zeros((1, 5, 1)))
+    template = ItemShape(2, np.array([0, 0, 1, 1, 0]), np.array([1, 1, 2, 2, 2]), np.zeros((1, 5, 1)))
     assert set(paths_of(template)) == {*itertools.product((0, 1), (2, 3)), (4,)}

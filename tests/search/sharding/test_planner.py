@@ -14,14 +14,14 @@ from osdp.errors import InfeasibleError
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
 from osdp.plan.plan import UNGROUPED, Mode, Plan, Unit
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, batches, best_plan
 from osdp.search.sharding.solve import least_peak, solve, solve_bounded
 from osdp.text import format_bytes, format_seconds
 from tests.helpers.problems import random_device, random_model
 
-ONE_EACH = [Rules(allowed=(mode,)) for mode in UNGROUPED]
+ONE_EACH = [SearchOptions(allowed=(mode,)) for mode in UNGROUPED]
 
 
 def scaled(profile: Profile, batch: int) -> Profile:
@@ -47,10 +47,10 @@ def peak_range(seed: int) -> tuple[int, int]:
     return int(-(-least_peak(situation) // 1)), int(-(-fastest.outcome.peak // 1))
 
 
-def plan_within(seed: int, limit: int, rules: Rules | None = None) -> Plan:
+def plan_within(seed: int, limit: int, rules: SearchOptions | None = None) -> Plan:
     model_desc, profile = random_model(seed, 3, 2)
     device = random_device(seed, memory_limit=limit)
-    return best_plan(model_desc, [Candidate(Training(), profile)], device, rules or Rules())
+    return best_plan(model_desc, [Candidate(Training(), profile)], device, rules or SearchOptions())
 
 
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
@@ -133,7 +133,7 @@ def changed(plan: Plan, unit: Unit, mode: Mode) -> Plan:
 
 
 @pytest.mark.parametrize("rules", ONE_EACH, ids=lambda rules: rules.allowed[0].value)
-def test_forced_modes_say_so(rules: Rules) -> None:
+def test_forced_modes_say_so(rules: SearchOptions) -> None:
     plan = plan_within(1, 2**40, rules)
     (mode,) = rules.allowed
     in_root = {name for unit in plan.units if unit.root for name in unit.operators}

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.sharding.memory import memory_row
-from osdp.cost.sharding.problem import Situation, price_root
-from osdp.cost.sharding.simulate import Outcome, judge
+from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.simulate import StepEstimate, simulate_step
 from osdp.cost.sharding.strategies import is_recomputed, kept_of
 from osdp.cost.sharding.time import time_row
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.model.description import Operator, Parameter
 from osdp.plan.plan import Mode
-from osdp.search.options import Rules
+from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.milp import solve_milp
 from osdp.search.sharding.root_unit import root_choices
@@ -49,7 +49,7 @@ def following(space, position, taken):
     ]
 
 
-def space_of(situation: Situation, has_unit: bool, rules: Rules):
+def space_of(situation: ShardingProblem, has_unit: bool, rules: SearchOptions):
     return build_space(
         situation.timeline.chain,
         rules,
@@ -59,14 +59,16 @@ def space_of(situation: Situation, has_unit: bool, rules: Rules):
     )
 
 
-def brute_force(situation: Situation, rules: Rules) -> list[tuple[Outcome, tuple]]:
+def brute_force(situation: ShardingProblem, rules: SearchOptions) -> list[tuple[StepEstimate, tuple]]:
     found = []
     for sharded, replicated, has_unit in root_choices(situation.timeline.root, rules):
         root = price_root(situation, sharded, replicated, has_unit=has_unit)
         space = space_of(situation, has_unit, rules)
         for path in all_paths(space):
             a, b, m = space.start[path], space.stop[path], space.way[path]
-            found.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+            found.append(
+                simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
+            )
     return found
 
 
@@ -85,9 +87,9 @@ VARIANTS = [
 
 #: Sharding alone, with slices and recomputation, and with host memory too.
 RULES = [
-    Rules(),
-    Rules(slices=(2,), recompute=True),
-    Rules(slices=(2,), keep=False, recompute=True, offload=True),
+    SearchOptions(),
+    SearchOptions(slices=(2,), recompute=True),
+    SearchOptions(slices=(2,), keep=False, recompute=True, offload=True),
 ]
 
 
@@ -106,7 +108,7 @@ def brute_force_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("seed", "variant", "rules"), brute_force_cases())
-def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules) -> None:
+def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: SearchOptions) -> None:
     situation = random_situation(100 * seed + variant, 1, 2, **VARIANTS[variant])
     outcomes = brute_force(situation, rules)
     peaks = np.array([outcome.peak for outcome in outcomes])
@@ -124,7 +126,7 @@ def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: Rules
 
 @pytest.mark.parametrize("seed", range(2))
 def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
-    rules = Rules(slices=(2, 4), allowed=(Mode.NO_SHARD, Mode.FULL_SHARD))
+    rules = SearchOptions(slices=(2, 4), allowed=(Mode.NO_SHARD, Mode.FULL_SHARD))
     situation = random_situation(seed, 1, 3)
     outcomes = brute_force(situation, rules)
     peaks = np.array([outcome.peak for outcome in outcomes])
@@ -150,11 +152,11 @@ def random_path(space, rng):
 
 @given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS), rules=st.sampled_from(RULES))
 @settings(max_examples=120, deadline=None)
-def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rules) -> None:
+def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: SearchOptions) -> None:
     """A row taken at one plan equals the judge there and never exceeds it at another."""
     situation = random_situation(seed, 2, 3, **variant)
     rng = random.Random(seed)
-    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, Rules()))
+    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, SearchOptions()))
     root = price_root(situation, sharded, replicated, has_unit=has_unit)
     space = space_of(situation, has_unit, rules)
     every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
@@ -164,7 +166,9 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rul
     outcomes = []
     for path in paths:
         a, b, m = space.start[path], space.stop[path], space.way[path]
-        outcomes.append(judge(situation, price_units(situation.prices, a, b, m, situation.device), root))
+        outcomes.append(
+            simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
+        )
     for own, outcome in enumerate(outcomes):
         row, constant = time_row(situation, every, root, outcome.cut)
         for other, path in enumerate(paths):
@@ -187,24 +191,24 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Rul
 def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
     situation = random_situation(seed, 2, 3)
     root = price_root(situation, (), situation.timeline.root, has_unit=False)
-    space = build_space(situation.timeline.chain, Rules(allowed=(Mode.NO_SHARD,)), root_unit=False)
+    space = build_space(situation.timeline.chain, SearchOptions(allowed=(Mode.NO_SHARD,)), root_unit=False)
     every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
     rng = random.Random(seed)
     paths = [random_path(space, rng) for _ in range(4)]
     for own in paths:
         a, b, m = space.start[own], space.stop[own], space.way[own]
-        outcome = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+        outcome = simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
         row, constant = time_row(situation, every, root, outcome.cut)
         assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
         for other in paths:
             a, b, m = space.start[other], space.stop[other], space.way[other]
-            seen = judge(situation, price_units(situation.prices, a, b, m, situation.device), root)
+            seen = simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
             assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("rules", RULES, ids=["plain", "wide", "host"])
 @pytest.mark.parametrize("seed", range(4))
-def test_equals_highs_on_larger_chains(seed: int, rules: Rules) -> None:
+def test_equals_highs_on_larger_chains(seed: int, rules: SearchOptions) -> None:
     # Slices and recomputation make many more candidates, and HiGHS slow.
     situation = random_situation(seed, *((3, 3) if rules.recompute else (5, 4)), tied=bool(seed % 2))
     low, high = least_peak(situation, rules=rules), 10 * least_peak(situation, rules=rules)
@@ -221,7 +225,7 @@ def test_equals_highs_on_larger_chains(seed: int, rules: Rules) -> None:
 def test_forced_modes_are_kept() -> None:
     situation = random_situation(3, 2, 2)
     for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
-        answer = solve(situation, np.inf, rules=Rules(allowed=(mode,)))
+        answer = solve(situation, np.inf, rules=SearchOptions(allowed=(mode,)))
         assert answer is not None
         # An operator outside blocks may join the root unit instead of resharding on its own.
         assert {m for _, _, m in answer.units} <= {{Mode.NO_SHARD: 0, Mode.FULL_SHARD: 2}[mode], 3}
@@ -264,6 +268,6 @@ def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
     """It once left the search without a path, and looping."""
     mixed = (Parameter("a.w", (8, 8), "float32"), Parameter("a.v", (8, 8), "bfloat16"))
     space = build_space(
-        [Operator("a", ("a",), mixed, None, 0, 0)], Rules(allowed=(Mode.FULL_SHARD,)), root_unit=False
+        [Operator("a", ("a",), mixed, None, 0, 0)], SearchOptions(allowed=(Mode.FULL_SHARD,)), root_unit=False
     )
     assert space.way.tolist() == [0]

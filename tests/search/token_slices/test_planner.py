@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.token_slices.step import SliceTables, simulate_slices, slice_grid_points, slice_tables
-from osdp.hardware.device_info import StageLink
+from osdp.hardware.device_info import PointToPointLink
 from osdp.hardware.token_latency import BatchLatency, PassLatency, TokenLatency
 from osdp.plan.schedule import make_schedule
 from osdp.plan.token_slices import TokenSlices
 from osdp.search.token_slices.planner import (
     InfeasibleSlicesError,
-    TokenProblem,
+    TokenSliceProblem,
     solve_jointly,
     solve_tokens,
 )
@@ -54,7 +54,7 @@ def test_no_schedule_beats_the_bound(
     random = np.random.default_rng(seed)
     forward, backward, send = random.integers(0, 8, (3, 4, 4)) / 4
     costs = SliceTables(slice_grid_points(24), forward, backward, send * sends * (stages > 1), blocking)
-    problem = TokenProblem({1: costs}, parts, stages, schedule)
+    problem = TokenSliceProblem({1: costs}, parts, stages, schedule)
     outcome = solve_tokens(problem)
     simulated = {}
     for slices in all_slicings(3):
@@ -80,7 +80,7 @@ def test_gpipe_with_free_sends_is_solved_exactly(
     # Larger microbatches are cheaper for each sequence, so that both halves of the choice matter.
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     known = {size: tables(steps, fixed + 0.7 * size, ratio=ratio) for size in sizes}
-    outcome = solve_tokens(TokenProblem(known, batch, stages))
+    outcome = solve_tokens(TokenSliceProblem(known, batch, stages))
     everything = [
         simulate_slices(
             known[size], slices, make_schedule("gpipe", stages, batch // size, num_slices=slices.num_slices)
@@ -93,7 +93,7 @@ def test_gpipe_with_free_sends_is_solved_exactly(
 
 
 def test_longer_sequences_and_more_stages_want_more_slices() -> None:
-    found = [solve_tokens(TokenProblem({1: tables(64, 8.0)}, 1, stages)) for stages in (1, 3, 12)]
+    found = [solve_tokens(TokenSliceProblem({1: tables(64, 8.0)}, 1, stages)) for stages in (1, 3, 12)]
     counts = [outcome.best.slices.num_slices for outcome in found]
     assert counts[0] == 1 and counts[0] < counts[1] < counts[2]
     lengths = found[2].best.slices.lengths
@@ -103,7 +103,7 @@ def test_longer_sequences_and_more_stages_want_more_slices() -> None:
 
 def test_what_follows_the_step_is_added_once() -> None:
     plain, longer = (
-        solve_tokens(TokenProblem({1: tables(16, 1.0)}, 2, 3, end_seconds=end)) for end in (0.0, 5.0)
+        solve_tokens(TokenSliceProblem({1: tables(16, 1.0)}, 2, 3, end_seconds=end)) for end in (0.0, 5.0)
     )
     assert longer.best.slices == plain.best.slices
     assert longer.best.seconds == pytest.approx(plain.best.seconds + 5)
@@ -112,9 +112,11 @@ def test_what_follows_the_step_is_added_once() -> None:
 
 def test_stages_and_schedules_are_chosen_by_listing_them() -> None:
     # Four devices: a pipeline of four, or two of two with half the batch each and twice the layers.
-    four = TokenProblem({1: tables(16, 1.0)}, 2, 4)
+    four = TokenSliceProblem({1: tables(16, 1.0)}, 2, 4)
     deep = tables(16, 1.0)
-    two = TokenProblem({1: SliceTables(deep.points, 2 * deep.forward, 2 * deep.backward, deep.send)}, 1, 2)
+    two = TokenSliceProblem(
+        {1: SliceTables(deep.points, 2 * deep.forward, 2 * deep.backward, deep.send)}, 1, 2
+    )
     outcomes = solve_jointly([four, two])
     assert [outcome.best.num_stages for outcome in outcomes] == [2, 4]
     assert outcomes[0].best.seconds <= outcomes[1].best.seconds
@@ -123,7 +125,7 @@ def test_stages_and_schedules_are_chosen_by_listing_them() -> None:
 def test_1f1b_keeps_the_limit_that_gpipe_does_not() -> None:
     costs = tables(16, 1.0, kept_bytes=10)
     sizes = {"gpipe": 4 * 128 * 10, "1f1b": 2 * 128 * 10}
-    limited = [TokenProblem({1: costs}, 4, 2, name, memory_limit=sizes["1f1b"]) for name in sizes]
+    limited = [TokenSliceProblem({1: costs}, 4, 2, name, memory_limit=sizes["1f1b"]) for name in sizes]
     (outcome,) = solve_jointly(limited)
     assert outcome.best.schedule == "1f1b"
     assert outcome.best.activation_bytes <= sizes["1f1b"]
@@ -137,7 +139,7 @@ def test_tables_come_from_the_latency_model_and_the_link() -> None:
         3, PassLatency((8, 32), (1.0, 4.0), (0.5, 0.0, 0.0, 0.0)), PassLatency((8, 32), (2.0, 8.0))
     )
     latency = TokenLatency("gpt2", "cpu", num_layers=2, token_bytes=100, batches=(entry,))
-    found = slice_tables(latency, 3, 28, num_layers=4, link=StageLink(1.0, 1000.0))
+    found = slice_tables(latency, 3, 28, num_layers=4, link=PointToPointLink(1.0, 1000.0))
     assert found.points.tolist() == [0, 8, 16, 24, 28]
     assert found.length == 28
     assert found.forward[1, 0] == 2 * 1.0
@@ -154,15 +156,15 @@ def test_tables_come_from_the_latency_model_and_the_link() -> None:
     # Longer slices than were measured are not chosen.
     wide = slice_tables(latency, 3, 64)
     assert math.isinf(wide.forward[8, 0])
-    outcome = solve_tokens(TokenProblem({3: wide}, 3, 1))
+    outcome = solve_tokens(TokenSliceProblem({3: wide}, 3, 1))
     assert outcome.whole is None and max(outcome.best.slices.lengths) <= 32
 
 
 def test_impossible_problems_are_refused() -> None:
     with pytest.raises(ValueError, match="a batch of 3 sequences cannot be cut into microbatches of 2"):
-        TokenProblem({2: tables(4, 1.0)}, 3, 2)
+        TokenSliceProblem({2: tables(4, 1.0)}, 3, 2)
     with pytest.raises(ValueError, match="0 stages"):
-        TokenProblem({1: tables(4, 1.0)}, 3, 0)
+        TokenSliceProblem({1: tables(4, 1.0)}, 3, 0)
     with pytest.raises(ValueError, match="list at least one problem"):
         solve_jointly([])
     with pytest.raises(ValueError, match="20 tokens on a grid of 0"):
