@@ -17,6 +17,7 @@ SKIPPED = "skipped"
 KINDS = (SKIPPED, EQUAL, REFUSED, WRONG, CRASHED, HUNG)
 
 _LIBRARY = str(Path(osdp.__file__).parent)
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def judged(
 
 def _ended(error: Exception) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
-    said = " ".join(str(error).split())[:600]
+    said = " ".join(str(error).split())[:600].replace(f"{_ROOT}/", "")
     raised_by_us = bool(frames) and frames[-1].filename.startswith(_LIBRARY)
     if isinstance(error, (ValueError, RuntimeError, TypeError)) and raised_by_us:
         return Outcome(REFUSED, said)

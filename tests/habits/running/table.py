@@ -75,7 +75,8 @@ def refused_table(sentences: Mapping[str, str], habits: Mapping[str, Habit]) -> 
     ]
     for name in sorted(sentences):
         said = sentences[name].replace("|", "\\|")
-        lines.append(f"| `{name}` | {habits[name].sentence} | {said} |")
+        # As code: what it shows of Python is neither a link nor emphasis.
+        lines.append(f"| `{name}` | {habits[name].sentence} | `{said}` |")
     return "\n".join([*lines, ""])
 
 
