@@ -1,4 +1,4 @@
-"""The sentence of the library: describe the model, profile it, price every choice, search, hand on a plan."""
+"""Planning in one call: describe the model, profile it, price every choice, search, return the plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,7 +160,7 @@ def make_tensor_plan(
     Args:
         model: The plain model, on any device; it is neither run nor changed.
         sample_inputs: One batch, as for :meth:`osdp.ModelDesc.from_module`; only its shapes are read.
-        degree: Number of ranks that compute one layer together.
+        degree: Tensor-parallel degree.
         sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
         mesh: A mesh with one axis; all ranks if ``None``.
 

@@ -50,11 +50,12 @@ class PlanOptions(TypedDict, total=False):
 
     Attributes:
         profile: A profile to plan with, which saves measuring; or one for each of ``local_batches``.
-        pp: Ranks of a pipeline: the model is cut into stages, of which each rank keeps its own.
+        pp: Pipeline-parallel degree: the model is cut into stages, and each rank keeps only its own.
         dp: Data-parallel ranks, of each stage if there are several; of ``pp`` and ``dp`` one follows from the
             other.
-        tp: Ranks that compute one layer together.
-        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
+        tp: Tensor-parallel degree.
+        sequence_parallel: Whether tensor-parallel ranks also shard the sequence, in the parts of a layer that
+            each would otherwise compute whole.
         schedule: Order of forwards and backwards in a pipeline (:data:`osdp.plan.schedule.SCHEDULES`); the
             fastest that can run if ``None``.
         mode: Another name of ``schedule``.
@@ -65,10 +66,10 @@ class PlanOptions(TypedDict, total=False):
             with stages four per rank of a pipeline if that is one.
         slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
             ``strategy`` or ``two_step`` forces something.
-        recompute: Whether blocks may be computed again in backward instead of keeping their activations; not
-            where ``strategy`` or ``two_step`` forces something.
-        offload: Whether states may live in host memory where nothing else fits; only beside accelerators, and
-            not in stages.
+        recompute: Whether blocks may be recomputed in backward (activation checkpointing); not where
+            ``strategy`` or ``two_step`` forces something.
+        offload: Whether parameters and optimizer states may be offloaded to host memory where nothing else
+            fits; on accelerators only, and not in stages.
         group_sizes: Ranks of the groups that plans may have; all whose links are known, or on several
             machines those of one machine, if ``None``.
         two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
@@ -78,8 +79,8 @@ class PlanOptions(TypedDict, total=False):
         reduce_dtype: Dtype gradients are reduced in.
         find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
             all; where ``False`` that is an error. Costs a small all-reduce a step.
-        double_backward: Whether backwards are differentiated (``create_graph=True``), as for gradient
-            penalties; everything is then replicated, and nothing sliced or recomputed.
+        double_backward: Whether backwards are differentiated themselves (``create_graph=True``), as for
+            gradient penalties; everything is then replicated, and nothing sliced or recomputed.
         cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the
             user's cache folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
     """

@@ -84,13 +84,13 @@ def one_rank(
         model: The plain model; it is neither run nor changed.
         batch: The batch that it was described with.
         whole: That description.
-        degree: Number of ranks that compute one layer together.
+        degree: Tensor-parallel degree.
         sequence_parallel: Whether they share the sequence, too.
         loss_fn: How the loss is made of the model's output.
         policy: What it would wrap is decided as one.
 
     Raises:
-        ValueError: The layers cannot be shared by so many ranks; says why.
+        ValueError: The layers cannot be shared by that number of ranks; gives the reason.
     """
     if degree == 1:
         if sequence_parallel:

@@ -106,22 +106,23 @@ class DeviceInfo:
         links: Measured or given collectives. ``all_gather`` and ``reduce_scatter`` are the whole cost of
             FSDP2's unshard and gradient reduction of one unit, copies included; ``all_reduce`` is the
             collective alone.
-        blocking: Whether FSDP2's collectives hold up compute (gloo) or run beside it (nccl).
+        blocking: Whether FSDP2's collectives block compute (gloo) or overlap with it (nccl).
         overlap: Part of an asynchronous all-reduce that backward hides, from 0 to 1.
-        mixed_overlap: The same beside sharded units, whose collectives share the link; ``None``: as much.
+        mixed_overlap: The same in plans with sharded units, whose collectives share the link; ``None`` for
+            the same value.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
         host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
         ranks_per_core: Ranks that compute on one core of a CPU, as in tests of many ranks: compute, which
-            measured profiles count in seconds of one thread, takes so many times as long.
+            measured profiles count in seconds of one thread, takes that many times as long.
         stage_link: The way from one stage of a pipeline to the next; ``None`` if it is unknown.
         slowdowns: How many times as long the devices of each rank of a pipeline compute as those of the
             profile; empty if all are alike.
         rank_limits: ``memory_limit`` of the devices of each rank of a pipeline; empty if all are alike.
-        tensor_links: The collectives, each alone, of the ranks that compute one layer together, which are
-            others than those of ``links``. Empty if they are unknown.
+        tensor_links: The collectives of tensor-parallel groups, each measured alone; they are not those of
+            ``links``. Empty if unknown.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -226,7 +227,7 @@ class DeviceInfo:
         )
 
     def tensor_link(self, collective: str) -> Link:
-        """The link of ``collective`` among the ranks that compute one layer together.
+        """The link of ``collective`` in a tensor-parallel group.
 
         Raises:
             ValueError: It is unknown.
@@ -235,7 +236,7 @@ class DeviceInfo:
             if link.collective == collective:
                 return link
         raise ValueError(
-            f"DeviceInfo knows no {collective} among ranks that compute a layer together: plan where they "
+            f"DeviceInfo knows no {collective} in tensor-parallel groups: plan where they "
             "run, so that it is measured, or give tensor_links="
         )
 
@@ -295,7 +296,7 @@ class DeviceInfo:
             mesh: A 1-D data-parallel mesh, or a 2-D one of (nodes, devices per node). By default the world.
             device: Where to measure; by default the mesh's device type, else that of the group's backend.
             devices_per_node: Ranks of each machine, if the mesh does not say it. If neither does, machines
-                are told by their names; ranks that are spread unevenly count as one machine.
+                are identified by their names; ranks that are spread unevenly count as one machine.
             group_sizes: Ranks of the groups that plans may have; by default those of one machine, if there
                 are several machines of several ranks. Takes three times ``seconds`` for each.
             sizes: Bytes of the units to measure, ascending; by default

@@ -1,4 +1,4 @@
-"""What one of the ranks that compute a layer together takes: predicted beside measured."""
+"""Memory and time of one tensor-parallel rank: predicted and measured."""
 
 from dataclasses import replace
 
@@ -133,7 +133,7 @@ def test_fast_links_make_steps_shorter_and_slow_ones_longer() -> None:
 
 
 def test_links_that_are_unknown_are_named() -> None:
-    with pytest.raises(ValueError, match="knows no all_reduce among ranks that compute a layer together"):
+    with pytest.raises(ValueError, match="knows no all_reduce in tensor-parallel groups"):
         planned("llama", replace(device(), tensor_links=()), ParallelDims(1, 1, 2))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that compute a layer together draw the same masks for what each holds whole, whatever else they draw.
+"""Tensor-parallel ranks draw the same masks for what each holds whole, whatever else they draw.
 
 Replicas of unsharded weights used to drift apart as soon as one rank drew a number of its own, for instance
 to shuffle its data; and dropout on parts of the sequence, or on a rank's own heads, drew one mask for all.
