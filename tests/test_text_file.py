@@ -204,7 +204,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from pathlib import Path\n"
         "Path('ran').touch()\n"
         "def make():\n"
-        "    from osdp import cli_models\n"
+        "    from osdp.cli import models as cli_models\n"
         f"    return cli_models.build('gpt2', cli_models.parse_fields({small}), 1, 16)\n"
     )
     source = json.loads((folder / "source.json").read_text())

@@ -46,7 +46,7 @@ def refusals() -> None:
     with pytest.raises(PlanMismatchError, match=r"keeps 1 slices gathered, but is recomputed"):
         OSDP(net, plan=replace(kept, recomputed=("blocks.0",)))
     with pytest.raises(
-        PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model has"
+        PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model lacks"
     ):
         OSDP(net, plan=replace(good, recomputed=("blocks.7",)))
     assert isinstance(OSDP(net, plan=good), OSDP), "nothing was changed by what was refused"
