@@ -204,7 +204,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from pathlib import Path\n"
         "Path('ran').touch()\n"
         "def make():\n"
-        "    from osdp import cli_models\n"
+        "    from osdp.cli import models as cli_models\n"
         f"    return cli_models.build('gpt2', cli_models.parse_fields({small}), 1, 16)\n"
     )
     source = json.loads((folder / "source.json").read_text())
@@ -218,8 +218,9 @@ def test_code_that_a_folder_names_runs_only_if_it_is_trusted(described: Path, tm
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(NODE.replace("network", "link: 230 GB/s, network"))
     on_cluster = [
-        "plan", "--model", "described", "--cluster", str(cluster), "--global-batch", "4", "--set", "heads=2",
-        "--set", "causal=true", "--reserve", "1MiB", "--micro-batch", "1", "--pp", "2", "--tp", "1",
+        "cluster", "plan", "--model", "described", "--cluster", str(cluster), "--global-batch", "4",
+        "--set", "heads=2", "--set", "causal=true", "--reserve", "1MiB", "--micro-batch", "1", "--pp", "2",
+        "--tp", "1",
     ]  # fmt: skip
     refusal = (
         r"error: building the model of .*described runs the function got\.evil:make, imported from the "

@@ -1,9 +1,11 @@
-"""``osdp plan --cluster --out``: the plan that runs, how to start it, and what other frameworks read."""
+"""``osdp cluster plan --out``: the plan that runs, how to start it, and what other frameworks read."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from osdp.cli.models import build, changed_fields, described_model, is_folder, require_no_code
 from osdp.cluster.cost.stage import ClusterPrices
@@ -42,7 +44,6 @@ def write_runnable(
     prices: ClusterPrices,
     name: str,
     out: Path,
-    echo: Callable[[str], None],
     *,
     trust_code: bool = False,
 ) -> None:
@@ -53,7 +54,6 @@ def write_runnable(
         prices: What they were made with.
         name: As ``--model`` has it.
         out: File of the plan.
-        echo: Prints.
         trust_code: Whether code that a described folder names may be run.
 
     Raises:
@@ -61,7 +61,7 @@ def write_runnable(
         ValueError: The model cannot be built, or not cut there.
     """
     shape, cluster = prices.workload.shape, prices.cluster
-    plan, made, model = _first_that_fits(plans, prices, name, echo, trust_code)
+    plan, made, model = _first_that_fits(plans, prices, name, trust_code)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
     note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
     made = replace(made, notes=(*made.notes, note))
@@ -71,27 +71,26 @@ def write_runnable(
     out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
     out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
     numbers = plan.peak.total - plan.peak.reserve
-    echo(
+    typer.echo(
         f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
         f"{format_bytes(made.predicted.peak_bytes)} beside the reserve; by its numbers "
         f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}"
     )
-    echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    typer.echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     if hasattr(model, "config"):
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
-        echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
+        typer.echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
-        echo(f"written: {export.file}{missing}")
+        typer.echo(f"written: {export.file}{missing}")
 
 
 def _first_that_fits(
     plans: Sequence[ClusterPlan],
     prices: ClusterPrices,
     name: str,
-    echo: Callable[[str], None],
     trust_code: bool,
 ) -> tuple[ClusterPlan, "Plan | PipelinePlan", Any]:
     from osdp.cluster.runnable import runnable_plan
@@ -103,7 +102,7 @@ def _first_that_fits(
         except InfeasibleError as error:
             if row == len(plans):
                 raise
-            echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
+            typer.echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
         else:
             return plan, made, model
     raise ValueError("a plan that runs needs one layout at least, got none")
