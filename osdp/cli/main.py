@@ -41,6 +41,7 @@ from osdp.cli.models import (
     require_described,
     require_whole,
 )
+from osdp.cli.options import Out, TrustCode
 
 app = typer.Typer(
     add_completion=False,
@@ -65,14 +66,7 @@ _ModelName = Annotated[
     ),
 ]
 _Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
-_Out = Annotated[Path, typer.Option(help="where to write")]
 _Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
-_TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code", help="run the code that a described folder names to build its model; see osdp profile"
-    ),
-]
 
 
 def _print_version(asked: bool) -> None:
@@ -103,7 +97,7 @@ def profile(
     tp: Annotated[
         int, typer.Option(min=1, help="time what one of so many ranks computes, for osdp cluster layers")
     ] = 1,
-    out: _Out = Path("described"),
+    out: Out = Path("described"),
 ) -> None:
     """Describe MODEL and its device, time it, and save what was found in a folder."""
     from torch import cuda, distributed
@@ -156,8 +150,8 @@ def plan(
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks, those described")] = None,
     tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")] = 1,
     schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
-    trust_code: _TrustCode = False,
-    out: _Out = Path("plan.json"),
+    trust_code: TrustCode = False,
+    out: Out = Path("plan.json"),
 ) -> None:
     """Plan for what was DESCRIBED; save the plan and print it."""
     from osdp.api import make_pipeline_plan, make_plan

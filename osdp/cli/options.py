@@ -1,21 +1,27 @@
-"""Options of commands as fields of values, so that commands that share options declare them once."""
+"""Options that several commands have, each declared once: alone, or as the fields of a value."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+Out = Annotated[Path, Option(help="where to write")]
+TrustCode = Annotated[
+    bool,
+    Option(
+        "--trust-code", help="run the code that a described folder names to build its model; see osdp profile"
+    ),
+]
 
 
 def flat_options(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` as typer reads it: a parameter that is a dataclass becomes one option for each field.
 
-    typer makes options of a signature, so that is what is written out; the command still gets the value::
-
-        class Size:                                   osdp draw --width 3 --height 2
-            width: Annotated[int, Option(...)]   ->
-            height: Annotated[int, Option(...)]       draw(Size(width=3, height=2))
-        def draw(size: Size): ...
+    typer makes options of a signature, so that is what is written out; the command still gets the value.
     """
     hints = get_type_hints(command, include_extras=True)
     values = {name: fields(kind) for name, kind in hints.items() if is_dataclass(kind)}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from osdp.cli.options import Out
 from osdp.cluster.calibration.calibrate import Calibration, calibrate
 from osdp.cluster.calibration.measured_step import read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
@@ -26,7 +27,7 @@ def calibrate_steps(
         str | None,
         typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="where to write")] = Path("calibration.json"),
+    out: Out = Path("calibration.json"),
 ) -> None:
     """Fit the time model to measured steps, for --calibration; print how far to trust it."""
     groups = load_cluster(cluster).groups

@@ -14,7 +14,7 @@ from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
 from osdp.cli.models import measured_layers, model_label
-from osdp.cli.options import flat_options
+from osdp.cli.options import Out, flat_options
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.export.pareto_plot import plot_plans
@@ -43,8 +43,8 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     check_space(prices, space, parts=goal.parts)
     shape, cluster = prices.workload.shape, prices.cluster
     if outputs.out is not None:
-        require_buildable(request.model, request.fields, shape, trust_code=request.trust_code)
-        prices = traced_prices(prices, request.model, trust_code=request.trust_code)
+        require_buildable(request, shape)
+        prices = traced_prices(prices, request)
     if goal.pareto:
         found = pareto(prices, space, _progress("parts"))
     else:
@@ -71,7 +71,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     typer.echo("")
     typer.echo(breakdown(found.plans[0], cluster, shape))
     if outputs.out is not None:
-        write_runnable(found.plans, prices, request.model, outputs.out, trust_code=request.trust_code)
+        write_runnable(found.plans, prices, request, outputs.out)
 
 
 @app.command()
@@ -127,7 +127,7 @@ def layers(
     ],
     gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
     model: Annotated[str, typer.Option(help="name of the model in osdp cluster plan --model")],
-    out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
+    out: Out = Path("layers.json"),
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for --layer-times of the other commands."""
     found = merged([measured_layers(folder, gpu, model_label(model)) for folder in described])

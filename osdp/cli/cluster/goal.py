@@ -89,7 +89,7 @@ class GoalOptions:
 def _seconds(text: str) -> float:
     try:
         found = float(text[:-1]) * _HOURS[text[-1:]] * 3600
-        if found <= 0:
+        if not found > 0:
             raise ValueError(text)
         return found
     except (KeyError, ValueError) as error:

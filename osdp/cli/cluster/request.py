@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from osdp.cli.models import changed_fields, named_shape, parse_fields
+from osdp.cli.options import TrustCode
 from osdp.cluster.calibration.calibrate import Calibration
 from osdp.cluster.cost.schedule import BUBBLE_SHARE
 from osdp.cluster.cost.stage import ClusterPrices
@@ -64,13 +65,7 @@ class ClusterRequest:
     layer_times: Annotated[
         list[Path], Option(help="file that osdp cluster layers wrote; one for each kind of GPU")
     ] = field(default_factory=list)
-    trust_code: Annotated[
-        bool,
-        Option(
-            "--trust-code",
-            help="run the code that a described folder names to build its model; see osdp profile",
-        ),
-    ] = False
+    trust_code: TrustCode = False
 
     @property
     def fields(self) -> dict[str, Any]:

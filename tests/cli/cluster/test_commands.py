@@ -41,17 +41,8 @@ def words(tmp_path: Path) -> list[str]:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER, encoding="utf8")
     return [
-        "--model",
-        "gpt2",
-        "--set",
-        "layers=4",
-        "--cluster",
-        str(path),
-        "--global-batch",
-        "8",
-        "--seq",
-        "128",
-    ]
+        "--model", "gpt2", "--set", "layers=4", "--cluster", str(path), "--global-batch", "8", "--seq", "128",
+    ]  # fmt: skip
 
 
 def test_the_table_is_printed_and_written(
@@ -78,20 +69,8 @@ def test_all_layouts_can_be_listed(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "table.csv"
-    run(
-        "cluster",
-        "plan",
-        *words,
-        "--every",
-        "--csv",
-        str(table),
-        "--reserve",
-        "22GiB",
-        "--set",
-        "layers=12",
-        "--micro-batch",
-        "8",
-    )
+    full = ["--reserve", "22GiB", "--set", "layers=12", "--micro-batch", "8"]
+    run("cluster", "plan", *words, "--every", "--csv", str(table), *full)
     capsys.readouterr()
     with table.open(encoding="utf8") as file:
         rows = list(csv.DictReader(file))
