@@ -213,8 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _refuse_cluster_planner(words: Sequence[str]) -> None:
     """Name the commands of the cluster planner to those who look for them here."""
     name = words[0] if words else ""
-    on_cluster = name == "plan" and any(word.partition("=")[0] == "--cluster" for word in words)
-    if on_cluster or name in ("estimate", "layers", "calibrate"):
+    on_cluster = {"--model", "--cluster"} & {word.partition("=")[0] for word in words}
+    if (name == "plan" and on_cluster) or name in ("estimate", "layers", "calibrate"):
         raise SystemExit(f"error: the cluster planner has commands of its own: osdp cluster {name}")
 
 

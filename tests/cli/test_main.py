@@ -195,6 +195,7 @@ def test_every_command_has_help(command: tuple[str, ...], option: str) -> None:
     [
         ("plan --model gpt2 --cluster nodes.yaml --global-batch 8", "plan"),
         ("plan --cluster=nodes.yaml", "plan"),
+        ("plan --model gpt2", "plan"),
         ("estimate --model gpt2", "estimate"),
         ("layers described", "layers"),
         ("calibrate -h", "calibrate"),

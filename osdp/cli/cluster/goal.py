@@ -58,7 +58,7 @@ class GoalOptions:
         low = [f"--{name} {count}" for name, count in counts.items() if count is not None and count < 1]
         if low:
             raise ValueError(f"{', '.join(low)}: at least 1 is needed")
-        if self.budget is not None and self.budget <= 0:
+        if self.budget is not None and not self.budget > 0:
             raise ValueError(f"--budget {self.budget:g}: a budget is more than 0 dollars")
         if self.every:
             self._require_whole()

@@ -199,7 +199,9 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],
             "--every lists all layouts on the whole cluster, without a limit: leave out --subsets, --budget",
         ),
+        (["--deadline", "nand", "--steps", "5"], "a time is a number above 0 .* got 'nand'"),
         (["--budget", "-3", "--steps", "5"], "--budget -3: a budget is more than 0 dollars"),
+        (["--budget", "nan", "--steps", "5"], "--budget nan: a budget is more than 0 dollars"),
         (
             ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
             "--csv /nowhere/a.csv: there is no folder /nowhere; --plot a.xyz: pictures are .png or .html",
