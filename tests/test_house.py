@@ -67,6 +67,7 @@ SISTERS = {
     "cluster.search": {"cluster.cost"},
     "cluster.calibration": {"cluster.cost"},
     "cluster.export": {"cluster.cost"},
+    "cli.cluster": set(),
     "integrations.huggingface": set(),
 }  # fmt: skip
 #: Arrows against the table, each a convenience of a value and only inside a function (or for its type).

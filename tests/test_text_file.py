@@ -218,8 +218,9 @@ def test_code_that_a_folder_names_runs_only_if_it_is_trusted(described: Path, tm
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(NODE.replace("network", "link: 230 GB/s, network"))
     on_cluster = [
-        "plan", "--model", "described", "--cluster", str(cluster), "--global-batch", "4", "--set", "heads=2",
-        "--set", "causal=true", "--reserve", "1MiB", "--micro-batch", "1", "--pp", "2", "--tp", "1",
+        "cluster", "plan", "--model", "described", "--cluster", str(cluster), "--global-batch", "4",
+        "--set", "heads=2", "--set", "causal=true", "--reserve", "1MiB", "--micro-batch", "1", "--pp", "2",
+        "--tp", "1",
     ]  # fmt: skip
     refusal = (
         r"error: building the model of .*described runs the function got\.evil:make, imported from the "

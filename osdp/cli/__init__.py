@@ -4,9 +4,6 @@ Start at :mod:`osdp.cli.main`.
 
 - ``main``: parse, call one function, print
 - ``models``: models by name, file, function or folder
-- ``exclusive_options``: options that exclude each other
-- ``cluster``: ``osdp plan --cluster`` and ``osdp estimate``
-- ``outputs``: where answers go
-- ``runnable``: ``osdp plan --cluster --out``
-- ``calibrate``: ``osdp calibrate``
+- ``options``: options of commands as fields of values
+- ``cluster``: ``osdp cluster``, the commands of the cluster planner
 """

@@ -1,20 +1,19 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
 ``osdp profile`` describes and times a model and saves what it found in a folder, ``osdp plan`` plans from
-that folder on any machine, or lays a transformer over a cluster, ``osdp estimate`` prices one layout of it,
-``osdp show`` prints a saved plan. Under torchrun (``torchrun --no-python osdp
-profile ...``) ``profile`` measures the links between the processes too.
+that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` has the cluster planner.
+Under torchrun (``torchrun --no-python osdp profile ...``) ``profile`` measures the links between the
+processes too.
 """
 
+import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from osdp import __version__, codec
-from osdp.cli import cluster as cli_cluster
-from osdp.cluster.layer_profile import merged
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
@@ -28,7 +27,7 @@ try:
 except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
-from osdp.cli.exclusive_options import refuse_others
+from osdp.cli.cluster import commands as cluster_commands
 from osdp.cli.models import (
     DEVICE,
     MODEL,
@@ -38,21 +37,20 @@ from osdp.cli.models import (
     ModelSource,
     build,
     described_model,
-    measured_layers,
-    model_label,
     parse_fields,
     require_described,
     require_whole,
 )
-from osdp.cli.outputs import OutputFiles
+from osdp.cli.options import Out, TrustCode
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help=__doc__,
+    help="Profile a model, plan how it is trained, or plan for a cluster that need not be there.",
 )
+app.add_typer(cluster_commands.app, name="cluster")
 
 #: Libraries that commands import when they need them, by the extra that brings them.
 _EXTRA_OF = {
@@ -68,40 +66,7 @@ _ModelName = Annotated[
     ),
 ]
 _Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
-_ShapeFields = Annotated[list[str], typer.Option("--set", help="number of the model, for example layers=40")]
-_Out = Annotated[Path, typer.Option(help="where to write")]
 _Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
-_Shape = Annotated[
-    str | None,
-    typer.Option(
-        help="with --cluster: name of a transformer, or a JSON file of its configuration or numbers"
-    ),
-]
-_Cluster = Annotated[Path | None, typer.Option(help="YAML or JSON file of the nodes there are")]
-_Batch = Annotated[int | None, typer.Option(min=1, help="samples of a step")]
-_Seq = Annotated[int | None, typer.Option(min=1, help="tokens of a sample")]
-_Micro = Annotated[int | None, typer.Option(min=1, help="samples of a microbatch")]
-_Flash = Annotated[
-    bool | None,
-    typer.Option(
-        "--flash/--no-flash", help="whether scores of attention are never written; as calibrated, or yes"
-    ),
-]
-_Recompute = Annotated[str | None, typer.Option("--recomputation", help="none, selective, full or mixed")]
-_Zero = Annotated[str | None, typer.Option(help="stage of ZeRO, 0 to 3, or mixed: decided layer by layer")]
-_TokenSlices = Annotated[int | None, typer.Option(min=1, help="equal slices of each sequence")]
-_Overlap = Annotated[float, typer.Option(help="part of the collectives that compute hides, 0 to 1")]
-_LayerTimes = Annotated[
-    list[Path], typer.Option("--layer-times", help="file that osdp layers wrote; one for each kind of GPU")
-]
-_Reserve = Annotated[str, typer.Option(help="of each device, for the framework")]
-_TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code", help="run the code that a described folder names to build its model; see osdp profile"
-    ),
-]
-_Calibration = Annotated[Path | None, typer.Option(help="file that osdp calibrate wrote, of these nodes")]
 
 
 def _print_version(asked: bool) -> None:
@@ -130,9 +95,9 @@ def profile(
     estimate: Annotated[bool, typer.Option(help="from a roofline, without running the model")] = False,
     param_dtype: Annotated[str | None, typer.Option(help="to compute in, for example bfloat16")] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="time what one of so many ranks computes, for osdp layers")
+        int, typer.Option(min=1, help="time what one of so many ranks computes, for osdp cluster layers")
     ] = 1,
-    out: _Out = Path("described"),
+    out: Out = Path("described"),
 ) -> None:
     """Describe MODEL and its device, time it, and save what was found in a folder."""
     from torch import cuda, distributed
@@ -171,168 +136,24 @@ def profile(
 
 @app.command()
 def plan(
-    context: typer.Context,
-    described: Annotated[Path | None, typer.Argument(help="folder that osdp profile wrote")] = None,
+    described: Annotated[Path, typer.Argument(metavar="DESCRIBED", help="folder that osdp profile wrote")],
     memory_limit: _Limit = None,
     device: Annotated[Path | None, typer.Option(help="another device description")] = None,
     microbatches: Annotated[
-        int | None,
-        typer.Option(help="microbatches of a step; by default 1, or 4 x pp"),
+        int | None, typer.Option(help="microbatches of a step; by default 1, or 4 x pp")
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="force this mode everywhere")] = None,
     slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
     recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
     offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
-    pp: Annotated[
-        int | None, typer.Option(min=1, help="ranks of a pipeline, each with stages of the model")
-    ] = None,
+    pp: Annotated[int, typer.Option(min=1, help="ranks of a pipeline, each with stages of the model")] = 1,
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks, those described")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="ranks that compute each layer together")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")] = 1,
     schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
-    out: Annotated[Path | None, typer.Option(help="where to write; plan.json for what was described")] = None,
-    model: _Shape = None,
-    cluster: _Cluster = None,
-    global_batch: _Batch = None,
-    seq: _Seq = None,
-    fields: _ShapeFields = [],  # noqa: B006  (typer copies it)
-    micro_batch: _Micro = None,
-    recomputation: _Recompute = None,
-    zero: _Zero = None,
-    token_slices: _TokenSlices = None,
-    flash: _Flash = None,
-    overlap: _Overlap = 0.0,
-    reserve: _Reserve = "1GiB",
-    calibration: _Calibration = None,
-    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
-    trust_code: _TrustCode = False,
-    objective: Annotated[
-        str, typer.Option(help="time, cost, or pareto over all parts of the cluster")
-    ] = "time",
-    top: Annotated[int | None, typer.Option(help="rows of the table; 10, or all with --every")] = None,
-    subsets: Annotated[bool, typer.Option(help="whether nodes may be left out")] = False,
-    budget: Annotated[float | None, typer.Option(help="dollars for all --steps")] = None,
-    deadline: Annotated[str | None, typer.Option(help="time for all --steps, for example 36h")] = None,
-    steps: Annotated[int | None, typer.Option(help="of the whole training")] = None,
-    every: Annotated[bool, typer.Option(help="list all layouts, those that do not fit as well")] = False,
-    csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="table as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="time and cost, PNG or HTML")] = None,
+    trust_code: TrustCode = False,
+    out: Out = Path("plan.json"),
 ) -> None:
-    """Plan for what was DESCRIBED, or lay --model over --cluster; save the plan and print it."""
-    if cluster is None and described is None:
-        raise ValueError("say what to plan for: a folder that osdp profile wrote, or --model and --cluster")
-    refuse_others(context, on_cluster=cluster is not None)
-    if cluster is None and described is not None:
-        chosen = _PlanOptions(
-            microbatches, strategy, slices, recompute, offload, pp or 1, dp, tp or 1, schedule, trust_code
-        )
-        _plan_described(described, chosen, memory_limit, device, out or Path("plan.json"))
-        return
-    request = _request(
-        model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
-        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
-        token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
-        layer_times=tuple(layer_times), trust_code=trust_code,
-    )  # fmt: skip
-    cli_cluster.plan_on_cluster(
-        request,
-        OutputFiles(csv=csv, json=json_file, plot=plot, out=out, steps=steps),
-        objective=objective, top=top, parts=subsets, budget=budget, deadline=deadline, every=every,
-        echo=typer.echo, progress=_progress,
-    )  # fmt: skip
-
-
-@app.command()
-def estimate(
-    model: _Shape,
-    cluster: _Cluster,
-    global_batch: _Batch,
-    tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")],
-    pp: Annotated[int, typer.Option(min=1, help="stages")],
-    dp: Annotated[int, typer.Option(min=1, help="data-parallel ranks")],
-    micro_batch: _Micro,
-    schedule: Annotated[str, typer.Option(help="order of the stages")] = "1f1b",
-    recomputation: _Recompute = None,
-    zero: _Zero = None,
-    token_slices: _TokenSlices = None,
-    flash: _Flash = None,
-    partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
-    seq: _Seq = None,
-    fields: _ShapeFields = [],  # noqa: B006  (typer copies it)
-    overlap: _Overlap = 0.0,
-    reserve: _Reserve = "1GiB",
-    calibration: _Calibration = None,
-    layer_times: _LayerTimes = [],  # noqa: B006  (typer copies it)
-    trust_code: _TrustCode = False,
-) -> None:
-    """Price one given layout of --model on --cluster, and say what each number is made of."""
-    request = _request(
-        model, cluster, global_batch, seq=seq, fields=parse_fields(fields), tp=tp, pp=pp, dp=dp,
-        micro_batch=micro_batch, schedule=schedule, recompute=recomputation, zero=zero,
-        token_slices=token_slices, flash=flash, overlap=overlap, reserve=reserve, calibration=calibration,
-        layer_times=tuple(layer_times), trust_code=trust_code,
-    )  # fmt: skip
-    cli_cluster.estimate_layout(request, partition, typer.echo)
-
-
-@app.command()
-def layers(
-    described: Annotated[
-        list[Path],
-        typer.Argument(help="folders that osdp profile wrote, of several batches, lengths and --tp"),
-    ],
-    gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
-    model: Annotated[str, typer.Option(help="name of the model in osdp plan --model")],
-    out: Annotated[Path, typer.Option(help="where to write")] = Path("layers.json"),
-) -> None:
-    """Save what osdp profile measured of a transformer's layers, for osdp plan --layer-times."""
-    found = merged([measured_layers(folder, gpu, model_label(model)) for folder in described])
-    found.save(out)
-    cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
-    told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
-    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {told} in {out}")
-
-
-def _request(
-    model: str | None, cluster: Path | None, global_batch: int | None, **options: Any
-) -> cli_cluster.ClusterRequest:
-    if model is None or cluster is None or global_batch is None:
-        raise ValueError("a layout on a cluster needs --model, --cluster and --global-batch")
-    return cli_cluster.ClusterRequest(model=model, cluster=cluster, global_batch=global_batch, **options)
-
-
-def _progress(what: str) -> Callable[[int, int], None]:
-    """A bar on stderr, where somebody watches."""
-    from tqdm import tqdm
-
-    bar = tqdm(desc=what, leave=False, disable=None)
-
-    def advance(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    return advance
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanOptions:
-    """Options of a plan for what was described."""
-
-    microbatches: int | None
-    strategy: str | None
-    slices: bool
-    recompute: bool
-    offload: bool
-    pp: int
-    dp: int | None
-    tp: int
-    schedule: str | None
-    trust_code: bool
-
-
-def _plan_described(
-    described: Path, chosen: _PlanOptions, memory_limit: str | None, device: Path | None, out: Path
-) -> None:
+    """Plan for what was DESCRIBED; save the plan and print it."""
     from osdp.api import make_pipeline_plan, make_plan
     from osdp.search.options import SLICES
 
@@ -341,56 +162,30 @@ def _plan_described(
     device_info = DeviceInfo.load(device or described / DEVICE)
     if memory_limit is not None:
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
-    if chosen.dp not in (None, device_info.world_size):
+    if dp not in (None, device_info.world_size):
         raise ValueError(
-            f"--dp {chosen.dp}: {device_info.world_size} devices were described; describe as many (torchrun "
-            f"--nproc-per-node {chosen.dp} --no-python osdp profile ...), or name a description of them by "
-            "--device"
+            f"--dp {dp}: {device_info.world_size} devices were described; describe as many (torchrun "
+            f"--nproc-per-node {dp} --no-python osdp profile ...), or name a description of them by --device"
         )
     options: dict[str, Any] = {
-        "training": replace(
-            codec.load(Training, described / TRAINING), microbatches=chosen.microbatches or 1
-        ),
+        "training": replace(codec.load(Training, described / TRAINING), microbatches=microbatches or 1),
         "profile": Profile.load(described / PROFILE),
-        "strategy": chosen.strategy,
-        "slices": SLICES if chosen.slices else (),
-        "recompute": chosen.recompute,
+        "strategy": strategy,
+        "slices": SLICES if slices else (),
+        "recompute": recompute,
     }
     made: Plan | PipelinePlan
-    if chosen.pp > 1 or chosen.tp > 1:
-        options |= {"pp": chosen.pp, "dp": device_info.world_size, "tp": chosen.tp}
-        options["schedule"] = chosen.schedule
-        options["microbatches"] = () if chosen.microbatches is None else (chosen.microbatches,)
-        model, sample = described_model(described, trust_code=chosen.trust_code)
+    if pp > 1 or tp > 1:
+        options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
+        options["microbatches"] = () if microbatches is None else (microbatches,)
+        model, sample = described_model(described, trust_code=trust_code)
         made = make_pipeline_plan(model, sample, device_info, **options)
-    elif chosen.schedule is not None:
-        raise ValueError(f"--schedule {chosen.schedule} orders the stages of a pipeline: pass --pp, too")
+    elif schedule is not None:
+        raise ValueError(f"--schedule {schedule} orders the stages of a pipeline: pass --pp, too")
     else:
-        made = make_plan(
-            None, ModelDesc.load(described / MODEL), device_info, offload=chosen.offload, **options
-        )
+        made = make_plan(None, ModelDesc.load(described / MODEL), device_info, offload=offload, **options)
     made.save(out)
     typer.echo(made)
-
-
-@app.command()
-def calibrate(
-    data: Annotated[Path, typer.Option(help="CSV file of measured steps, in vTrain's columns")],
-    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes they ran on")],
-    vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
-    flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
-    recomputation: Annotated[
-        str | None,
-        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
-    ] = None,
-    out: Path = Path("calibration.json"),
-) -> None:
-    """Fit the time model to measured steps, for osdp plan and osdp estimate; print how far to trust it."""
-    from osdp.cli.calibrate import calibrate_steps
-
-    calibrate_steps(
-        data, cluster, vocabulary=vocabulary, flash=flash, recompute=recomputation, out=out, echo=typer.echo
-    )
 
 
 @app.command()
@@ -401,6 +196,7 @@ def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a pl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; what goes wrong is said in one message, without a traceback."""
+    _refuse_cluster_planner(sys.argv[1:] if arguments is None else arguments)
     try:
         app(arguments, standalone_mode=True)
     except ImportError as error:
@@ -412,6 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(
             f"error: {type(error).__name__}: {error} (line {last.lineno} of {last.filename})"
         ) from error
+
+
+def _refuse_cluster_planner(words: Sequence[str]) -> None:
+    """Name the commands of the cluster planner to those who look for them here."""
+    name = words[0] if words else ""
+    on_cluster = {"--model", "--cluster"} & {word.partition("=")[0] for word in words}
+    if (name == "plan" and on_cluster) or name in ("estimate", "layers", "calibrate"):
+        raise SystemExit(f"error: the cluster planner has commands of its own: osdp cluster {name}")
 
 
 def _missing(error: ImportError) -> str:

@@ -210,7 +210,7 @@ def require_whole(described: Path) -> None:
     tp = _source(described).tp
     if tp > 1:
         raise ValueError(
-            f"{described} has the part of one of {tp} tensor-parallel ranks, for osdp layers: "
+            f"{described} has the part of one of {tp} tensor-parallel ranks, for osdp cluster layers: "
             "to plan for the model describe all of it, without --tp"
         )
 

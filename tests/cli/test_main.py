@@ -172,7 +172,10 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     assert done.stderr == "error: the osdp command needs typer: pip install 'osdp[cli]'\n"
 
 
-COMMANDS = ("profile", "plan", "estimate", "layers", "calibrate", "show")
+COMMANDS = [
+    (), ("profile",), ("plan",), ("show",), ("cluster",), ("cluster", "plan"), ("cluster", "estimate"),
+    ("cluster", "layers"), ("cluster", "calibrate"),
+]  # fmt: skip
 
 
 def test_the_version_is_said() -> None:
@@ -180,11 +183,28 @@ def test_the_version_is_said() -> None:
     assert (done.exit_code, done.output) == (0, f"osdp {osdp.__version__}\n")
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_has_help(command: tuple[str, ...], option: str) -> None:
     done = CliRunner().invoke(cli.app, [*command, option])
     assert done.exit_code == 0 and "Usage: " in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("plan --model gpt2 --cluster nodes.yaml --global-batch 8", "plan"),
+        ("plan --cluster=nodes.yaml", "plan"),
+        ("plan --model gpt2", "plan"),
+        ("estimate --model gpt2", "estimate"),
+        ("layers described", "layers"),
+        ("calibrate -h", "calibrate"),
+    ],
+)
+def test_the_cluster_planner_is_named_where_it_is_not(words: str, command: str) -> None:
+    message = f"^error: the cluster planner has commands of its own: osdp cluster {command}$"
+    with pytest.raises(RuntimeError, match=message):
+        run(*words.split())
 
 
 @pytest.fixture
@@ -202,17 +222,18 @@ def wrong(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "folder", "empty", "other", "list", "binary"])
-@pytest.mark.parametrize("command", ["show", "plan", "cluster", "layers", "calibrate", "estimate"])
+@pytest.mark.parametrize("command", ["show", "plan", "cluster plan", "layers", "calibrate", "estimate"])
 def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: dict[str, str]) -> None:
     path = wrong[kind]
     layout = ["--tp", "1", "--pp", "1", "--dp", "1", "--micro-batch", "1"]
+    on_cluster = ["--model", "gpt2", "--cluster", path, "--global-batch", "8"]
     arguments = {
         "show": ["show", path],
         "plan": ["plan", path],
-        "cluster": ["plan", "--model", "gpt2", "--cluster", path, "--global-batch", "8"],
-        "layers": ["layers", path, "--gpu", "H200", "--model", "gpt2"],
-        "calibrate": ["calibrate", "--data", path, "--cluster", path],
-        "estimate": ["estimate", "--model", "gpt2", "--cluster", path, "--global-batch", "8", *layout],
+        "cluster plan": ["cluster", "plan", *on_cluster],
+        "layers": ["cluster", "layers", path, "--gpu", "H200", "--model", "gpt2"],
+        "calibrate": ["cluster", "calibrate", "--data", path, "--cluster", path],
+        "estimate": ["cluster", "estimate", *on_cluster, *layout],
     }
     with pytest.raises(RuntimeError, match=r"^error: ") as caught:
         run(*arguments[command])
@@ -228,7 +249,7 @@ def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: di
         ("transformers", ["profile", "gpt2"], r"this needs transformers: pip install 'osdp\[hf\]'"),
         (
             "yaml",
-            ["plan", "--model", "gpt2", "--cluster", "nodes.yaml", "--global-batch", "8"],
+            ["cluster", "plan", "--model", "gpt2", "--cluster", "nodes.yaml", "--global-batch", "8"],
             r"cluster files in YAML need PyYAML: pip install 'osdp\[cli\]'",
         ),
     ],

@@ -129,12 +129,12 @@ def test_a_model_that_a_function_makes_is_planned_measured_and_written(
         encoding="utf8",
     )
     run("profile", "small_model:make", "--param-dtype", "bfloat16", "--memory-limit", "1GiB", "--out", "made")
-    run("layers", "made", "--gpu", "A100", "--model", "small_model:make", "--out", "layers.json")
+    run("cluster", "layers", "made", "--gpu", "A100", "--model", "small_model:make", "--out", "layers.json")
     Path("cluster.json").write_text(
         '{"nodes": [{"gpu": "A100", "devices": 2, "count": 1, "network": "100 Gbit/s"}]}', encoding="utf8"
     )
     words = [
-        "plan", "--model", "made", "--cluster", "cluster.json", "--global-batch", "4", "--pp", "2",
+        "cluster", "plan", "--model", "made", "--cluster", "cluster.json", "--global-batch", "4", "--pp", "2",
         "--set", "heads=4", "--set", "causal=true", "--layer-times", "layers.json", "--out", "plan.json",
         "--trust-code",
     ]  # fmt: skip
@@ -154,8 +154,8 @@ def test_an_encoder_and_an_encoder_decoder_are_planned_into_plans_that_run(tmp_p
     for name, more in (("bert-large", []), ("t5-large", ["--set", "decoder_layers=3"])):
         out = tmp_path / f"{name}.json"
         run(
-            "plan", "--model", name, "--cluster", str(cluster), "--global-batch", "4", "--seq", "32",
-            "--set", "layers=3", *more, "--pp", "2", "--dp", "1", "--zero", "0", "--top", "1",
+            "cluster", "plan", "--model", name, "--cluster", str(cluster), "--global-batch", "4",
+            "--seq", "32", "--set", "layers=3", *more, "--pp", "2", "--dp", "1", "--zero", "0", "--top", "1",
             "--out", str(out),
         )  # fmt: skip
         content = json.loads(out.read_text(encoding="utf8"))

@@ -120,7 +120,7 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     folder, part, out = tmp_path / "described", tmp_path / "part", tmp_path / "layers.json"
     run("profile", "gpt2", "--batch", "2", "--seq", "8", *small, "--out", str(folder))
     run("profile", "gpt2", "--batch", "2", "--seq", "8", *small, "--tp", "2", "--out", str(part))
-    run("layers", str(folder), str(part), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
+    run("cluster", "layers", str(folder), str(part), "--gpu", "A10", "--model", "gpt2", "--out", str(out))
     told = capsys.readouterr().out
     assert "gpt2 on A10: layers in float32 at 2 x 8 on tp=1, 2 x 8 on tp=2" in told
     found = LayerProfile.load(out)
@@ -147,13 +147,16 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     cluster.write_text(
         '{"nodes": [{"gpu": "A10", "count": 1, "devices": 2, "network": "40 Gbit/s"}]}', encoding="utf8"
     )
-    plan = ["plan", "--cluster", str(cluster), "--global-batch", "4", "--layer-times", str(out), "--top", "1"]
+    plan = [
+        "cluster", "plan", "--cluster", str(cluster), "--global-batch", "4", "--top", "1",
+        "--layer-times", str(out),
+    ]  # fmt: skip
     with pytest.raises(RuntimeError, match="measured in float32, plans on a cluster compute in 16 bits"):
         run(*plan, "--model", str(folder))
     half = tmp_path / "half"
     run("profile", "gpt2", "--seq", "8", *small, "--param-dtype", "bfloat16", "--out", str(half))
     # A folder is named by what it describes.
-    run("layers", str(half), "--gpu", "A10", "--model", str(half), "--out", str(out))
+    run("cluster", "layers", str(half), "--gpu", "A10", "--model", str(half), "--out", str(out))
     with pytest.raises(RuntimeError, match="layers on A10 are 16 wide, those of gpt2 768"):
         run(*plan, "--model", "gpt2")
     capsys.readouterr()

@@ -1,10 +1,13 @@
-"""``osdp plan --cluster --out``: the plan that runs, how to start it, and what other frameworks read."""
+"""``osdp cluster plan --out``: the plan that runs, how to start it, and what other frameworks read."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.models import build, changed_fields, described_model, is_folder, require_no_code
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
@@ -22,46 +25,32 @@ if TYPE_CHECKING:
     from osdp.plan.plan import Plan
 
 
-def traced_prices(prices: ClusterPrices, name: str, *, trust_code: bool = False) -> ClusterPrices:
-    """The same prices with the activations of the model itself, as far as they were not measured.
-
-    Args:
-        prices: Of the model's numbers.
-        name: As ``--model`` has it.
-        trust_code: Whether code that a described folder names may be run.
-    """
+def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPrices:
+    """The same prices with the activations of the model itself, as far as they were not measured."""
     from osdp.cluster.runnable import traced_layers
 
-    model, sample = _build(name, prices.workload.shape, None, trust_code)
+    model, sample = _build(request, prices.workload.shape, None)
     traced = traced_layers(model, sample, prices.workload)
     return ClusterPrices(prices.cluster, prices.workload, prices.rates, prices.profiles, traced)
 
 
 def write_runnable(
-    plans: Sequence[ClusterPlan],
-    prices: ClusterPrices,
-    name: str,
-    out: Path,
-    echo: Callable[[str], None],
-    *,
-    trust_code: bool = False,
+    plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest, out: Path
 ) -> None:
     """Write the first plan that runs, and beside it how to start it and what other frameworks read.
 
     Args:
         plans: Layouts, best first.
         prices: What they were made with.
-        name: As ``--model`` has it.
+        request: What names the model.
         out: File of the plan.
-        echo: Prints.
-        trust_code: Whether code that a described folder names may be run.
 
     Raises:
         InfeasibleError: None of them fits when it is traced.
         ValueError: The model cannot be built, or not cut there.
     """
     shape, cluster = prices.workload.shape, prices.cluster
-    plan, made, model = _first_that_fits(plans, prices, name, echo, trust_code)
+    plan, made, model = _first_that_fits(plans, prices, request)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
     note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
     made = replace(made, notes=(*made.notes, note))
@@ -71,54 +60,46 @@ def write_runnable(
     out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
     out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
     numbers = plan.peak.total - plan.peak.reserve
-    echo(
+    typer.echo(
         f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
         f"{format_bytes(made.predicted.peak_bytes)} beside the reserve; by its numbers "
         f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}"
     )
-    echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    typer.echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     if hasattr(model, "config"):
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
-        echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
+        typer.echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
-        echo(f"written: {export.file}{missing}")
+        typer.echo(f"written: {export.file}{missing}")
 
 
 def _first_that_fits(
-    plans: Sequence[ClusterPlan],
-    prices: ClusterPrices,
-    name: str,
-    echo: Callable[[str], None],
-    trust_code: bool,
+    plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest
 ) -> tuple[ClusterPlan, "Plan | PipelinePlan", Any]:
     from osdp.cluster.runnable import runnable_plan
 
     for row, plan in enumerate(plans, start=1):
-        model, sample = _build(name, prices.workload.shape, plan.layout.samples, trust_code)
+        model, sample = _build(request, prices.workload.shape, plan.layout.samples)
         try:
             made = runnable_plan(plan, prices.cluster, prices.workload, model, sample, rates=prices.rates)
         except InfeasibleError as error:
             if row == len(plans):
                 raise
-            echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
+            typer.echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
         else:
             return plan, made, model
     raise ValueError("a plan that runs needs one layout at least, got none")
 
 
-def require_buildable(
-    name: str, fields: Iterable[str], shape: TransformerShape, *, trust_code: bool = False
-) -> None:
+def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
     """Refuse a model that cannot be built when its layout is known.
 
     Args:
-        name: As ``--model`` has it.
-        fields: Fields of the shape that were given.
-        shape: The shape with them.
-        trust_code: Whether code that a described folder names may be run.
+        request: What names the model.
+        shape: Its shape.
 
     Raises:
         ValueError: The folder names code that is not trusted, the model is in a file or a folder and fields
@@ -126,11 +107,12 @@ def require_buildable(
     """
     from osdp.integrations.huggingface.shaped_models import family_of
 
-    if is_folder(name) and not trust_code:
+    name = request.model
+    if is_folder(name) and not request.trust_code:
         require_no_code(Path(name))
     if not (_has_model(name) or is_folder(name)):
         family_of(shape)
-    elif other := sorted(changed_fields(name, fields)):
+    elif other := sorted(changed_fields(name, request.fields)):
         raise ValueError(
             f"--out builds the model of {name}, which --set {', '.join(other)} does not change: edit the "
             "file, or describe the other model"
@@ -142,13 +124,14 @@ def _has_model(name: str) -> bool:
     return name.endswith(".json") and "model_type" in read_json(name)
 
 
-def _build(name: str, shape: TransformerShape, samples: int | None, trust_code: bool) -> tuple[Any, Any]:
+def _build(request: ClusterRequest, shape: TransformerShape, samples: int | None) -> tuple[Any, Any]:
     """The model itself on the meta device, and a microbatch; of one sample, or what it makes, if ``None``."""
     from osdp.integrations.huggingface.models import token_batch
     from osdp.integrations.huggingface.shaped_models import model_of_shape
 
+    name = request.model
     if is_folder(name):
-        return described_model(Path(name), samples, shape.sequence, trust_code=trust_code)
+        return described_model(Path(name), samples, shape.sequence, trust_code=request.trust_code)
     if _has_model(name):
         return build(name, {}, samples or 1, shape.sequence)
     return model_of_shape(shape), token_batch(samples or 1, shape.sequence)

@@ -1,4 +1,4 @@
-"""``osdp plan --cluster`` and ``osdp estimate``: tables, files, and what a user can mend."""
+"""``osdp cluster plan`` and ``estimate``: tables, files, and what a user can mend."""
 
 import csv
 import json
@@ -41,17 +41,8 @@ def words(tmp_path: Path) -> list[str]:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER, encoding="utf8")
     return [
-        "--model",
-        "gpt2",
-        "--set",
-        "layers=4",
-        "--cluster",
-        str(path),
-        "--global-batch",
-        "8",
-        "--seq",
-        "128",
-    ]
+        "--model", "gpt2", "--set", "layers=4", "--cluster", str(path), "--global-batch", "8", "--seq", "128",
+    ]  # fmt: skip
 
 
 def test_the_table_is_printed_and_written(
@@ -59,7 +50,7 @@ def test_the_table_is_printed_and_written(
 ) -> None:
     table, listed = tmp_path / "table.csv", tmp_path / "table.json"
     files = ["--csv", str(table), "--json", str(listed)]
-    run("plan", *words, "--top", "3", "--steps", "1000", *files)
+    run("cluster", "plan", *words, "--top", "3", "--steps", "1000", *files)
     printed = capsys.readouterr().out
     assert "none is better than the first row" in printed
     assert "proven best in its space" in printed
@@ -78,19 +69,8 @@ def test_all_layouts_can_be_listed(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "table.csv"
-    run(
-        "plan",
-        *words,
-        "--every",
-        "--csv",
-        str(table),
-        "--reserve",
-        "22GiB",
-        "--set",
-        "layers=12",
-        "--micro-batch",
-        "8",
-    )
+    full = ["--reserve", "22GiB", "--set", "layers=12", "--micro-batch", "8"]
+    run("cluster", "plan", *words, "--every", "--csv", str(table), *full)
     capsys.readouterr()
     with table.open(encoding="utf8") as file:
         rows = list(csv.DictReader(file))
@@ -101,18 +81,30 @@ def test_all_layouts_can_be_listed(
 def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     mixed = ["--zero", "mixed", "--recomputation", "mixed"]
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
-    run("estimate", *words, *degrees, *mixed, "--set", "layers=48", "--seq", "1024", "--reserve", "18GiB")
+    run(
+        "cluster",
+        "estimate",
+        *words,
+        *degrees,
+        *mixed,
+        "--set",
+        "layers=48",
+        "--seq",
+        "1024",
+        "--reserve",
+        "18GiB",
+    )
     told = capsys.readouterr().out
     assert "mixed" in told and "25 zero1, recompute full" in told
     # What is best alike is told as that.
-    run("plan", *words, *degrees, *mixed, "--every", "--top", "1")
+    run("cluster", "plan", *words, *degrees, *mixed, "--every", "--top", "1")
     assert "mixed" not in capsys.readouterr().out
 
 
 def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run("plan", *words, "--objective", "cost", "--subsets", "--top", "1")
+    run("cluster", "plan", *words, "--objective", "cost", "--subsets", "--top", "1")
     cheap = capsys.readouterr().out
-    run("plan", *words, "--objective", "pareto")
+    run("cluster", "plan", *words, "--objective", "pareto")
     assert cheap.splitlines()[2].split()[-2:] == ["none", "1"]
     assert "$" in capsys.readouterr().out
 
@@ -120,20 +112,20 @@ def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFix
 @pytest.mark.parametrize(("name", "library"), [("front.png", "matplotlib"), ("front.html", "plotly")])
 def test_time_and_cost_are_drawn(name: str, library: str, words: list[str], tmp_path: Path) -> None:
     pytest.importorskip(library)
-    run("plan", *words, "--objective", "pareto", "--plot", str(tmp_path / name))
+    run("cluster", "plan", *words, "--objective", "pareto", "--plot", str(tmp_path / name))
     assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     degrees = ["--tp", "1", "--pp", "2", "--dp", "2", "--micro-batch", "2"]
-    run("estimate", *words, *degrees)
+    run("cluster", "estimate", *words, *degrees)
     best = capsys.readouterr().out
-    run("estimate", *words, *degrees, "--partition", "4-2")
+    run("cluster", "estimate", *words, *degrees, "--partition", "4-2")
     uneven = capsys.readouterr().out
     assert "4-2" in uneven
     with pytest.raises(RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"):
-        run("estimate", *words, *degrees, "--partition", "4-3")
-    run("estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
+        run("cluster", "estimate", *words, *degrees, "--partition", "4-3")
+    run("cluster", "estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
     assert "it does not fit: " in capsys.readouterr().out
     assert best != uneven
 
@@ -144,7 +136,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
     out = tmp_path / "plan.json"
     degrees = ["--pp", "2", "--dp", "2", "--micro-batch", "1", "--schedule", "1f1b", "--zero", "0"]
     small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
-    run("plan", *words, *small, *degrees, "--out", str(out))
+    run("cluster", "plan", *words, *small, *degrees, "--out", str(out))
     printed = capsys.readouterr().out
     plan, layout = PipelinePlan.load(out), ClusterPlan.load(tmp_path / "plan.layout.json")
     assert (plan.pp, plan.dp, plan.tp, plan.schedule, plan.training.microbatches) == (2, 2, 1, "1f1b", 4)
@@ -207,7 +199,9 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],
             "--every lists all layouts on the whole cluster, without a limit: leave out --subsets, --budget",
         ),
+        (["--deadline", "nand", "--steps", "5"], "a time is a number above 0 .* got 'nand'"),
         (["--budget", "-3", "--steps", "5"], "--budget -3: a budget is more than 0 dollars"),
+        (["--budget", "nan", "--steps", "5"], "--budget nan: a budget is more than 0 dollars"),
         (
             ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
             "--csv /nowhere/a.csv: there is no folder /nowhere; --plot a.xyz: pictures are .png or .html",
@@ -216,7 +210,6 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),
         (["--schedule", "zb-h1"], "which 16-bit weights do not allow"),
         (["--recomputation", "selective"], "say --no-flash, or full"),
-        (["--strategy", "NO_SHARD", "--no-recompute"], "--recompute, --strategy cannot be said of --model"),
         (["--token-slices", "3"], "3 token slices do not divide the 128 tokens of a sequence"),
         (["--micro-batch", "3"], "microbatches of 3 do not divide the global batch of 8"),
         (["--reserve", "22.48GiB"], "nothing fits the memory limit of 22.49 GiB: .*\n.*embedding"),
@@ -224,18 +217,23 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
 )
 def test_what_a_user_can_mend_is_one_message(more: list[str], message: str, words: list[str]) -> None:
     with pytest.raises(RuntimeError, match=f"error: (?s:.*){message}"):
-        run("plan", *words, *more)
+        run("cluster", "plan", *words, *more)
 
 
 def test_a_layout_needs_all_its_degrees(words: list[str]) -> None:
-    with pytest.raises(
-        RuntimeError, match="say what to plan for: a folder that osdp profile wrote, or --model"
-    ):
-        run("plan")
-    with pytest.raises(
-        RuntimeError, match="a layout on a cluster needs --model, --cluster and --global-batch"
-    ):
-        run("plan", *words[:-4])
+    with pytest.raises(RuntimeError, match="one layout needs --pp, --micro-batch, too"):
+        run("cluster", "estimate", *words, "--tp", "1", "--dp", "4")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+@pytest.mark.parametrize("option", ["--model", "--cluster", "--global-batch"])
+def test_what_is_asked_for_is_needed(
+    command: str, option: str, words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = words.index(option)
+    with pytest.raises(RuntimeError, match="2"):
+        run("cluster", command, *words[:place], *words[place + 2 :])
+    assert "Missing option" in (told := capfd.readouterr().err) and option in told
 
 
 def test_the_next_row_is_written_where_the_first_does_not_fit_when_it_is_traced(
@@ -251,17 +249,17 @@ def test_the_next_row_is_written_where_the_first_does_not_fit_when_it_is_traced(
 
     monkeypatch.setattr(cluster_run, "runnable_plan", never_the_first)
     small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512", "--pp", "2"]
-    run("plan", *words, *small, "--out", str(tmp_path / "plan.json"))
+    run("cluster", "plan", *words, *small, "--out", str(tmp_path / "plan.json"))
     assert "row 1 does not fit when its stages are traced: nothing fits" in capsys.readouterr().out
     assert ClusterPlan.load(tmp_path / "plan.layout.json") == asked[1] != asked[0]
     asked.clear()
     with pytest.raises(RuntimeError, match="nothing fits the memory limit"):
-        run("plan", *words, *small, "--top", "1", "--out", str(tmp_path / "plan.json"))
+        run("cluster", "plan", *words, *small, "--top", "1", "--out", str(tmp_path / "plan.json"))
 
 
 def test_a_job_fails_as_its_steps_do(words: list[str], tmp_path: Path) -> None:
     small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
-    run("plan", *words, *small, "--pp", "2", "--dp", "2", "--out", str(tmp_path / "plan.json"))
+    run("cluster", "plan", *words, *small, "--pp", "2", "--dp", "2", "--out", str(tmp_path / "plan.json"))
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, body in (("srun", 'case "$1" in *=1) exit 7 ;; esac'), ("scontrol", "echo host")):

@@ -1,4 +1,4 @@
-"""``osdp calibrate``, and ``osdp estimate`` with what it found."""
+"""``osdp cluster calibrate``, and ``estimate`` with what it found."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ nodes:
 
 def run(*words: object) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main([str(word) for word in words])
+        cli.main(["cluster", *map(str, words)])
     if end.value.code:
         raise ValueError(str(end.value.code))
 

@@ -1,9 +1,12 @@
-"""``osdp calibrate``: from a CSV file of measured steps to coefficients of the planner's time model."""
+"""``osdp cluster calibrate``: from a CSV file of measured steps to coefficients of the time model."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from osdp.cli.options import Out
 from osdp.cluster.calibration.calibrate import Calibration, calibrate
 from osdp.cluster.calibration.measured_step import read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
@@ -16,26 +19,23 @@ SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
 
 
 def calibrate_steps(
-    data: Path,
-    cluster: Path,
-    *,
-    vocabulary: int,
-    flash: bool,
-    recompute: str | None,
-    out: Path,
-    echo: Callable[[str], None],
+    data: Annotated[Path, typer.Option(help="CSV file of measured steps, in vTrain's columns")],
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes they ran on")],
+    vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
+    flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
+    recomputation: Annotated[
+        str | None,
+        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
+    ] = None,
+    out: Out = Path("calibration.json"),
 ) -> None:
-    """Fit to the steps of ``data``, which ran on nodes of ``cluster``; save and print what was found.
-
-    Raises:
-        ValueError: The cluster has several kinds of nodes, a file is malformed, or ``recompute`` is unknown.
-    """
+    """Fit the time model to measured steps, for --calibration; print how far to trust it."""
     groups = load_cluster(cluster).groups
     if len(groups) > 1:
         kinds = ", ".join(group.node.name for group in groups)
         raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
-    if recompute not in (None, *RecomputeLayers):
-        raise ValueError(f"--recomputation {recompute}: there are {', '.join(RecomputeLayers)}")
+    if recomputation not in (None, *RecomputeLayers):
+        raise ValueError(f"--recomputation {recomputation}: there are {', '.join(RecomputeLayers)}")
     steps = read_steps(data)
     most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
     if most > there:
@@ -44,11 +44,11 @@ def calibrate_steps(
             "they ran on"
         )
     setting = Setting(groups[0].node, vocabulary, flash)
-    again = assumed_recompute(steps, setting) if recompute is None else RecomputeLayers(recompute)
+    again = assumed_recompute(steps, setting) if recomputation is None else RecomputeLayers(recomputation)
     setting = replace(setting, recompute=again)
     found = calibrate(steps, setting)
     found.save(out)
-    echo(_report(found, setting))
+    typer.echo(_report(found, setting))
 
 
 def _report(found: Calibration, setting: Setting) -> str:

@@ -1,26 +1,22 @@
-"""Where the answers of ``osdp plan --cluster`` go."""
+"""Where the answers of ``osdp cluster plan`` go."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFiles:
-    """Where answers go, beside what is printed.
+    """Options that say where answers go, beside what is printed."""
 
-    Attributes:
-        csv: Table as CSV.
-        json: Table as JSON.
-        plot: Time and cost as a picture.
-        out: The best plan as one that runs, with how to start it and what other frameworks read.
-        steps: Of the whole training, for its cost.
-    """
-
-    csv: Path | None = None
-    json: Path | None = None
-    plot: Path | None = None
-    out: Path | None = None
-    steps: int | None = None
+    csv: Annotated[Path | None, Option(help="table as CSV")] = None
+    json: Annotated[Path | None, Option(help="table as JSON")] = None
+    plot: Annotated[Path | None, Option(help="time and cost, PNG or HTML")] = None
+    out: Annotated[
+        Path | None, Option(help="the best plan as one that runs, and beside it what starts it elsewhere")
+    ] = None
 
     def check(self) -> None:
         """Refuse what cannot be written, before anything is searched; all faults at once."""

@@ -1,0 +1,181 @@
+"""``osdp cluster plan``, ``estimate`` and ``layers``: from options to calls of the planner."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osdp.cli.cluster.calibrate import calibrate_steps
+from osdp.cli.cluster.goal import GoalOptions
+from osdp.cli.cluster.outputs import OutputFiles
+from osdp.cli.cluster.request import ClusterRequest
+from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
+from osdp.cli.models import measured_layers, model_label
+from osdp.cli.options import Out, flat_options
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price
+from osdp.cluster.export.pareto_plot import plot_plans
+from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of, text_table
+from osdp.cluster.layer_profile import merged
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
+from osdp.cluster.search.infeasible import check_space, nothing_fits
+from osdp.cluster.search.layouts import arrange, every_layout
+from osdp.cluster.search.objectives import best_plans, pareto
+from osdp.cluster.search.space import families
+from osdp.text import format_bytes
+
+app = typer.Typer(
+    no_args_is_help=True, help="Lay transformers over clusters that need not be there: the cluster planner."
+)
+
+
+@app.command()
+@flat_options
+def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:
+    """Lay --model over --cluster; print the best layouts, and write what was asked for."""
+    outputs.check()
+    sought = goal.goal()
+    prices = request.prices()
+    space = request.space(prices.workload)
+    check_space(prices, space, parts=goal.parts)
+    shape, cluster = prices.workload.shape, prices.cluster
+    if outputs.out is not None:
+        require_buildable(request, shape)
+        prices = traced_prices(prices, request)
+    if goal.pareto:
+        found = pareto(prices, space, _progress("parts"))
+    else:
+        found = best_plans(prices, space, sought, _progress("parts" if goal.parts else "layouts"))
+    if not found.plans:
+        raise nothing_fits(prices, space, sought)
+    plans: Sequence[ClusterPlan] = found.plans
+    if goal.every:
+        listed = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))
+        plans = listed[: goal.top]
+    rows = rows_of(plans, cluster, shape, goal.steps)
+    if outputs.csv is not None:
+        outputs.csv.write_text(csv_table(rows), encoding="utf8")
+    if outputs.json is not None:
+        outputs.json.write_text(json_table(rows), encoding="utf8")
+    if outputs.plot is not None:
+        plot_plans(plans, cluster, outputs.plot)
+    typer.echo(text_table(rows))
+    typer.echo(
+        f"{found.candidates} layouts in {found.placements} placements, {found.arranged} of them cut and "
+        "placed exactly; none is better than the first row"
+    )
+    typer.echo(_basis(prices))
+    typer.echo("")
+    typer.echo(breakdown(found.plans[0], cluster, shape))
+    if outputs.out is not None:
+        write_runnable(found.plans, prices, request, outputs.out)
+
+
+@app.command()
+@flat_options
+def estimate(
+    request: ClusterRequest,
+    partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
+) -> None:
+    """Price one given layout of --model on --cluster, and say what each number is made of.
+
+    It needs --tp, --pp, --dp and --micro-batch; otherwise it is 1f1b without recomputation, and ZeRO 0.
+    """
+    prices = request.prices()
+    space = replace(request.space(prices.workload), token_slices=(request.token_slices or 1,))
+    missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
+    if missing:
+        options = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ValueError(f"one layout needs {options}, too")
+    check_space(prices, space)
+    if request.pp == 1 and request.schedule not in (None, "1f1b"):
+        raise ValueError(f"--schedule {request.schedule} orders several stages, and --pp 1 is one")
+    family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
+    layout: ParallelLayout = replace(
+        family.plain,
+        schedule=request.schedule or "1f1b",
+        recompute=request.way_to_recompute,
+        zero=request.stage_of_zero,
+    )
+    plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
+    if plan is None:
+        raise ValueError(
+            f"{len(prices.items)} items cannot be cut into {layout.degrees.pp} stages of this schedule"
+        )
+    if partition is not None:
+        bounds = _bounds(partition)
+        _require_all(partition, bounds, prices, layout.degrees.pp)
+        plan = price(prices, layout, bounds, plan.slots)
+    typer.echo(text_table(rows_of([plan], prices.cluster, prices.workload.shape)))
+    typer.echo(_basis(prices))
+    if not plan.fits:
+        typer.echo(
+            f"it does not fit: {format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} are needed"
+        )
+    typer.echo("")
+    typer.echo(breakdown(plan, prices.cluster, prices.workload.shape))
+
+
+@app.command()
+def layers(
+    described: Annotated[
+        list[Path],
+        typer.Argument(help="folders that osdp profile wrote, of several batches, lengths and --tp"),
+    ],
+    gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
+    model: Annotated[str, typer.Option(help="name of the model in osdp cluster plan --model")],
+    out: Out = Path("layers.json"),
+) -> None:
+    """Save what osdp profile measured of a transformer's layers, for --layer-times of the other commands."""
+    found = merged([measured_layers(folder, gpu, model_label(model)) for folder in described])
+    found.save(out)
+    cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
+    told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
+    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {told} in {out}")
+
+
+app.command("calibrate")(calibrate_steps)
+
+
+def _basis(prices: ClusterPrices) -> str:
+    """What the numbers are made of."""
+    attention = "never writes its scores (flash)" if prices.workload.flash else "writes its scores"
+    kept = "traced from the model" if prices.traced else "those of fused kernels"
+    measured = [found.gpu for found in prices.profiles]
+    layers = f"; layers measured on {', '.join(measured)}" if measured else ""
+    return (
+        f"attention {attention}; activations {kept}{layers}; compute hides {prices.workload.overlap:.0%} of "
+        "gradients and gathers"
+    )
+
+
+def _progress(what: str) -> Callable[[int, int], None]:
+    """A bar on stderr, where somebody watches."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc=what, leave=False, disable=None)
+
+    def advance(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return advance
+
+
+def _bounds(partition: str) -> tuple[int, ...]:
+    try:
+        sizes = [int(word) for word in partition.split("-")]
+    except ValueError as error:
+        raise ValueError(f"--partition is written as 13-12-12-13, got {partition!r}") from error
+    return (0, *accumulate(sizes))
+
+
+def _require_all(partition: str, bounds: Sequence[int], prices: ClusterPrices, pp: int) -> None:
+    if len(bounds) != pp + 1 or bounds[-1] != len(prices.items):
+        raise ValueError(
+            f"--partition {partition} has {bounds[-1]} items in {len(bounds) - 1} stages; {pp} stages have "
+            f"{len(prices.items)} together: {num_layers(prices.items)} layers, embeddings and the head"
+        )
