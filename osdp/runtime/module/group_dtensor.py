@@ -6,6 +6,7 @@ torch, or the factors of LoRA can be merged, would depend on the plan. What is s
 parameters, and their gradients, are therefore DTensors that bring the operands of an operation onto one mesh.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 #: In the names of functions on lists of tensors, element by element.
 _ON_LISTS = ("_foreach_", "_fused_")
+#: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
+_AS_THEY_ARE = frozenset(("__get__", "__set__", "__delete__", "grad", "backward"))
+#: Methods whose names look like those of in-place operators.
+_NOT_IN_PLACE = frozenset(("__init__", "__int__", "__index__", "__invert__", "__iter__"))
 
 
 class GroupDTensor(DTensor):
@@ -31,25 +36,43 @@ class GroupDTensor(DTensor):
     ) -> Any:
         """Run ``func`` with all operands on one mesh."""
         kwargs = kwargs or {}
+        name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            # Attributes come by far the most often.
-            if func.__name__ in ("__get__", "__set__", "__delete__"):
-                return _as_group(func(*args, **kwargs))
+            if name in _AS_THEY_ARE:
+                return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
             meshes = list(dict.fromkeys(_meshes((args, kwargs))))
             if len(meshes) == 1:
                 return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
-            if any(part in func.__name__ for part in _ON_LISTS):
+            if any(part in name for part in _ON_LISTS):
                 return _each_mesh(func, args, kwargs)
-            in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
-            first = next(_meshes(args[0])) if in_place or func.__name__.startswith("__i") else None
-            mesh = first or next((mesh for mesh in meshes if mesh.ndim == 1), meshes[0])
+            written = _written(name, args, kwargs)
+            if written is None:
+                mesh = next((mesh for mesh in meshes if mesh.ndim == 1), meshes[0])
+            else:
+                _settle(written)
+                mesh = written.device_mesh
             args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
             return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
 
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """The same values in other placements."""
+        moved: DTensor = _as_group(super().redistribute(*args, **kwargs))
+        return moved
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the DTensor that it is everywhere else."""
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy on the same mesh."""
+        if id(self) not in memo:
+            memo[id(self)] = _as_group(copy.deepcopy(self._plain(), memo))
+        return memo[id(self)]
+
+    def _plain(self) -> DTensor:
         plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        vars(plain).update(vars(self))  # whether it is a parameter, for one
+        return plain
 
 
 def compute_with_other_meshes(tensor: torch.Tensor | None) -> None:
@@ -65,6 +88,22 @@ def _as_group(value: Any) -> Any:
 
 def _meshes(values: Any) -> Iterator[DeviceMesh]:
     return (leaf.device_mesh for leaf in tree_leaves(values) if isinstance(leaf, DTensor))
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
+    """The operand that a function called ``name`` writes to, if it is a DTensor."""
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place |= name.startswith("__i") and name not in _NOT_IN_PLACE
+    found = args[0] if in_place else kwargs.get("out")
+    return found if isinstance(found, DTensor) else None
+
+
+def _settle(written: DTensor) -> None:
+    """Give a partial value, which is about to be written to, its whole value on each rank."""
+    if any(placement.is_partial() for placement in written.placements):
+        whole: Any = written.detach()
+        whole = whole.redistribute(placements=[Replicate()] * written.device_mesh.ndim)
+        written._local_tensor, written._spec = whole._local_tensor, whole._spec
 
 
 def _onto(mesh: DeviceMesh, values: Any) -> Any:
@@ -83,10 +122,11 @@ def _onto(mesh: DeviceMesh, values: Any) -> Any:
 
 def _each_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``func`` on lists, mesh by mesh; what it returns in the order of the lists."""
-    length = len(args[0])
-    members: dict[DeviceMesh, list[int]] = {}
-    for index, tensor in enumerate(args[0]):
-        members.setdefault(tensor.device_mesh, []).append(index)
+    lead = next(value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
+    length = len(lead)
+    members: dict[DeviceMesh | None, list[int]] = {}
+    for index, tensor in enumerate(lead):
+        members.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
     results: list[Any] = [None] * length
     for mesh, indices in members.items():
 
@@ -94,9 +134,8 @@ def _each_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             is_list = isinstance(value, (list, tuple)) and len(value) == length
             return [value[index] for index in indices] if is_list else value
 
-        some_args, some_kwargs = _onto(
-            mesh, (tuple(map(chosen, args)), {name: chosen(value) for name, value in kwargs.items()})
-        )
+        some = tuple(map(chosen, args)), {name: chosen(value) for name, value in kwargs.items()}
+        some_args, some_kwargs = some if mesh is None else _onto(mesh, some)
         found = func(*some_args, **some_kwargs)
         for index, result in zip(indices, found or (), strict=False):
             results[index] = _as_group(result)

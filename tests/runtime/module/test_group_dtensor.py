@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -75,6 +76,38 @@ def lists(tensors: list[nn.Parameter]) -> torch.Tensor:
         return torch.stack([whole(norm) for norm in torch._foreach_norm(tensors)])
 
 
+def copies(tensors: list[nn.Parameter]) -> None:
+    """Copies of several at once, as those of state dicts are, are where the originals are."""
+    copied = deepcopy([tensor.detach() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, copied, strict=True):
+            assert not isinstance(tensor, DTensor) or copy.placements == tensor.placements
+            tensor.copy_(2 * copy)
+
+
+def by_hand(tensors: list[nn.Parameter]) -> torch.Tensor:
+    """A norm as a loop adds it up, in both ways to write it."""
+    total, other = 0, tensors[1].grad.square().sum()
+    for tensor in tensors:
+        total += tensor.grad.square().sum()
+    other.add_(tensors[0].grad.square().sum())
+    return whole(total) + whole(other)
+
+
+def written(tensors: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        tensors[1][:] = tensors[0]
+        torch.add(tensors[0], tensors[1], out=tensors[3])
+        tensors[2] *= tensors[3]
+
+
+def asked_of_autograd() -> None:
+    tensors = parameters()
+    found = torch.autograd.grad(sum(tensor.square().sum() for tensor in tensors), tensors)
+    for tensor, gradient in zip(tensors, found, strict=True):
+        torch.testing.assert_close(whole(gradient), 2 * whole(tensor.detach()))
+
+
 def on_four_ranks() -> None:
     alike(clip)
     alike(lambda tensors: clip(tensors, norm_type=float("inf")))
@@ -85,6 +118,15 @@ def on_four_ranks() -> None:
     alike(step)
     alike(lambda tensors: step(tensors, foreach=True))
     alike(lambda tensors: torch.stack([tensor.norm() for tensor in tensors]).sum().detach())
+    alike(copies)
+    alike(by_hand)
+    alike(written)
+    asked_of_autograd()
+    pair = parameters()[1]
+    assert [placement.is_replicate() for placement in deepcopy({"w": pair.detach()})["w"].placements] == [
+        True,
+        False,
+    ]
     mine = parameters()[1]
     (mine.square().sum() + parameters()[0].sum()).backward()
     torch.testing.assert_close(mine.grad.full_tensor(), (2 * mine + on(mine.device_mesh, 11)).full_tensor())
@@ -93,6 +135,10 @@ def on_four_ranks() -> None:
     file.seek(0)
     # Others read it without osdp.
     assert type(torch.load(file, weights_only=False)) is DTensor
+    file = io.BytesIO()
+    torch.save(mine, file)
+    file.seek(0)
+    assert isinstance(torch.load(file, weights_only=False), nn.Parameter)
 
 
 def test_two_meshes_compute_together() -> None:
