@@ -171,6 +171,11 @@ def _in_stages(model: nn.Module, asked: Asked) -> PipelinedModel | None:
         return None
     if options["double_backward"]:
         raise ValueError("double_backward does not go with stages, which run their backwards apart")
+    if not options["find_unused_parameters"]:
+        raise ValueError(
+            "find_unused_parameters=False does not go with stages: each keeps parameters without a gradient as "
+            "they are; leave the option out"
+        )
     if plan is None:
         plan = make_pipeline_plan(
             model,

@@ -141,9 +141,12 @@ class MeasurementCache:
             return None
 
     def _load(self, name: str, kind: type[T]) -> _Entry[T] | None:
-        if self._folder is None or not (path := self._folder / name).exists():
+        if self._folder is None:
             return None
+        path = self._folder / name
         try:
+            if not path.exists():
+                return None
             found = codec.load(_stored(kind), path)
             made = datetime.fromisoformat(found.made)
             age = datetime.now(UTC) - made
@@ -157,10 +160,10 @@ class MeasurementCache:
     def _save(self, name: str, entry: _Entry[T]) -> None:
         if self._folder is None:
             return
-        text = codec.to_json({"made": entry.made.isoformat(), "seconds": entry.seconds, "value": entry.value})
+        stored = {"made": entry.made.isoformat(), "seconds": entry.seconds, "value": entry.value}
         try:
-            _write_private(self._folder / name, text)
-        except OSError as error:
+            _write_private(self._folder / name, codec.to_json(stored))
+        except (OSError, ValueError) as error:  # full, read-only, or a number that JSON does not have
             _LOGGER.warning("a measurement is not cached: %s", error)
 
 

@@ -175,7 +175,7 @@ def _random(
 def _cast_block_inputs(
     twin: nn.Module, model_desc: ModelDesc, left_out: Sequence[str], dtype: torch.dtype
 ) -> None:
-    """Cast the inputs of each block to ``dtype``, as FSDP2's mixed precision does for wrapped blocks."""
+    """Cast the inputs of blocks and of modules with parameters of their own, as the runtime does."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -184,6 +184,7 @@ def _cast_block_inputs(
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
     blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
-    for block in blocks:
-        if block not in left_out:
-            twin.get_submodule(block).register_forward_pre_hook(hook, with_kwargs=True)
+    own = [name for name, m in twin.named_modules() if next(m.parameters(recurse=False), None) is not None]
+    for name in dict.fromkeys((*blocks, *own)):
+        if not any(name == block or name.startswith(f"{block}.") for block in left_out):
+            twin.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)

@@ -127,7 +127,12 @@ def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, tr
 def _largest_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
     """The run in which most modules run: two are compared if ``twin`` drops modules at random."""
     draws = SingleDraws(largest=True)
-    trace = _fake_run(twin, batch, loss_fn, draws)
+    try:
+        trace = _fake_run(twin, batch, loss_fn, draws)
+    except ValueError:
+        if not draws.happened:
+            raise
+        return _fake_run(twin, batch, loss_fn, SingleDraws(largest=False))
     if not draws.happened:
         return trace
     try:

@@ -4,7 +4,7 @@ import torch
 
 from tests.habits.running.context import Context
 from tests.habits.running.habit import habit
-from tests.habits.running.nets import Net, mse
+from tests.habits.running.nets import Block, Net, mse
 
 
 @habit(tolerance=0.05, low_tolerance=None)
@@ -57,6 +57,31 @@ def head_in_another_dtype(ctx: Context) -> None:
     net = Mixed()
     net.head.float()
     model = ctx.wrap(net)
+    ctx.train(model, ctx.sgd(model))
+    ctx.weights(model)
+
+
+@habit()
+def positions_in_full_precision(ctx: Context) -> None:
+    """Gives each block positions in the dtype of the inputs, and scales by such a number inside."""
+
+    class Placed(Block):
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + places) * places.new_full((), 0.5)
+
+    class PlacedNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Placed(25) for _ in range(3))
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.linspace(0, 1, 25, dtype=torch.get_default_dtype())
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, places)
+            return x
+
+    model = ctx.wrap(PlacedNet())
     ctx.train(model, ctx.sgd(model))
     ctx.weights(model)
 

@@ -128,7 +128,9 @@ def run_once(
         try:
             return _collect(ranks, time.monotonic() + timeout)
         except RankError as error:
-            # What its peers say of a lost connection may come first.
+            # What its peers say of a lost connection may come first; another fault is no backend's.
+            if error.error not in ("EOFError", "RuntimeError", "LockstepError", "DistBackendError"):
+                raise
             for rank, process in enumerate(processes):
                 process.join(_GRACE)
                 if process.exitcode in _CRASHES:

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from osdp.nn.dispatch_modes import unseen_by_checkpoints
 from osdp.runtime.module.outputs import free_of_views
 from osdp.runtime.sharding.unit_outputs import gather_for_gradients_of
 from osdp.runtime.torch_private.autograd import in_backward
-from osdp.runtime.torch_private.fsdp import after_forward, before_forward
+from osdp.runtime.torch_private.fsdp import after_forward, before_forward, cast_floating_point
 
 #: Positional and keyword arguments of a forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,6 +57,12 @@ class Entries:
         self._caller: FrameType | None = None
         self._depth = 0
         self._leaves: set[nn.Module] = set()
+        #: Modules whose own parameters meet what they are given.
+        self._casting = {
+            module
+            for module in model.modules()
+            if param_dtype is not None and next(module.parameters(recurse=False), None) is not None
+        }
         #: Whether calls inside a backward count as outermost too: it has ended except for users' hooks.
         self.open_in_backward = False
         # First of all pre-hooks: FSDP2 must not start from the state of a failed step.
@@ -108,14 +113,10 @@ class Entries:
         return self._cast(args, kwargs)
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        # Whether a module is wrapped depends on the plan; what it is given must not.
+        # Whether a module is wrapped depends on the plan; what its parameters meet must not.
         if self._param_dtype is None:
             return args, kwargs
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self._param_dtype) if tensor.is_floating_point() else tensor
-
-        found: Arguments = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        found: Arguments = cast_floating_point((args, kwargs), self._param_dtype)
         return found
 
     def end(self, module: nn.Module, args: object, output: Any, *, raised: bool = False) -> Any:
@@ -149,14 +150,17 @@ class Entries:
             self._leave(None, True)
 
     def _before_inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Dynamo traces this as a constant: a call inside compiled code is never the outermost one.
+        # Dynamo traces this as a constant: what is compiled is not called from outside.
         if torch.compiler.is_compiling():
             return None
         self._notice_failed_method()
-        if self._module is not None:
+        if self._module is None:
+            args, kwargs = self._before(module, args, kwargs)
+        else:
             self._depth += module is self._module
-            return None
-        return self._before(module, args, kwargs)
+        if module not in self._casting:
+            return args, kwargs
+        return self._cast(args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._module is None and not self._is_closed:

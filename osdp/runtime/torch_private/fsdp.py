@@ -1,9 +1,13 @@
 """FSDP2: the states of wrapped modules, and their position in a step."""
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.utils import _apply_to_tensors
 
 from osdp.nn.dispatch_modes import unseen_by_checkpoints
 
@@ -105,6 +109,11 @@ def before_forward(
     with unseen_by_checkpoints():
         arguments = sharding_state(wrapped)._pre_forward(module, args, kwargs)
     return arguments
+
+
+def cast_floating_point(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with their floating-point tensors cast to ``dtype``, as FSDP2 casts inputs."""
+    return _apply_to_tensors(partial(_cast_fp_tensor, dtype), values)
 
 
 def after_forward(wrapped: nn.Module, module: nn.Module, args: object, output: Any) -> Any:
