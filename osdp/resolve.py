@@ -173,8 +173,8 @@ def _in_stages(model: nn.Module, asked: Asked) -> PipelinedModel | None:
         raise ValueError("double_backward does not go with stages, which run their backwards apart")
     if not options["find_unused_parameters"]:
         raise ValueError(
-            "find_unused_parameters=False does not go with stages: each keeps parameters without a gradient as "
-            "they are; leave the option out"
+            "find_unused_parameters=False does not go with stages, which allow parameters without a gradient; "
+            "leave the option out"
         )
     if plan is None:
         plan = make_pipeline_plan(
