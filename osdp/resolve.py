@@ -173,7 +173,7 @@ def _in_stages(model: nn.Module, asked: Asked) -> PipelinedModel | None:
         raise ValueError("double_backward does not go with stages, which run their backwards apart")
     if not options["find_unused_parameters"]:
         raise ValueError(
-            "find_unused_parameters=False does not go with stages, which allow parameters without a gradient; "
+            "find_unused_parameters=False is not for stages: they allow parameters without a gradient; "
             "leave the option out"
         )
     if plan is None:
