@@ -145,4 +145,5 @@ def _hook_up(check: OptimizerCheck) -> None:
         if living is not None:
             living.before_step(optimizer)
 
-    register_optimizer_step_pre_hook(before_step)
+    # Dynamo cannot trace it, and need not: it decides nothing about the step.
+    register_optimizer_step_pre_hook(torch.compiler.disable(before_step))

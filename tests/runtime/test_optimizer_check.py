@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -307,3 +308,22 @@ def refuses_embeddings() -> None:
 
 def test_embeddings_that_no_plan_trains_are_refused() -> None:
     run(2, refuses_embeddings)
+
+
+def compiled_steps() -> None:
+    # Dynamo once ran into the hook by which the first step of an optimizer is checked.
+    for name in ("NO_SHARD", "FULL_SHARD"):
+        torch._dynamo.reset()
+        model = wrapped(name, make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+        model(batch_of(0, dist.get_rank())).square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dynamo imports what torch itself has deprecated
+            torch.compile(optimizer.step, backend="eager")()
+        after = [whole(parameter.detach()) for parameter in model.parameters()]
+        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), name
+
+
+def test_a_step_may_be_compiled() -> None:
+    run(2, compiled_steps, timeout=100)
