@@ -39,10 +39,10 @@ class GroupDTensor(DTensor):
         name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in _AS_THEY_ARE:
-                return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
+                return _results(func(*args, **kwargs))
             meshes = list(dict.fromkeys(_meshes((args, kwargs))))
             if len(meshes) == 1:
-                return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
+                return _results(func(*args, **kwargs))
             if any(part in name for part in _ON_LISTS):
                 return _each_mesh(func, args, kwargs)
             written = _written(name, args, kwargs)
@@ -52,7 +52,7 @@ class GroupDTensor(DTensor):
                 _settle(written)
                 mesh = written.device_mesh
             args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
-            return tree_map_only(DTensor, _as_group, func(*args, **kwargs))
+            return _results(func(*args, **kwargs))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values in other placements."""
@@ -84,6 +84,13 @@ def _as_group(value: Any) -> Any:
     if type(value) is DTensor and value.device_mesh.ndim > 1:
         value.__class__ = GroupDTensor
     return value
+
+
+def _results(found: Any) -> Any:
+    """What a function returned; sizes, which are tuples too, stay what they are."""
+    if type(found) in (list, tuple):
+        return type(found)(map(_as_group, found))
+    return _as_group(found)
 
 
 def _meshes(values: Any) -> Iterator[DeviceMesh]:

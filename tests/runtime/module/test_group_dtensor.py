@@ -123,6 +123,7 @@ def on_four_ranks() -> None:
     alike(written)
     asked_of_autograd()
     pair = parameters()[1]
+    assert type(pair.shape) is type(pair.size()) is torch.Size
     assert [placement.is_replicate() for placement in deepcopy({"w": pair.detach()})["w"].placements] == [
         True,
         False,
