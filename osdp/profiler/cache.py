@@ -66,10 +66,10 @@ class MeasurementCache:
         self._group = group
         self._read: list[_Entry[Any]] = []
 
-    @property
+    @cached_property
     def is_on(self) -> bool:
-        """Whether anything may be read or kept."""
-        return self._cache_dir is not None
+        """Whether anything may be read or kept: the first rank decides, since reading is collective."""
+        return self._from_first_rank(lambda: self._cache_dir is not None)
 
     def measured(
         self,
@@ -122,11 +122,12 @@ class MeasurementCache:
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
-    def _from_first_rank(self, load: Callable[[], _Entry[T] | None]) -> _Entry[T] | None:
-        box = [load() if self._is_first else None]
+    def _from_first_rank(self, load: Callable[[], T]) -> T:
+        box: list[Any] = [load() if self._is_first else None]
         if dist.is_initialized():
             dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+        found: T = box[0]
+        return found
 
     @cached_property
     def _folder(self) -> Path | None:

@@ -56,7 +56,11 @@ class ReducedModel:
             return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
 
     def _draws(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.largest_draws is None else SingleDraws(largest=self.largest_draws)
+        return (
+            nullcontext()
+            if self.largest_draws is None
+            else SingleDraws(self.model, largest=self.largest_draws)
+        )
 
     def drop_gradients(self) -> None:
         """Free the gradients, as ``zero_grad`` does before a step."""
@@ -129,7 +133,7 @@ def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
             for name, module in reduced.model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)
         ]
-        with SingleDraws(largest=largest) as draws:
+        with SingleDraws(reduced.model, largest=largest) as draws:
             reduced.loss()
         for handle in handles:
             handle.remove()

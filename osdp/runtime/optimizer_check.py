@@ -56,8 +56,8 @@ class OptimizerCheck:
         self._awaits_backward = awaits_backward
         # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
         self._parameters = {id(p): p for p in parameters}
-        #: Number of parameters that each optimizer had when it was checked.
-        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        #: Identities of the parameters that each optimizer had when it was checked.
+        self._known: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
         _hook_up(self)
@@ -69,10 +69,9 @@ class OptimizerCheck:
             RuntimeError: The optimizer cannot train this model, or no gradients have arrived.
             PlanMismatchError: The optimizer needs more memory than was planned.
         """
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._known.get(optimizer) != count:
+        if self._known.get(optimizer) != _identities(optimizer):
             self._look_at(optimizer)
-            self._known[optimizer] = sum(len(group["params"]) for group in optimizer.param_groups)
+            self._known[optimizer] = _identities(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
 
@@ -130,6 +129,10 @@ class OptimizerCheck:
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._parameters
+
+
+def _identities(optimizer: Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _hook_up(check: OptimizerCheck) -> None:

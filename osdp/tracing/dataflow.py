@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Value
 from osdp.model.description import Affine
 from osdp.nn.fake_tensors import FakeTensors
+from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.tensors import dtype_name, storage_key, tensors_in
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -70,12 +71,16 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
             f"{type(model).__name__} cannot be cut: stages consist of whole modules with parameters, of "
             f"which it has {len(modules)}; at least 2 are needed"
         )
-    with SingleDraws(largest=True), FakeTensors():
+    with FakeTensors():
         twin = skeleton(model, on_fake_cpu)
-        one = _run(twin, batch, modules)
+
+        def run(draws: SingleDraws) -> tuple[Dataflow, SingleDraws]:
+            return _run(twin, batch, modules, draws), draws
+
+        one, draws = largest_run(twin, run, lambda found: len(found[0].steps))
         # A second run at twice the batch shows how sizes depend on it; a model that rejects it has one size.
         try:
-            two = _run(twin, batch.resized(2 * batch.local_batch), modules)
+            two = _run(twin, batch.resized(2 * batch.local_batch), modules, draws)
         except ValueError:
             two = one
     alike = [v.step for v in two.values] == [v.step for v in one.values] and two.steps == one.steps
@@ -94,7 +99,7 @@ def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
     return Affine(one.constant - rise, rise / local_batch)
 
 
-def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Dataflow:
+def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str], draws: SingleDraws) -> Dataflow:
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     recorder = _FlowRecorder(_owners(twin, modules), fake.tensors)
     handles = [
@@ -107,12 +112,10 @@ def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str]) -> Dataflo
         )
     ]
     try:
-        with torch.no_grad(), recorder:
+        with draws, torch.no_grad(), recorder:
             fake.run(twin)
     except Exception as error:
-        raise ValueError(
-            f"the model's dataflow cannot be traced on fake tensors: {type(error).__name__}: {error}"
-        ) from error
+        raise forward_failure(error, batch.specs) from error
     finally:
         for handle in handles:
             handle.remove()

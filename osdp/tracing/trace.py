@@ -24,7 +24,7 @@ from osdp.tracing.module_walk import Interval, walk
 from osdp.tracing.op_recorder import Recorder, Tally
 from osdp.tracing.operators import Use, find_operators, find_parameters
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.single_draws import SingleDraws, largest_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ def describe(
     # which FakeTensors accepts among fake ones.
     with FakeTensors():
         twin = skeleton(model, on_fake_cpu)
-        trace = _largest_run(twin, batch, loss_fn)
+        trace = largest_run(
+            twin, lambda draws: _fake_run(twin, batch, loss_fn, draws), lambda run: len(run.modules)
+        )
         double = _other_batch(twin, batch, loss_fn, trace)
     # 2. Blocks, then operators.
     uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
@@ -116,30 +118,12 @@ def _cut(
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
     """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
     try:
-        draws = SingleDraws(largest=trace.largest_draws)
+        draws = SingleDraws(twin, largest=trace.largest_draws)
         double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
     except ValueError:
         return None
     same = [s.stretch.key for s in double.segments] == [s.stretch.key for s in trace.segments]
     return double if same else None
-
-
-def _largest_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None) -> _Trace:
-    """The run in which most modules run: two are compared if ``twin`` drops modules at random."""
-    draws = SingleDraws(largest=True)
-    try:
-        trace = _fake_run(twin, batch, loss_fn, draws)
-    except ValueError:
-        if not draws.happened:
-            raise
-        return _fake_run(twin, batch, loss_fn, SingleDraws(largest=False))
-    if not draws.happened:
-        return trace
-    try:
-        other = _fake_run(twin, batch, loss_fn, SingleDraws(largest=False))
-    except ValueError:
-        return trace
-    return max(trace, other, key=lambda run: len(run.modules))
 
 
 def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws: SingleDraws) -> _Trace:

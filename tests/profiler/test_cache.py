@@ -224,6 +224,18 @@ def test_ranks_measure_together_or_not_at_all(
     assert len(list(Path(tmp_path, "0").iterdir())) == 1
 
 
+def _one_rank_without(folder: str, without: int) -> float:
+    cache = MeasurementCache(None if dist.get_rank() == without else folder)
+    return cache.measured("link", PointToPointLink, [], lambda: LINK).latency
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_the_first_rank_decides_whether_anything_is_kept(without: int, tmp_path: Path) -> None:
+    """Ranks whose ``cache_dir`` differed waited for each other's word until the time-out."""
+    assert run(2, _one_rank_without, str(tmp_path), without) == [LINK.latency] * 2
+    assert len(list(tmp_path.iterdir())) == without
+
+
 def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 

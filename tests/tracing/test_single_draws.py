@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc
+from osdp.nn.modules import kind_of
 from osdp.profiler.segments import profile_segments
+from osdp.tracing.dataflow import trace_flow
+from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.tensor_parallel.linear_graph import trace_features
 
 DEPTH = 6
+RULES = ["python", "numpy", "torch", "item", "survival", "own", "own of NumPy", "own of old NumPy"]
 
 
 class Dropping(nn.Module):
@@ -25,6 +30,9 @@ class Dropping(nn.Module):
         super().__init__()
         self.rule = rule
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
+        self.own = random.Random(7)
+        self.own_of_numpy = np.random.default_rng(7)
+        self.own_of_old_numpy = np.random.RandomState(7)
 
     def drops(self) -> bool:
         match self.rule:
@@ -38,6 +46,12 @@ class Dropping(nn.Module):
                 return torch.rand(1).item() < 0.5
             case "survival":
                 return bool(torch.rand(1) > 0.5)
+            case "own":
+                return self.own.random() < 0.5
+            case "own of NumPy":
+                return bool(self.own_of_numpy.random() > 0.5)
+            case "own of old NumPy":
+                return bool(self.own_of_old_numpy.uniform() < 0.5)
         raise ValueError(self.rule)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,10 +61,11 @@ class Dropping(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("rule", ["python", "numpy", "torch", "item", "survival"])
+@pytest.mark.parametrize("rule", RULES)
 def test_all_layers_are_described_and_profiled(rule: str) -> None:
     model, batch = Dropping(rule), torch.randn(4, 8)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    own = model.own.getstate(), model.own_of_numpy.bit_generator.state
     desc = ModelDesc.from_module(model, batch)
     assert sum(operator.executed for operator in desc.operators) == DEPTH
     profile = profile_segments(model, batch, desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
@@ -58,6 +73,16 @@ def test_all_layers_are_described_and_profiled(rule: str) -> None:
     assert states[0] == random.getstate()
     assert states[1] == np.random.get_state()[1].tolist()
     assert torch.equal(states[2], torch.get_rng_state())
+    assert own == (model.own.getstate(), model.own_of_numpy.bit_generator.state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_stages_and_tensor_parallelism_see_all_layers(rule: str) -> None:
+    model, batch = Dropping(rule), torch.randn(4, 8)
+    flow = trace_flow(model, batch)
+    assert {step.module for step in flow.steps} == {f"layers.{i}" for i in range(DEPTH)}
+    features = trace_features(model, SampleBatch.of(batch), kind_of)
+    assert set(features.kinds) == {f"layers.{i}" for i in range(DEPTH)}
 
 
 def test_no_model_runs_all_layers_by_both_rules() -> None:
@@ -78,10 +103,10 @@ def test_no_model_runs_all_layers_by_both_rules() -> None:
 
 @pytest.mark.parametrize("largest", [True, False])
 def test_single_draws(largest: bool) -> None:
-    with SingleDraws(largest=largest) as draws:
+    with SingleDraws(nn.Identity(), largest=largest) as draws:
         pass
     assert not draws.happened
-    with SingleDraws(largest=largest) as draws:
+    with SingleDraws(nn.Identity(), largest=largest) as draws:
         drawn = [random.random(), np.random.rand(), torch.rand(1, 1).item(), *(torch.rand([]) for _ in "ab")]
         several = torch.rand(1000)
         # Algorithms that draw until something holds come to an end.

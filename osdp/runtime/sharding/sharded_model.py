@@ -110,6 +110,7 @@ class ShardedModel:
         # 3. Hooks on parameters, calls and state dicts, and FSDP2's interface on all modules.
         self._names = {inner: name for name, inner in model.named_modules()}
         self._trainable = self.parameters.trainable
+        self._trainable_at_first = frozenset(self._trainable)
         self._watched: set[int] = set()
         self._watch_replicated()
         self._watch_stored()
@@ -282,11 +283,32 @@ class ShardedModel:
                 "parameters were frozen or unfrozen between the microbatches of an accumulation; do that "
                 "between steps"
             )
+        self._refuse_mixed_dtypes(set(trainable))
         self._trainable = trainable
         self._reducer.rebuild()
         self._sharded.follow_trainable()
         self._in_slices.watch()
         self.follow_settings()
+
+    def _refuse_mixed_dtypes(self, trainable: set[str]) -> None:
+        """Raise if parameters were unfrozen that would be reduced together with ones of another dtype.
+
+        Units are of one trainable dtype when the model is wrapped. Which of the parameters that were frozen
+        then share a unit depends on the plan, so that the check does not look at units.
+        """
+        if trainable <= self._trainable_at_first:
+            return
+        dtypes: dict[torch.dtype, str] = {}
+        for parameter in self.parameters:
+            if parameter.name in trainable:
+                dtypes.setdefault(parameter.stored.dtype, parameter.name)
+        if len(dtypes) > 1:
+            mixed = " and ".join(f"{name!r} of {dtype}" for dtype, name in dtypes.items())
+            raise RuntimeError(
+                f"parameters were unfrozen so that dtypes mix: {mixed} are trainable now. Only parameters "
+                "that are trainable when the model is wrapped are kept apart by dtype: unfreeze them before "
+                "OSDP(...), and freeze them again after it, or convert them to one dtype"
+            )
 
     def _after_forward(self, output: Any, raised: bool) -> Any:
         if raised:

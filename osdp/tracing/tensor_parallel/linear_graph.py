@@ -22,7 +22,7 @@ from osdp.nn.fake_tensors import FakeTensors
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.tensors import map_leaves, storage_key, tensors_in
 
 #: Returns "linear", "conv1d" or "embedding" for a module that computes exactly that, else ``None``.
@@ -119,19 +119,23 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
     Raises:
         ValueError: The model rejects the batch, or its forward depends on values of tensors.
     """
-    with SingleDraws(largest=True), FakeTensors():
+    with FakeTensors():
         twin = skeleton(model, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
-        watcher = _Watcher(twin, fake, kind_of)
-        try:
-            with torch.no_grad(), watcher:
-                output = fake.run(twin)
-        except Exception as error:
-            raise forward_failure(error, batch.specs) from error
-        finally:
-            watcher.unhook()
-        watcher.finish(output)
-    return watcher.flow
+
+        def run(draws: SingleDraws) -> FeatureFlow:
+            watcher = _Watcher(twin, fake, kind_of)
+            try:
+                with draws, torch.no_grad(), watcher:
+                    output = fake.run(twin)
+            except Exception as error:
+                raise forward_failure(error, batch.specs) from error
+            finally:
+                watcher.unhook()
+            watcher.finish(output)
+            return watcher.flow
+
+        return largest_run(twin, run, lambda flow: len(flow.kinds))
 
 
 class _Watcher(TorchDispatchMode):

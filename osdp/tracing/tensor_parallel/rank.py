@@ -10,11 +10,12 @@ from osdp.model.description import ModelDesc
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key, rank_desc
+from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.loss import LossFn
 from osdp.tracing.module_walk import Interval, Key, walk
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.single_draws import SingleDraws
+from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.trace import describe
 
 
@@ -44,12 +45,20 @@ def describe_rank(
     """
     batch = SampleBatch.of(sample_inputs)
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
-    watcher = _Watcher(log)
-    with SingleDraws(largest=True), FakeTensors(), torch.enable_grad():
+    with FakeTensors(), torch.enable_grad():
         twin = skeleton(part, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
-        log.clear()
-        stretches = walk(twin, fake, watcher, loss_fn=loss_fn)
+
+        def run(draws: SingleDraws) -> tuple[list[Interval], _Watcher]:
+            log.clear()
+            watcher = _Watcher(log)
+            try:
+                with draws:
+                    return walk(twin, fake, watcher, loss_fn=loss_fn), watcher
+            except Exception as error:
+                raise forward_failure(error, batch.specs) from error
+
+        stretches, watcher = largest_run(twin, run, lambda found: len(found[0]))
     log.clear()
     return rank_desc(whole, desc, plan, watcher.by_segment(stretches, {key(s) for s in desc.segments}))
 

@@ -330,6 +330,37 @@ def all_step_checks() -> None:
     zeroed_gradients_are_added_to()
     models_can_be_freed()
     freezing_inside_an_accumulation_is_refused()
+    unfreezing_another_dtype_is_refused()
+
+
+class TwoDtypes(nn.Module):
+    """A linear module in float32 beside a frozen one in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.scale = nn.Linear(4, 4).bfloat16().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) + self.scale(x.bfloat16()).float()
+
+
+def unfreezing_another_dtype_is_refused() -> None:
+    """Refused by name under every plan; where both shared a unit, FSDP2's bare assertion came instead."""
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD, {"up": Mode.NO_SHARD, "scale": Mode.FULL_SHARD}):
+        net = TwoDtypes()
+        apply(net, plan_by_hand(net, mode, dist.get_world_size()))
+        net(torch.ones(2, 4)).sum().backward()
+        net.zero_grad()
+        net.scale.requires_grad_(True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"'up.weight' of .*float32 and 'scale.weight' of"):
+                net(torch.ones(2, 4))
+        # All of another dtype is fine.
+        net.up.requires_grad_(False)
+        net(torch.ones(2, 4)).sum().backward()
+        assert whole(net.scale.weight.grad).dtype == torch.bfloat16
+        assert net.up.weight.grad is None
 
 
 class Branches(nn.Module):
