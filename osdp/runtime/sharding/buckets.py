@@ -13,6 +13,9 @@ The mean is linear, so an existing gradient (the same on all ranks) may be reduc
 added to it: accumulation over microbatches needs no second buffer. Where the contribution of a backward must
 be kept apart from earlier gradients, for hooks or settings, the parameter's ``GradientPath`` holds those
 meanwhile.
+
+The bucket that starts last may carry one flag for each parameter: by then this rank knows which of them it
+used, and after the all-reduce which of them any rank used. Nothing else has to be sent for that.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -50,6 +53,8 @@ class Reduction:
         # NCCL averages within the collective, which saves a pass over the gradients; gloo can only sum.
         averages = dist.get_backend(group) == "nccl"
         self.scale = 1.0 if averages else 1.0 / size
+        #: Whether flags may travel with gradients: to read them from a GPU would wait for all its work.
+        self.carries_flags = not averages and size > 1
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._alone = size == 1
 
@@ -68,18 +73,25 @@ class Bucket:
         parameters: Trainable parameters of one dtype, in reverse order of first use.
         dtype: Dtype in which gradients are reduced.
         reduction: The all-reduce of the bucket.
+        num_flags: Number of flags that it carries, behind the gradients.
     """
 
     def __init__(
-        self, parameters: Sequence[ReplicatedParameter], dtype: torch.dtype, reduction: Reduction
+        self,
+        parameters: Sequence[ReplicatedParameter],
+        dtype: torch.dtype,
+        reduction: Reduction,
+        num_flags: int = 0,
     ) -> None:
         self.parameters = tuple(parameters)
+        self._num_flags = num_flags
         self._dtype = dtype
         self._stored_dtype = parameters[0].stored.dtype
         self._reduction = reduction
         sizes = [parameter.compute.numel() for parameter in parameters]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        self._numel = sum(sizes)
+        self._gradient_numel = sum(sizes)
+        self._numel = self._gradient_numel + num_flags
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
         self._content = [_Content.NOTHING] * len(sizes)
@@ -119,8 +131,12 @@ class Bucket:
             self._add(index, grad)
         self._arrived.add(index)
 
-    def start(self) -> None:
-        """Start the all-reduce of a full bucket; gradients that have not arrived count as zero."""
+    def start(self, flags: Sequence[bool] = ()) -> None:
+        """Start the all-reduce of a full bucket; gradients that have not arrived count as zero.
+
+        Args:
+            flags: The flags that it carries; all set if empty.
+        """
         with torch.no_grad():
             if self._flat is None:
                 self._open()
@@ -130,8 +146,19 @@ class Bucket:
                     self._view(index).zero_()
                 elif content is _Content.REDUCED:
                     self._view(index).mul_(self._reduction.scale)
+            if self._num_flags:
+                sent = self._flat[self._gradient_numel :].fill_(self._reduction.scale)
+                if flags:
+                    sent.mul_(torch.tensor(flags, device=sent.device))
         self._work = self._reduction.start(self._flat)
         self.started = True
+
+    def flags_of_any(self) -> list[bool]:
+        """Wait for the all-reduce; returns which of its flags are set on any rank."""
+        assert self._flat is not None
+        if self._work is not None:
+            self._reduction.wait(self._work)
+        return [flag > 0 for flag in self._flat[self._gradient_numel :].tolist()]
 
     def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for the all-reduce, and pass the gradients to the stored parameters.
@@ -144,11 +171,12 @@ class Bucket:
         if self._work is not None:
             self._reduction.wait(self._work)
         with torch.no_grad():
+            gradients = flat[: self._gradient_numel]
             hook = self._joint_hook
             if hook is not None:
-                hook(flat)
+                hook(gradients)
             if flat.dtype != self._stored_dtype:
-                self._flat = flat.to(self._stored_dtype)
+                self._flat = gradients.to(self._stored_dtype)
                 self._views.clear()
             views = [self._view(index) for index in range(len(self.parameters))]
             content = self._content

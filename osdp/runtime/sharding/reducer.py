@@ -30,13 +30,14 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._reduction = reduction
         self._next = 0
+        self._carries_flags = False
         self.buckets: tuple[Bucket, ...] = ()
         self._places: dict[str, tuple[Bucket, int]] = {}
         self.rebuild()
 
     def rebuild(self) -> None:
         """Form the buckets anew, from the parameters that are trainable at present."""
-        buckets = []
+        found: list[tuple[list[ReplicatedParameter], torch.dtype]] = []
         # Backward reaches the last unit first, and in it the last parameter.
         for unit in reversed(self._units):
             kinds: dict[tuple[torch.dtype, torch.dtype], list[ReplicatedParameter]] = {}
@@ -44,7 +45,15 @@ class GradientReducer:
                 if parameter.stored.requires_grad:
                     dtype = self._reduce_dtype or parameter.compute.dtype
                     kinds.setdefault((dtype, parameter.stored.dtype), []).append(parameter)
-            buckets += [Bucket(kind, dtype, self._reduction) for (dtype, _), kind in kinds.items()]
+            found += [(kind, dtype) for (dtype, _), kind in kinds.items()]
+        count = sum(len(kind) for kind, _ in found)
+        # The gradient of a bucket's only parameter may itself be the bucket, which leaves no place for flags.
+        self._carries_flags = self._reduction.carries_flags and bool(found) and len(found[-1][0]) > 1
+        flags = [0] * (len(found) - 1) + [count if self._carries_flags else 0]
+        buckets = [
+            Bucket(kind, dtype, self._reduction, number)
+            for (kind, dtype), number in zip(found, flags, strict=False)
+        ]
         self.buckets = tuple(buckets)
         self._places = {
             parameter.name: (bucket, index)
@@ -74,6 +83,24 @@ class GradientReducer:
             if bucket.syncs and any(p.name not in without_gradient for p in bucket.parameters):
                 bucket.start()
         self._next = len(self.buckets)
+
+    def finds_unused(self, due: Collection[str]) -> bool:
+        """Whether its last bucket can tell which of the parameters called ``due`` no rank has used."""
+        return self._carries_flags and len(due) == len(self._places) and all(n in self._places for n in due)
+
+    def start_rest_and_find_unused(self, used: Collection[str]) -> set[str]:
+        """As :meth:`start_rest` for all buckets; returns the parameters that no rank has used.
+
+        Args:
+            used: Names of the parameters that this rank has used, which need not be others'.
+        """
+        *others, last = self.buckets
+        for bucket in others[self._next :]:
+            bucket.start()
+        if not last.started:
+            last.start([name in used for name in self._places])
+        self._next = len(self.buckets)
+        return {name for name, flag in zip(self._places, last.flags_of_any(), strict=True) if not flag}
 
     def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for all buckets and hand out the gradients, except to ``without_gradient``."""

@@ -404,11 +404,14 @@ class ShardedModel:
             self._deliver(())
             return
         missing = [name for name in due if name not in self._used]
-        absent = set(self._agree(due)) if self._find_unused else set()
-        if not self._find_unused and len(missing) == len(due):
-            absent = set(due)  # torch.autograd.grad: nothing was accumulated
-            missing = []
-        self._reducer.start_rest(absent)
+        if self._find_unused and self._reducer.finds_unused(due):
+            absent = self._reducer.start_rest_and_find_unused(self._used)
+        else:
+            absent = set(self._agree(due)) if self._find_unused else set()
+            if not self._find_unused and len(missing) == len(due):
+                absent = set(due)  # torch.autograd.grad: nothing was accumulated
+                missing = []
+            self._reducer.start_rest(absent)
         self._used.difference_update(due)
         self._deliver(absent)
         if missing and not self._find_unused:
