@@ -78,7 +78,7 @@ class PlanOptions(TypedDict, total=False):
         param_dtype: Dtype parameters are computed in; overrides the training's, as ``reduce_dtype`` does.
         reduce_dtype: Dtype gradients are reduced in.
         find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
-            all; where ``False`` that is an error. Costs a small all-reduce a step.
+            all; where ``False`` that is an error. Costs a small all-reduce a step where anything is sharded.
         double_backward: Whether backwards are differentiated themselves (``create_graph=True``), as for
             gradient penalties; everything is then replicated, and nothing sliced or recomputed.
         cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the

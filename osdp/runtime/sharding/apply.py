@@ -57,7 +57,7 @@ def apply(
         mesh: A mesh with one axis; one over all ranks if ``None``. With tensor parallelism, the
             data-parallel axis of the mesh that the model was parallelized on.
         find_unused_parameters: Whether parameters may go without a gradient, which costs a small all-reduce
-            after each backward that reduces; otherwise such a parameter is an error.
+            after each backward that reduces if anything is sharded; otherwise such a parameter is an error.
         double_backward: Whether a backward may itself be differentiated.
 
     Returns:
