@@ -24,7 +24,6 @@ from osdp.inputs import (
 from osdp.integrations.fairscale import allowed_to_run
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.nn.modules import kind_of
 from osdp.options import PlanOptions, complete, lists_options, schedule_of
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
@@ -169,5 +168,6 @@ def make_tensor_plan(
             be sharded or shared; says why.
     """
     group = mesh.get_group() if mesh is not None else None
-    options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
-    return from_first_rank(lambda: derive(model, sample_inputs, degree, **options), group)
+    return from_first_rank(
+        lambda: derive(model, sample_inputs, degree, sequence_parallel=sequence_parallel), group
+    )

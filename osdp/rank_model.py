@@ -14,7 +14,6 @@ from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.nn.modules import cut_of, kind_of
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.tensor_link import measure_tensor_links
@@ -96,12 +95,11 @@ def one_rank(
         if sequence_parallel:
             raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
         return RankModel(model, whole)
-    options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
-    plan = from_first_rank(lambda: derive(model, batch, degree, **options))
+    plan = from_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
     atoms: Sequence[str] = policy_atoms(model, policy) if policy is not None else marked_modules(model)
     with allowed_to_run(model):
         part, log = imagine(skeleton(model, on_meta), plan)
-        desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+        desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms)
     return RankModel(part, desc.desc, desc)
 
 

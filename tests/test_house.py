@@ -73,7 +73,6 @@ SISTERS = {
 #: Arrows against the table, each a convenience of a value and only inside a function (or for its type).
 LAZY = {
     ("osdp.model.description", "osdp.tracing.trace"): "ModelDesc.from_module",
-    ("osdp.model.description", "osdp.nn.modules"): "ModelDesc.from_module",
     ("osdp.hardware.device_info", "osdp.profiler.links.detect"): "DeviceInfo.detect",
     ("osdp.plan.plan", "osdp.plan.pipeline"): "Plan.load, which reads both kinds of plan",
     ("osdp.plan.plan", "osdp.report.plan_table"): "print(plan)",

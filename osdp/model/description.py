@@ -295,10 +295,9 @@ class ModelDesc:
             ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
         """
         # Imported only when called, so that the values stay importable without torch.
-        from osdp.nn.modules import cut_of
         from osdp.tracing.trace import describe
 
-        return describe(model, sample_inputs, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+        return describe(model, sample_inputs, loss_fn=loss_fn, atoms=atoms)
 
 
 def edges(model_desc: ModelDesc) -> Iterable[tuple[int, int]]:
