@@ -20,10 +20,10 @@ from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Mode
 from osdp.plan.schedule import SCHEDULES, split_backward_refused
 from osdp.profiler.cache import MeasurementCache, placement
+from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.links.detect import REPEATS, SECONDS, SIZES, detect
 from osdp.profiler.links.machine import device_kind
 from osdp.profiler.links.slowdowns import measure_slowdowns
-from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.profiler.measure import profile_model
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device

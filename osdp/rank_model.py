@@ -16,7 +16,7 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache, placement
-from osdp.profiler.links.tensor_link import measure_tensor_links
+from osdp.profiler.links.axis_links import measure_tensor_links
 from osdp.runtime.mesh import device_of
 from osdp.runtime.tensor_parallel.apply import imagine
 from osdp.tracing.fake_copy import on_meta, skeleton

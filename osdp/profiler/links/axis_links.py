@@ -1,0 +1,108 @@
+"""Links along the pipeline and the tensor axis of a mesh, measured in all groups of that axis at once."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from osdp.comm.torch_private import all_gather, reduce_scatter
+from osdp.hardware.device_info import COLLECTIVES, Link, PointToPointLink
+from osdp.profiler.links.detect import fit
+from osdp.profiler.links.fsdp_probe import synchronize
+
+#: Bytes of messages between stages, and how often each is timed.
+_MESSAGES = (2**12, 2**18, 2**21)
+_MESSAGE_REPEATS = 11
+#: Bytes of the whole tensors of collectives: powers of two, which usual group sizes divide.
+_TENSORS = (2**12, 2**16, 2**19, 2**22)
+_TENSOR_REPEATS = 5
+#: Seconds; if a size takes longer, larger ones are not measured. A line needs two.
+_LONG = 0.2
+
+
+def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointToPointLink:
+    """Measure messages between neighbours in ``group``, one pipeline; all of its ranks must call this.
+
+    Every rank sends to the next one and receives from the previous one, as stages do; the slowest pair
+    counts.
+    """
+    sizes, seconds = _measure(
+        lambda nbytes: _shift(nbytes, group, device), _MESSAGES, _MESSAGE_REPEATS, group, device
+    )
+    bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    return PointToPointLink(max(seconds[0] - sizes[0] / bandwidth, 0.0), bandwidth)
+
+
+def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tuple[Link, ...]:
+    """Measure the collectives of a tensor-parallel ``group``; every rank of it must call this."""
+    links = []
+    for collective in COLLECTIVES:
+        make = functools.partial(_collective, collective, group=group, device=device)
+        latency, bandwidth, residual = fit(*_measure(make, _TENSORS, _TENSOR_REPEATS, group, device))
+        links.append(Link(collective, "tensor", group.size(), latency, bandwidth, residual))
+    return tuple(links)
+
+
+def _measure(
+    make: Callable[[int], Callable[[], object]],
+    sizes: Sequence[int],
+    repeats: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[list[int], list[float]]:
+    """Sizes, and for each the median seconds of what ``make`` returns for it, on the slowest rank."""
+    seconds: list[float] = []
+    for nbytes in sizes:
+        run = make(nbytes)
+        run()
+        samples = [_timed(run, group, device) for _ in range(repeats)]
+        slowest = torch.tensor([median(samples)], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        seconds.append(max(float(slowest.item()), 1e-9))
+        if seconds[-1] > _LONG and len(seconds) > 1:
+            break
+    return list(sizes[: len(seconds)]), seconds
+
+
+def _timed(run: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    dist.barrier(group)
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _shift(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
+    """A message of ``nbytes`` from each rank to the next one."""
+    rank, size = group.rank(), group.size()
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    buffer = torch.empty_like(payload)
+
+    def run() -> None:
+        works = []
+        if rank > 0:
+            works.append(dist.irecv(buffer, group=group, group_src=rank - 1))
+        if rank + 1 < size:
+            works.append(dist.isend(payload, group=group, group_dst=rank + 1))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return run
+
+
+def _collective(
+    name: str, nbytes: int, *, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    """The collective called ``name`` on a whole tensor of ``nbytes``."""
+    part = max(nbytes // 4 // group.size(), 1)
+    whole, mine = torch.zeros(part * group.size(), device=device), torch.zeros(part, device=device)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if name == "all_gather":
+        return lambda: all_gather(whole, mine, group=group)
+    return lambda: reduce_scatter(mine, whole, group=group)
