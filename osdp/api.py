@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
+from osdp.comm.objects import on_first_rank
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     allowed_modes,
     described,
     detected,
-    from_first_rank,
     laid_out,
     measured_mesh,
     profiler_of,
@@ -83,7 +83,7 @@ def make_plan(
     measure = profiler_of(model, description, sample, device, chosen, mesh, loss_fn, cache)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     cache.report()
-    return from_first_rank(lambda: best_plan(description, candidates, device, rules), group)
+    return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
 @lists_options("stages")
@@ -141,7 +141,7 @@ def make_pipeline_plan(
             flow = trace_flow(model, batch)
         return best_pipeline(description, flow, candidates, device, rules, layout, names, part.shared)
 
-    return from_first_rank(search)
+    return on_first_rank(search)
 
 
 def make_tensor_plan(
@@ -168,6 +168,6 @@ def make_tensor_plan(
             be sharded or shared; says why.
     """
     group = mesh.get_group() if mesh is not None else None
-    return from_first_rank(
+    return on_first_rank(
         lambda: derive(model, sample_inputs, degree, sequence_parallel=sequence_parallel), group
     )

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from osdp.comm.objects import is_first
 from osdp.hardware.device_info import DeviceInfo, PointToPointLink
 from osdp.hardware.profile import Profile
 from osdp.integrations.auto_wrap import policy_atoms
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-
 
 #: Schedules to choose from; those that split the backward come last, since not all stages can run them.
 _SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-v")
@@ -198,7 +196,7 @@ def profiler_of(
         with allowed_to_run(model):
             return profile_model(
                 model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
-                cache=cache, progress=rank_of(mesh) == 0,
+                cache=cache, progress=is_first(),
             )  # fmt: skip
 
     return profiled
@@ -252,7 +250,7 @@ def described(
     loss = NotedLoss(loss_fn)
     with allowed_to_run(model):
         description = ModelDesc.from_module(model, batch, loss_fn=loss, atoms=atoms)
-    if loss.is_stand_in and rank_of(None) == 0:
+    if loss.is_stand_in and is_first():
         logger.warning(
             "the output of %s has no loss, and there is no loss_fn=: a sum over the output stands in for it, "
             "so that the time and memory of the loss are missing in the plan. Pass loss_fn=, a function of "
@@ -338,28 +336,3 @@ def allowed_modes(options: PlanOptions) -> tuple[Mode, ...]:
     if str(strategy) not in names:
         raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
     return (Mode(str(strategy)),)
-
-
-def rank_of(mesh: "DeviceMesh | None") -> int:
-    """This rank in ``mesh``, or among all."""
-    return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
-
-
-def from_first_rank(search: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
-    """What ``search`` returns or raises on the first rank of ``group``, or of all ranks, on all of them."""
-    if not dist.is_initialized():
-        return search()
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    box: list[tuple[Answer | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == first:
-        try:
-            box = [(search(), None)]
-        except Exception as error:  # whatever it is, the other ranks wait for it
-            box = [(None, error)]
-    dist.broadcast_object_list(box, src=first, group=group)
-    answer, failure = box[0]
-    if failure is not None:
-        raise failure
-    if answer is None:
-        raise RuntimeError("the first rank sent no plan")
-    return answer

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from osdp.comm.objects import on_first_rank
 from osdp.cost.tensor_parallel import part_profile, with_exchanges
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.hardware.profile import Profile
-from osdp.inputs import from_first_rank
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
 from osdp.model.description import ModelDesc
@@ -95,7 +95,7 @@ def one_rank(
         if sequence_parallel:
             raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
         return RankModel(model, whole)
-    plan = from_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
+    plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
     atoms: Sequence[str] = policy_atoms(model, policy) if policy is not None else marked_modules(model)
     with allowed_to_run(model):
         part, log = imagine(skeleton(model, on_meta), plan)
