@@ -31,9 +31,8 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``integrations``: other libraries
 - ``cli``: the ``osdp`` command
 - ``errors``: exceptions that carry facts
-- ``codec``: values to JSON and back
+- ``codec``: values in JSON files, and safe reading of files that others may have written
 - ``text``: bytes, seconds and counts as text
-- ``text_file``: files that others may have written
 """
 
 import importlib

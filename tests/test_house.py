@@ -17,16 +17,15 @@ MODULES = {
 }
 PACKAGES = {name: path.parent for name, path in MODULES.items() if path.stem == "__init__"}
 
-BASE = {"codec", "errors", "text", "text_file"}
+BASE = {"codec", "errors", "text"}
 VALUES = BASE | {"model", "hardware", "plan"}
 SHARED = VALUES - {"hardware"} | {"comm", "nn"}
 #: For each folder (or module on top) the others that it may import, and the libraries beside Python's own.
 #: What is not listed may import everything.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": (set(), set()),
-    "text_file": (set(), set()),
     "errors": ({"text"}, set()),
-    "codec": (BASE, set()),
+    "codec": (set(), set()),
     "model": (BASE, set()),
     "hardware": (BASE, set()),
     "plan": (BASE | {"model"}, set()),
