@@ -11,11 +11,9 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``wrapper``: ``OSDP``, the module that stands where ``FSDP(model)`` stood
 - ``resolve``: from the options of ``OSDP`` to a model that runs
 - ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
-- ``first_batch``: the first batch beside the one that was planned for
 - ``api``: ``make_plan`` and its sisters: describe, profile, search
 - ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``
-- ``inputs``: what callers write down, as the values that planning takes
-- ``rank_model``: planning for tensor-parallel ranks: their part of the model, and its profiles
+- ``inputs``: what callers pass, as the values that planning takes
 - ``model``: what is trained
 - ``hardware``: what devices and links can do
 - ``plan``: what was decided

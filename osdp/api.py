@@ -14,6 +14,7 @@ from osdp.inputs import (
     detected,
     laid_out,
     measured_mesh,
+    one_rank,
     profiler_of,
     rules_of,
     stage_devices,
@@ -29,7 +30,7 @@ from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
-from osdp.rank_model import one_rank, with_tensor_links
+from osdp.profiler.links.axis_links import with_tensor_links
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow

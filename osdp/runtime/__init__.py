@@ -8,6 +8,7 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 - ``token_slices``: slices of a microbatch
 - ``steps``: training, evaluation and inference steps, for whole models and stages alike
 - ``microbatch``: a batch as arguments of a forward, and its parts
+- ``first_batch``: a warning if the first batch is larger than planned for
 - ``losses``: losses as sums with counts
 - ``clip``: clipping by the norm of all gradients
 - ``recompute``: modules whose activations are recomputed in backward

@@ -110,10 +110,3 @@ def device_type(model: nn.Module) -> str:
     if accelerator is not None and torch.accelerator.is_available() and accelerator.type in backends:
         return accelerator.type
     return "cpu"
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device in ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

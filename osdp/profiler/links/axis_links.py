@@ -3,15 +3,20 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.groups import device_of
 from osdp.comm.torch_private import all_gather, reduce_scatter
-from osdp.hardware.device_info import COLLECTIVES, Link, PointToPointLink
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
+from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.slowdowns import measure_slowdowns
 
 #: Bytes of messages between stages, and how often each is timed.
 _MESSAGES = (2**12, 2**18, 2**21)
@@ -21,6 +26,37 @@ _TENSORS = (2**12, 2**16, 2**19, 2**22)
 _TENSOR_REPEATS = 5
 #: Seconds; if a size takes longer, larger ones are not measured. A line needs two.
 _LONG = 0.2
+
+
+def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
+    """The devices with the way from stage to stage measured, unless it is known or nobody is there.
+
+    How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
+    """
+    if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
+        return device
+    device = _agreed(device, mesh)
+    where, pipeline = device_of(mesh), mesh["pp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    link = cache.measured("stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where))
+    slowdowns = device.slowdowns
+    if device.ranks_per_core == 1 and not slowdowns:
+        slowdowns = cache.measured(
+            "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
+        )
+    return replace(device, stage_link=link, slowdowns=slowdowns)
+
+
+def with_tensor_links(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
+    """The devices with the collectives inside layers measured, unless they are known or nobody is there."""
+    if device.tensor_links or mesh is None or mesh["tp"].size() == 1:
+        return device
+    where, group = device_of(mesh), mesh["tp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    links = cache.measured(
+        "tensor_links", tuple[Link, ...], facts, lambda: measure_tensor_links(group, where)
+    )
+    return replace(device, tensor_links=links)
 
 
 def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointToPointLink:
@@ -44,6 +80,16 @@ def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tupl
         latency, bandwidth, residual = fit(*_measure(make, _TENSORS, _TENSOR_REPEATS, group, device))
         links.append(Link(collective, "tensor", group.size(), latency, bandwidth, residual))
     return tuple(links)
+
+
+def _agreed(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
+    """The devices with the least memory and the busiest cores of any stage: each measured its own."""
+    limits = [device.memory_limit, -device.ranks_per_core]
+    least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
+    for axis in mesh.mesh_dim_names or ():
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    limit, cores = least.tolist()
+    return replace(device, memory_limit=limit, ranks_per_core=-cores)
 
 
 def _measure(

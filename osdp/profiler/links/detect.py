@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.groups import Grid, Meshes
+from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.plan.plan import Route
@@ -206,8 +206,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
 def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
     if device is None:
         if mesh is not None:
-            device = mesh.device_type
-        elif dist.is_initialized():
+            return device_of(mesh)
+        if dist.is_initialized():
             device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         else:
             device = "cuda" if torch.cuda.is_available() else "cpu"

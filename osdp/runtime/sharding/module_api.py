@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from osdp.runtime.mesh import device_of
+from osdp.comm.groups import device_of
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.sharding.entries import Arguments
 from osdp.runtime.sharding.gradients import AllReduceHook

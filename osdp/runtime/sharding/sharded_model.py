@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle
 
+from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import fsdp_units
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.mesh import device_of
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad

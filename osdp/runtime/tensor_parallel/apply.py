@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from osdp.comm.groups import device_of
 from osdp.comm.shards import part_of
 from osdp.errors import PlanMismatchError
 from osdp.nn.modules import kind_of
 from osdp.plan.tensor_parallel import Style, TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange
-from osdp.runtime.mesh import device_of
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
