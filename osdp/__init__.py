@@ -17,6 +17,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``model``: what is trained
 - ``hardware``: what devices and links can do
 - ``plan``: what was decided
+- ``torch_private``: what the library takes from torch that torch does not promise to keep
 - ``comm``: process groups and collectives
 - ``nn``: operators in slices
 - ``tracing``: a module to values about it

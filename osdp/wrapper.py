@@ -26,8 +26,8 @@ from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.pipeline.apply import PipelinedModel, steps_of
 from osdp.runtime.sharding.module_api import PlannedModule
-from osdp.runtime.torch_private.modules import share_registries
 from osdp.stepped import Stepped
+from osdp.torch_private.modules import share_registries
 
 if TYPE_CHECKING:
     from osdp.hardware.device_info import DeviceInfo

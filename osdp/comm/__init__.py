@@ -6,5 +6,4 @@ Start at :func:`osdp.comm.collectives.set_route`.
 - ``collectives``: all-gather and reduce-scatter over links of two speeds
 - ``objects``: Python objects gathered and broadcast
 - ``shards``: which part of a tensor a rank holds
-- ``torch_private``: what collectives take from torch that torch does not promise to keep
 """

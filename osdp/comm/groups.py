@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.torch_private import number_of_groups
+from osdp.torch_private.distributed import number_of_groups
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

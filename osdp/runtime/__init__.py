@@ -19,7 +19,6 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 - ``module``: the user's module: its parameters, outputs, hooks and state dicts
 - ``ranks``: what the ranks of a model agree on
 - ``checkpoint``: saving and loading
-- ``torch_private``: what the runtime takes from torch that torch does not promise to keep
 """
 
 from osdp.runtime.sharding.apply import apply

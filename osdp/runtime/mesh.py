@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.plan.dims import ParallelDims
 from osdp.runtime.module.plain import sharded_parameters
-from osdp.runtime.torch_private.dtensor import joint_mesh
+from osdp.torch_private.dtensor import joint_mesh
 
 #: Name of the axis of a one-axis mesh.
 AXIS = "dp"

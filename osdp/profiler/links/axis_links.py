@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of
-from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import synchronize
 from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: Bytes of messages between stages, and how often each is timed.
 _MESSAGES = (2**12, 2**18, 2**21)

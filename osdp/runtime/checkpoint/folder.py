@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from osdp.comm.objects import broadcast_object, is_first
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
-from osdp.runtime.torch_private.saving import stored_files, with_file_prefix
+from osdp.torch_private.saving import stored_files, with_file_prefix
 
 logger = logging.getLogger(__name__)
 

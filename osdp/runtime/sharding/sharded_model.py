@@ -31,8 +31,8 @@ from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.registered import check_registered
 from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
-from osdp.runtime.torch_private.autograd import queue_backward_callback
-from osdp.runtime.torch_private.fsdp import (
+from osdp.torch_private.autograd import queue_backward_callback
+from osdp.torch_private.fsdp import (
     after_forward,
     backward_is_unfinished,
     before_forward,

@@ -23,8 +23,8 @@ from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 from osdp.runtime.tensor_parallel.group_random import GroupRandom
 from osdp.runtime.tensor_parallel.modules import RegionInput, ShardInfo, run_in_part, sum_gradients
 from osdp.runtime.tensor_parallel.sequence import share_sequence
-from osdp.runtime.torch_private.distributed import same_random_numbers
-from osdp.runtime.torch_private.dtensor import blocked_shard
+from osdp.torch_private.distributed import same_random_numbers
+from osdp.torch_private.dtensor import blocked_shard
 
 #: Allowed sharding styles by kind of module.
 _STYLES = {
