@@ -38,8 +38,8 @@ from osdp.api import make_pipeline_plan
 from osdp.hardware.profile import Profile
 from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
+from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.links.slowdowns import measure_slowdowns
-from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
 
 SCHEDULE = "1f1b"

@@ -36,7 +36,7 @@ from osdp.hardware.device_info import PointToPointLink
 from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.schedule import SCHEDULES, Schedule, default_stages_per_rank
-from osdp.profiler.links.stage_link import measure_stage_link
+from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.roofline import estimate
 from osdp.runtime.mesh import parallel_mesh
 

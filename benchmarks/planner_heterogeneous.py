@@ -43,7 +43,7 @@ from osdp.cluster.transformer import Item, TransformerShape
 from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.shard_math import part_sizes
-from osdp.profiler.links.stage_link import measure_stage_link
+from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
 
 GIB = 2**30

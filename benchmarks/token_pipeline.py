@@ -40,7 +40,7 @@ from osdp.integrations.huggingface.decoder_stage import decoder_stage
 from osdp.plan.dims import ParallelDims
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.schedule import make_schedule
-from osdp.profiler.links.stage_link import measure_stage_link
+from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.roofline import estimate
 from osdp.profiler.token_latency import measure_token_latency
 from osdp.runtime.mesh import parallel_mesh

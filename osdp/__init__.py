@@ -11,14 +11,13 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``wrapper``: ``OSDP``, the module that stands where ``FSDP(model)`` stood
 - ``resolve``: from the options of ``OSDP`` to a model that runs
 - ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
-- ``first_batch``: the first batch beside the one that was planned for
 - ``api``: ``make_plan`` and its sisters: describe, profile, search
 - ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``
-- ``inputs``: what callers write down, as the values that planning takes
-- ``rank_model``: planning for tensor-parallel ranks: their part of the model, and its profiles
+- ``inputs``: what callers pass, as the values that planning takes
 - ``model``: what is trained
 - ``hardware``: what devices and links can do
 - ``plan``: what was decided
+- ``torch_private``: what the library takes from torch that torch does not promise to keep
 - ``comm``: process groups and collectives
 - ``nn``: operators in slices
 - ``tracing``: a module to values about it
@@ -31,9 +30,8 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``integrations``: other libraries
 - ``cli``: the ``osdp`` command
 - ``errors``: exceptions that carry facts
-- ``codec``: values to JSON and back
+- ``codec``: values in JSON files, and safe reading of files that others may have written
 - ``text``: bytes, seconds and counts as text
-- ``text_file``: files that others may have written
 """
 
 import importlib

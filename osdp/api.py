@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
+from osdp.comm.objects import on_first_rank
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     allowed_modes,
     described,
     detected,
-    from_first_rank,
     laid_out,
     measured_mesh,
+    one_rank,
     profiler_of,
     rules_of,
     stage_devices,
@@ -24,13 +25,12 @@ from osdp.inputs import (
 from osdp.integrations.fairscale import allowed_to_run
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.nn.modules import kind_of
 from osdp.options import PlanOptions, complete, lists_options, schedule_of
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
-from osdp.rank_model import one_rank, with_tensor_links
+from osdp.profiler.links.axis_links import with_tensor_links
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
@@ -84,7 +84,7 @@ def make_plan(
     measure = profiler_of(model, description, sample, device, chosen, mesh, loss_fn, cache)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     cache.report()
-    return from_first_rank(lambda: best_plan(description, candidates, device, rules), group)
+    return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
 @lists_options("stages")
@@ -142,7 +142,7 @@ def make_pipeline_plan(
             flow = trace_flow(model, batch)
         return best_pipeline(description, flow, candidates, device, rules, layout, names, part.shared)
 
-    return from_first_rank(search)
+    return on_first_rank(search)
 
 
 def make_tensor_plan(
@@ -169,5 +169,6 @@ def make_tensor_plan(
             be sharded or shared; says why.
     """
     group = mesh.get_group() if mesh is not None else None
-    options: dict[str, Any] = {"kind_of": kind_of, "sequence_parallel": sequence_parallel}
-    return from_first_rank(lambda: derive(model, sample_inputs, degree, **options), group)
+    return on_first_rank(
+        lambda: derive(model, sample_inputs, degree, sequence_parallel=sequence_parallel), group
+    )

@@ -1,15 +1,18 @@
-"""What callers write down, as the values that planning takes."""
+"""What callers pass, as the values that planning takes."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.hardware.device_info import DeviceInfo, PointToPointLink
+from osdp.comm.groups import device_of
+from osdp.comm.objects import is_first, on_first_rank
+from osdp.cost.tensor_parallel import part_profile, with_exchanges
+from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import allowed_to_run, marked_modules
@@ -19,27 +22,29 @@ from osdp.options import PlanOptions
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Mode
 from osdp.plan.schedule import SCHEDULES, split_backward_refused
-from osdp.profiler.cache import MeasurementCache, placement
+from osdp.plan.tensor_parallel_rank import RankDesc
+from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.links.axis_links import with_stage_link
 from osdp.profiler.links.detect import REPEATS, SECONDS, SIZES, detect
 from osdp.profiler.links.machine import device_kind
-from osdp.profiler.links.slowdowns import measure_slowdowns
-from osdp.profiler.links.stage_link import measure_stage_link
 from osdp.profiler.measure import profile_model
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.runtime.mesh import AXES, data_parallel_mesh, device_of, parallel_mesh
+from osdp.runtime.mesh import AXES, data_parallel_mesh, parallel_mesh
 from osdp.runtime.module.plain import check_plain
+from osdp.runtime.tensor_parallel.apply import imagine
 from osdp.search.options import SearchOptions
+from osdp.tracing.fake_copy import on_meta, skeleton
 from osdp.tracing.loss import NotedLoss
 from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.tensor_parallel.derive import derive
+from osdp.tracing.tensor_parallel.rank import describe_rank
+from osdp.tracing.tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-
 
 #: Schedules to choose from; those that split the backward come last, since not all stages can run them.
 _SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-v")
@@ -100,35 +105,6 @@ def stage_devices(
         device_info = device_info.memory_limit
     data = mesh["dp"] if mesh is not None else None
     return with_stage_link(detected(device_info, data, group_sizes, cache), mesh, cache)
-
-
-def with_stage_link(device: DeviceInfo, mesh: "DeviceMesh | None", cache: MeasurementCache) -> DeviceInfo:
-    """The devices with the way from stage to stage measured, unless it is known or nobody is there.
-
-    How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
-    """
-    if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
-        return device
-    device = _agreed(device, mesh)
-    where, pipeline = device_of(mesh), mesh["pp"].get_group()
-    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
-    link = cache.measured("stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where))
-    slowdowns = device.slowdowns
-    if device.ranks_per_core == 1 and not slowdowns:
-        slowdowns = cache.measured(
-            "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
-        )
-    return replace(device, stage_link=link, slowdowns=slowdowns)
-
-
-def _agreed(device: DeviceInfo, mesh: "DeviceMesh") -> DeviceInfo:
-    """The devices with the least memory and the busiest cores of any stage: each measured its own."""
-    limits = [device.memory_limit, -device.ranks_per_core]
-    least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
-    for axis in mesh.mesh_dim_names or ():
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    limit, cores = least.tolist()
-    return replace(device, memory_limit=limit, ranks_per_core=-cores)
 
 
 def with_microbatches(training: Training, layout: ParallelDims) -> Training:
@@ -198,7 +174,7 @@ def profiler_of(
         with allowed_to_run(model):
             return profile_model(
                 model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
-                cache=cache, progress=rank_of(mesh) == 0,
+                cache=cache, progress=is_first(),
             )  # fmt: skip
 
     return profiled
@@ -248,11 +224,11 @@ def described(
         raise ValueError("pass a ModelDesc, or the model and a sample batch to describe it with")
     check_plain(model)
     batch = SampleBatch.of(given)
-    atoms = policy_atoms(model, policy) if policy is not None else marked_modules(model)
+    atoms = _atoms(model, policy)
     loss = NotedLoss(loss_fn)
     with allowed_to_run(model):
         description = ModelDesc.from_module(model, batch, loss_fn=loss, atoms=atoms)
-    if loss.is_stand_in and rank_of(None) == 0:
+    if loss.is_stand_in and is_first():
         logger.warning(
             "the output of %s has no loss, and there is no loss_fn=: a sum over the output stands in for it, "
             "so that the time and memory of the loss are missing in the plan. Pass loss_fn=, a function of "
@@ -262,19 +238,95 @@ def described(
     return description, batch
 
 
+def _atoms(model: nn.Module, policy: Callable[..., Any] | None) -> Sequence[str]:
+    """Modules that are one operator each: those ``policy`` wraps, or those marked by fairscale's ``wrap``."""
+    return policy_atoms(model, policy) if policy is not None else marked_modules(model)
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What is planned for: a model, or the part of it that one of several ranks computes.
+
+    Attributes:
+        model: The model; if it is a part, without weights.
+        desc: Its description.
+        shared: What of it is shared with other ranks; ``None`` if it is the whole model.
+    """
+
+    model: nn.Module
+    desc: ModelDesc
+    shared: RankDesc | None = None
+
+    def profiler(
+        self,
+        whole: ModelDesc,
+        device: DeviceInfo,
+        measure: Callable[[Training], Profile],
+    ) -> Callable[[Training], Profile]:
+        """How to get its profile with what is exchanged.
+
+        Args:
+            whole: The description of the whole model.
+            device: Has the links of these ranks.
+            measure: Returns a profile of the part, or one of the whole model that was given.
+        """
+
+        def profiled(training: Training) -> Profile:
+            profile = measure(training)
+            if self.shared is None:
+                return profile
+            if profile.model == whole.fingerprint:
+                profile = part_profile(whole, profile, self.shared)
+            return with_exchanges(profile, self.shared, device)
+
+        return profiled
+
+
+def one_rank(
+    model: nn.Module,
+    batch: SampleBatch,
+    whole: ModelDesc,
+    degree: int,
+    sequence_parallel: bool = False,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    policy: Callable[..., Any] | None,
+) -> RankModel:
+    """What one of ``degree`` ranks computes; all ranks of the process group call it alike.
+
+    Args:
+        model: The plain model; it is neither run nor changed.
+        batch: The batch that it was described with.
+        whole: That description.
+        degree: Tensor-parallel degree.
+        sequence_parallel: Whether they share the sequence, too.
+        loss_fn: How the loss is made of the model's output.
+        policy: What it would wrap is decided as one.
+
+    Raises:
+        ValueError: The layers cannot be shared by that number of ranks; gives the reason.
+    """
+    if degree == 1:
+        if sequence_parallel:
+            raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
+        return RankModel(model, whole)
+    plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
+    atoms = _atoms(model, policy)
+    with allowed_to_run(model):
+        part, log = imagine(skeleton(model, on_meta), plan)
+        desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms)
+    return RankModel(part, desc.desc, desc)
+
+
 def trained(training: Training | None, description: ModelDesc, options: PlanOptions) -> Training:
     """The training, with a local batch and the dtypes that were asked for."""
     training = training or Training()
     training = replace(training, local_batch=training.local_batch or description.local_batch)
     if options["param_dtype"] is not None:
-        training = replace(training, param_dtype=_dtype_name(options["param_dtype"]))
+        training = replace(training, param_dtype=dtype_name(options["param_dtype"]))
     if options["reduce_dtype"] is not None:
-        training = replace(training, reduce_dtype=_dtype_name(options["reduce_dtype"]))
+        training = replace(training, reduce_dtype=dtype_name(options["reduce_dtype"]))
     return training
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def detected(
@@ -338,28 +390,3 @@ def allowed_modes(options: PlanOptions) -> tuple[Mode, ...]:
     if str(strategy) not in names:
         raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
     return (Mode(str(strategy)),)
-
-
-def rank_of(mesh: "DeviceMesh | None") -> int:
-    """This rank in ``mesh``, or among all."""
-    return (mesh.get_rank() if mesh is not None else dist.get_rank()) if dist.is_initialized() else 0
-
-
-def from_first_rank(search: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
-    """What ``search`` returns or raises on the first rank of ``group``, or of all ranks, on all of them."""
-    if not dist.is_initialized():
-        return search()
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    box: list[tuple[Answer | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == first:
-        try:
-            box = [(search(), None)]
-        except Exception as error:  # whatever it is, the other ranks wait for it
-            box = [(None, error)]
-    dist.broadcast_object_list(box, src=first, group=group)
-    answer, failure = box[0]
-    if failure is not None:
-        raise failure
-    if answer is None:
-        raise RuntimeError("the first rank sent no plan")
-    return answer

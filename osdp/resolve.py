@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.api import make_pipeline_plan, make_plan
 from osdp.errors import PlanMismatchError
-from osdp.first_batch import watch_first_batch
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import laid_out
 from osdp.integrations.fairscale import is_same, unmark, with_marked_options
@@ -23,6 +22,7 @@ from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
 from osdp.runtime import ShardedModel, apply
+from osdp.runtime.first_batch import watch_first_batch
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.pipeline.apply import PipelinedModel, apply_pipeline
 from osdp.text import parse_bytes

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.groups import device_of
 from osdp.integrations.fairscale import mark, marks_here
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -18,7 +19,6 @@ from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
-from osdp.runtime.mesh import device_of
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.plain_states import load_into
@@ -26,8 +26,8 @@ from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.pipeline.apply import PipelinedModel, steps_of
 from osdp.runtime.sharding.module_api import PlannedModule
-from osdp.runtime.torch_private.modules import share_registries
 from osdp.stepped import Stepped
+from osdp.torch_private.modules import share_registries
 
 if TYPE_CHECKING:
     from osdp.hardware.device_info import DeviceInfo

@@ -17,21 +17,21 @@ MODULES = {
 }
 PACKAGES = {name: path.parent for name, path in MODULES.items() if path.stem == "__init__"}
 
-BASE = {"codec", "errors", "text", "text_file"}
+BASE = {"codec", "errors", "text"}
 VALUES = BASE | {"model", "hardware", "plan"}
-SHARED = VALUES - {"hardware"} | {"comm", "nn"}
+SHARED = VALUES - {"hardware"} | {"torch_private", "comm", "nn"}
 #: For each folder (or module on top) the others that it may import, and the libraries beside Python's own.
 #: What is not listed may import everything.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": (set(), set()),
-    "text_file": (set(), set()),
     "errors": ({"text"}, set()),
-    "codec": (BASE, set()),
+    "codec": (set(), set()),
     "model": (BASE, set()),
     "hardware": (BASE, set()),
     "plan": (BASE | {"model"}, set()),
-    "comm": ({"plan"}, {"torch"}),
-    "nn": ({"plan", "comm"}, {"torch", "numpy"}),
+    "torch_private": (set(), {"torch"}),
+    "comm": ({"plan", "torch_private"}, {"torch"}),
+    "nn": ({"plan", "torch_private", "comm"}, {"torch", "numpy"}),
     "tracing": (SHARED, {"torch"}),
     "profiler": (SHARED | {"hardware", "tracing"}, {"torch", "tqdm"}),
     "cost": (VALUES, {"numpy"}),
@@ -52,16 +52,14 @@ SISTERS = {
     "search.sharding": set(),
     "search.pipeline": {"search.sharding"},
     "search.token_slices": set(),
-    "runtime.torch_private": set(),
-    "runtime.ranks": {"runtime.torch_private"},
-    "runtime.module": {"runtime.ranks", "runtime.torch_private"},
-    "runtime.checkpoint": {"runtime.module", "runtime.ranks", "runtime.torch_private"},
-    "runtime.sharding": {"runtime.module", "runtime.ranks", "runtime.torch_private"},
-    "runtime.tensor_parallel": {"runtime.module", "runtime.torch_private"},
+    "runtime.ranks": set(),
+    "runtime.module": {"runtime.ranks"},
+    "runtime.checkpoint": {"runtime.module", "runtime.ranks"},
+    "runtime.sharding": {"runtime.module", "runtime.ranks"},
+    "runtime.tensor_parallel": {"runtime.module"},
     "runtime.token_slices": set(),
     "runtime.pipeline": {
         "runtime.module", "runtime.sharding", "runtime.tensor_parallel", "runtime.token_slices",
-        "runtime.torch_private",
     },
     "cluster.cost": set(),
     "cluster.search": {"cluster.cost"},
@@ -73,7 +71,6 @@ SISTERS = {
 #: Arrows against the table, each a convenience of a value and only inside a function (or for its type).
 LAZY = {
     ("osdp.model.description", "osdp.tracing.trace"): "ModelDesc.from_module",
-    ("osdp.model.description", "osdp.nn.modules"): "ModelDesc.from_module",
     ("osdp.hardware.device_info", "osdp.profiler.links.detect"): "DeviceInfo.detect",
     ("osdp.plan.plan", "osdp.plan.pipeline"): "Plan.load, which reads both kinds of plan",
     ("osdp.plan.plan", "osdp.report.plan_table"): "print(plan)",

@@ -4,9 +4,10 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp import DeviceInfo
-from osdp.inputs import stage_devices, with_stage_link
+from osdp.inputs import stage_devices
 from osdp.plan.dims import ParallelDims
 from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.links.axis_links import with_stage_link
 from tests.helpers.distributed import run
 
 

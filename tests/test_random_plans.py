@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from osdp.model.description import ModelDesc
-from osdp.nn.modules import cut_of
 from osdp.plan.plan import Mode, Plan
 from osdp.tracing.trace import describe
 from tests.helpers.architectures import NAMES, batch_of, build
@@ -42,7 +41,7 @@ def _built(name: str, seed: int) -> nn.Module:
 
 
 def _described(name: str, seed: int) -> ModelDesc:
-    return describe(_built(name, seed), batch_of(name, 0), cut_of=cut_of)
+    return describe(_built(name, seed), batch_of(name, 0))
 
 
 def _train(cases: list[tuple[str, int, Plan]]) -> list[str]:

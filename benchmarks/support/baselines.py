@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.models import Batch, Case, loss_of, step_seed
-from osdp.comm.torch_private import ReduceScatter
 from osdp.model.training import Training
+from osdp.torch_private.distributed import ReduceScatter
 
 #: A function that runs step number ``i`` and returns its loss on this rank.
 TrainStep = Callable[[int], float]

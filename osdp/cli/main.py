@@ -103,9 +103,9 @@ def profile(
     from torch import cuda, distributed
     from torch.distributed.device_mesh import init_device_mesh
 
+    from osdp.inputs import one_rank
     from osdp.profiler.measure import profile_model
     from osdp.profiler.roofline import estimate as estimate_profile
-    from osdp.rank_model import one_rank
     from osdp.tracing.sample_batch import SampleBatch
 
     mesh = None

@@ -13,10 +13,10 @@ from osdp.cluster.infer_shape import shape_of_desc, stream_of
 from osdp.cluster.known_transformers import SHAPES, changed, shape_from_config, shape_of
 from osdp.cluster.layer_profile import LayerProfile, layer_profile
 from osdp.cluster.transformer import TransformerShape
+from osdp.codec import parse_json, quoted, read_json
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.text_file import parse_json, quoted, read_json
 
 if TYPE_CHECKING:
     from torch import nn

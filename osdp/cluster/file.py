@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
+from osdp.codec import DEEPEST, parse_json, quoted, read_text
 from osdp.text import parse_bytes
-from osdp.text_file import DEEPEST, parse_json, quoted, read_text
 
 #: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
 #: 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between

@@ -6,9 +6,9 @@ Parallel Computing 20(3), 1994); :mod:`osdp.cluster.cost.ring` defines the steps
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from osdp import codec
+from osdp.codec import Savable
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Savable):
     """Machines of one or several kinds; each can reach every other.
 
     Attributes:
@@ -199,7 +199,3 @@ class Cluster:
                     for device in range(group.node.devices)
                 ]
         return tuple(found)
-
-    def save(self, path: str | Path) -> None:
-        """Write the cluster to ``path`` as JSON."""
-        codec.save(self, path)

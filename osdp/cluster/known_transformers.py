@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster.transformer import TransformerShape
-from osdp.text_file import quoted, read_json
+from osdp.codec import quoted, read_json
 
 
 def _gpt2(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:

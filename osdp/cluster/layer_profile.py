@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from osdp import codec
 from osdp.cluster.infer_shape import stream_of
 from osdp.cluster.transformer import Item
+from osdp.codec import Savable
 from osdp.hardware.profile import Profile, SegmentProfile
 from osdp.model.description import ModelDesc
 
@@ -73,7 +72,7 @@ _Point = TypeVar("_Point", LayerBytes, LayerTime)
 
 
 @dataclass(frozen=True)
-class LayerProfile:
+class LayerProfile(Savable):
     """Measured items of one model on one kind of device.
 
     Attributes:
@@ -106,15 +105,6 @@ class LayerProfile:
         return tuple(
             LayerBytes(t.item, t.samples, t.sequence, t.tp, t.kept_bytes, t.working_bytes) for t in self.times
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "LayerProfile":
-        """The profile saved at ``path``."""
-        return codec.load(cls, path)
 
 
 def points_around(

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 
-from osdp import codec
 from osdp.cluster.transformer import LAYERS, Item, TransformerShape
+from osdp.codec import Savable
 from osdp.plan.dims import ParallelDims
 
 CLUSTER_PLAN_VERSION = 2
@@ -245,7 +244,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
-class ClusterPlan:
+class ClusterPlan(Savable):
     """A parallel layout of a model on a cluster, with its stages, their placement, time and memory.
 
     Attributes:
@@ -305,15 +304,6 @@ class ClusterPlan:
     def dollars_per_step(self) -> float | None:
         """Predicted cost of a step in dollars; ``None`` if a price is unknown."""
         return None if self.dollars_per_second is None else self.dollars_per_second * self.step_seconds
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ClusterPlan":
-        """The plan saved at ``path``."""
-        return codec.load(cls, path)
 
 
 def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:

@@ -24,6 +24,7 @@ from osdp.cluster.layer_profile import LayerBytes, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
+from osdp.inputs import one_rank
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -31,7 +32,6 @@ from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Mode, Plan
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
-from osdp.rank_model import one_rank
 from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate

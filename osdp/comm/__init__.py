@@ -4,6 +4,6 @@ Start at :func:`osdp.comm.collectives.set_route`.
 
 - ``groups``: meshes and communicators of neighbouring ranks, each made once
 - ``collectives``: all-gather and reduce-scatter over links of two speeds
+- ``objects``: Python objects gathered and broadcast
 - ``shards``: which part of a tensor a rank holds
-- ``torch_private``: what collectives take from torch that torch does not promise to keep
 """

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
-from osdp.comm.torch_private import AllGather, ReduceScatter, all_gather, reduce_scatter
 from osdp.plan.plan import Route
+from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, reduce_scatter
 
 #: A reduction operation: one of c10d, or its bare type.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.torch_private import number_of_groups
+from osdp.torch_private.distributed import number_of_groups
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def level_groups(mesh: DeviceMesh, device: torch.device) -> None:

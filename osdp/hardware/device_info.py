@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osdp import codec
+from osdp.codec import Savable
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ class PointToPointLink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceInfo:
+class DeviceInfo(Savable):
     """A set of devices that are alike, but for those of other stages of a pipeline.
 
     Attributes:
@@ -261,15 +262,6 @@ class DeviceInfo:
             )
         kept = [link for link in self.links if link.group == "world" or int(link.group.split()[1]) in sizes]
         return replace(self, links=tuple(kept))
-
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "DeviceInfo":
-        """The device description saved at ``path``."""
-        return codec.load(cls, path)
 
     @classmethod
     def detect(

@@ -6,9 +6,8 @@ of the same type, and ``measured`` distinguishes them.
 
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-from osdp import codec
+from osdp.codec import Savable
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Savable):
     """All distinct segments of one model on one kind of device.
 
     Attributes:
@@ -115,12 +114,3 @@ class Profile:
     def by_signature(self) -> dict[str, SegmentProfile]:
         """The segment profiles by signature."""
         return {segment.signature: segment for segment in self.segments}
-
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Profile":
-        """Load the profile saved at ``path``."""
-        return codec.load(cls, path)

@@ -9,9 +9,8 @@ context, and zero without context. :mod:`osdp.profiler.token_latency` measures s
 
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
-from osdp import codec
+from osdp.codec import Savable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class SliceSample:
 
 
 @dataclass(frozen=True)
-class TokenSamples:
+class TokenSamples(Savable):
     """Slices measured on one kind of device.
 
     Attributes:
@@ -50,15 +49,6 @@ class TokenSamples:
     num_layers: int
     token_bytes: int
     samples: tuple[SliceSample, ...]
-
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TokenSamples":
-        """Load the samples saved at ``path``."""
-        return codec.load(cls, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +91,7 @@ class BatchLatency:
 
 
 @dataclass(frozen=True)
-class TokenLatency:
+class TokenLatency(Savable):
     """The latency model of one stage.
 
     Attributes:
@@ -132,12 +122,3 @@ class TokenLatency:
             f"the latency of {batch} sequences at a time was not measured, only that of {known}; measure "
             f"with {batch} among the batches, too"
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TokenLatency":
-        """Load the latency model saved at ``path``."""
-        return codec.load(cls, path)

@@ -14,10 +14,10 @@ It holds no hardware properties and no times; sizes of activations are *as trace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp import codec
+from osdp.codec import Savable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,7 +187,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class ModelDesc:
+class ModelDesc(Savable):
     """The ordered trace of one forward and the operators in it.
 
     Attributes:
@@ -257,15 +257,6 @@ class ModelDesc:
                 return operator
         raise KeyError(f"no operator {name!r}; there are {', '.join(op.name for op in self.operators)}")
 
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ModelDesc":
-        """Load the description saved at ``path``."""
-        return codec.load(cls, path)
-
     @classmethod
     def from_module(
         cls,
@@ -295,10 +286,9 @@ class ModelDesc:
             ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
         """
         # Imported only when called, so that the values stay importable without torch.
-        from osdp.nn.modules import cut_of
         from osdp.tracing.trace import describe
 
-        return describe(model, sample_inputs, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+        return describe(model, sample_inputs, loss_fn=loss_fn, atoms=atoms)
 
 
 def edges(model_desc: ModelDesc) -> Iterable[tuple[int, int]]:

@@ -8,5 +8,4 @@ Start at :class:`osdp.nn.modules.SplitLinear`.
 - ``embeddings``: embeddings that no plan can train
 - ``fake_tensors``: tensors for which operations run without computing
 - ``random_states``: states of random number generators: read, set and compared
-- ``dispatch_modes``: the modes by which a selective checkpoint watches its region
 """

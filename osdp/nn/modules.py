@@ -204,7 +204,7 @@ def kind_of(module: nn.Module) -> str | None:
     return "conv1d" if own is not None and (forward is own.forward or "slicing" in module.__dict__) else None
 
 
-def cut_of(module: nn.Module) -> tuple[str, int, int] | None:
+def supported_slicing(module: nn.Module) -> tuple[str, int, int] | None:
     """Slicing that a module supports: ``by``, the sliced dimension of its weight, and its number of slices.
 
     The number is 0 if the plan may choose it; an :class:`LMHeadLoss` has one of its own. ``None`` if the

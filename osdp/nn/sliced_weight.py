@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp.comm.collectives import exchange, scatter_sum
-from osdp.comm.torch_private import all_gather, reduce_scatter
-from osdp.nn.dispatch_modes import unseen_by_checkpoints
 from osdp.plan.shard_math import padded_numel, shard_numel, slice_bounds
+from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
+from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osdp import codec
+from osdp.codec import read_json
 from osdp.model.dataflow import Transfer
 from osdp.model.training import Training
 from osdp.plan.plan import Plan, Prediction
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.token_slices import TokenSlices
-from osdp.text_file import read_json
 
 if TYPE_CHECKING:
     from osdp.plan.schedule import Schedule

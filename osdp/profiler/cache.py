@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from osdp import codec
+from osdp.comm.objects import broadcast_object, gather_objects, is_first, on_first_rank
 from osdp.profiler.links.machine import hardware
 from osdp.text import format_seconds
 
@@ -69,7 +70,7 @@ class MeasurementCache:
     @cached_property
     def is_on(self) -> bool:
         """Whether anything may be read or kept: the first rank decides, since reading is collective."""
-        return self._from_first_rank(lambda: self._cache_dir is not None)
+        return broadcast_object(self._cache_dir is not None, self._group)
 
     def measured(
         self,
@@ -94,19 +95,19 @@ class MeasurementCache:
         if not self.is_on:
             return measure()
         path = f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *facts])}.json"
-        entry = self._from_first_rank(lambda: self._load(path, kind))
+        entry = on_first_rank(lambda: self._load(path, kind), self._group)
         if entry is not None:
             self._read.append(entry)
             return entry.value
         start = time.perf_counter()
         value = measure()
-        if self._is_first and is_sound(value):
+        if is_first(self._group) and is_sound(value):
             self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
         return value
 
     def report(self) -> None:
         """Say once what was not measured again."""
-        if self._read and self._is_first:
+        if self._read and is_first(self._group):
             oldest = min(entry.made for entry in self._read)
             _LOGGER.info(
                 "%d measurements were read from %s, the oldest of %s, which saved %s; cache_dir=None "
@@ -117,17 +118,6 @@ class MeasurementCache:
                 format_seconds(sum(entry.seconds for entry in self._read)),
             )
         self._read.clear()
-
-    @property
-    def _is_first(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank(self._group) == 0
-
-    def _from_first_rank(self, load: Callable[[], T]) -> T:
-        box: list[Any] = [load() if self._is_first else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-        found: T = box[0]
-        return found
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -188,8 +178,7 @@ def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any
     All ranks of the group, or of the world, call it.
     """
     mine = (socket.gethostname(), hardware(device))
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = gather_objects(mine, group)
     names = [name for name, _ in everyone]
     hosts = list(dict.fromkeys(names))
     # Only their names tell one network from another; on one host there is none, and a container has a new

@@ -8,6 +8,7 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 - ``token_slices``: slices of a microbatch
 - ``steps``: training, evaluation and inference steps, for whole models and stages alike
 - ``microbatch``: a batch as arguments of a forward, and its parts
+- ``first_batch``: a warning if the first batch is larger than planned for
 - ``losses``: losses as sums with counts
 - ``clip``: clipping by the norm of all gradients
 - ``recompute``: modules whose activations are recomputed in backward
@@ -18,7 +19,6 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 - ``module``: the user's module: its parameters, outputs, hooks and state dicts
 - ``ranks``: what the ranks of a model agree on
 - ``checkpoint``: saving and loading
-- ``torch_private``: what the runtime takes from torch that torch does not promise to keep
 """
 
 from osdp.runtime.sharding.apply import apply

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.runtime.torch_private.dtensor import sharded_dim
+from osdp.torch_private.dtensor import sharded_dim
 
 
 def clip_grad_norm_(

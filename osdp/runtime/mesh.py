@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.plan.dims import ParallelDims
 from osdp.runtime.module.plain import sharded_parameters
-from osdp.runtime.torch_private.dtensor import joint_mesh
+from osdp.torch_private.dtensor import joint_mesh
 
 #: Name of the axis of a one-axis mesh.
 AXIS = "dp"
@@ -110,10 +110,3 @@ def device_type(model: nn.Module) -> str:
     if accelerator is not None and torch.accelerator.is_available() and accelerator.type in backends:
         return accelerator.type
     return "cpu"
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device in ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.shards import part_of
 from osdp.runtime.module.parameter_owners import ParameterSites
-from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
+from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim
 
 Initialiser = Callable[[nn.Module], object]
 

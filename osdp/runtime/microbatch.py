@@ -57,7 +57,7 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
         ValueError: There is no tensor, or there are fewer samples than microbatches.
     """
     args, kwargs = _arguments(inputs)
-    samples = next((len(t) for t in tree_leaves((args, kwargs)) if _has_batch(t)), 0)
+    samples = num_samples((args, kwargs))
     if samples < num_microbatches or num_microbatches < 1:
         raise ValueError(
             f"a batch of {samples} samples cannot be cut into {num_microbatches} microbatches; pass more "
@@ -78,6 +78,11 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
         Microbatch(part(args, a, b), part(kwargs, a, b), part(targets, a, b), b - a)
         for a, b in pairwise(edges)
     )
+
+
+def num_samples(inputs: Any) -> int:
+    """Size of dim 0 of the first tensor that has one, among nested ``inputs``; 0 without tensors."""
+    return next((len(leaf) for leaf in tree_leaves(inputs) if _has_batch(leaf)), 0)
 
 
 def _has_batch(leaf: Any) -> bool:

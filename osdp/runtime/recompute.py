@@ -18,7 +18,7 @@ from torch import nn
 
 from osdp.plan.plan import Plan
 from osdp.runtime.replay import KnownTensors, Snapshot
-from osdp.runtime.torch_private.checkpointing import checkpointed
+from osdp.torch_private.checkpointing import checkpointed
 
 logger = logging.getLogger(__name__)
 

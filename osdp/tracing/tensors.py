@@ -39,7 +39,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return leaves, lambda others: pytree.tree_unflatten(others, spec)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """``dtype`` without its ``torch.``.
 
     >>> dtype_name(torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import nn
 from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSpec, TensorSpec, Work
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
+from osdp.nn.modules import supported_slicing
 from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
@@ -60,7 +61,6 @@ def describe(
     *,
     loss_fn: LossFn | None = None,
     atoms: Sequence[str] = (),
-    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> ModelDesc:
     """Describe ``model``, as :meth:`osdp.model.description.ModelDesc.from_module` does.
 
@@ -69,8 +69,6 @@ def describe(
         sample_inputs: As there.
         loss_fn: As there.
         atoms: As there.
-        cut_of: Returns how a module can run in slices, or ``None``: what is cut, the dimension of its weight
-            that is cut, and the number of slices if it is fixed, else 0.
     """
     check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)
@@ -86,7 +84,7 @@ def describe(
     uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
-    operators = tuple(replace(operator, cut=_cut(model, operator, cut_of)) for operator in found)
+    operators = tuple(replace(operator, cut=_slice_spec(model, operator)) for operator in found)
     return ModelDesc(
         name=type(model).__name__,
         sample=batch.specs,
@@ -99,16 +97,14 @@ def describe(
     )
 
 
-def _cut(
-    model: nn.Module, operator: Operator, cut_of: Callable[[nn.Module], tuple[str, int, int] | None]
-) -> SliceSpec | None:
-    """The cut of ``operator`` if it can run in slices: one module's weight, with or without a bias."""
+def _slice_spec(model: nn.Module, operator: Operator) -> SliceSpec | None:
+    """How ``operator`` is cut if it can run in slices: one module's weight, with or without a bias."""
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
         return None
     fqn = operator.modules[0]
     weight, bias = (f"{fqn}.{name}".lstrip(".") for name in ("weight", "bias"))
     names = {parameter.name for parameter in operator.parameters}
-    found = cut_of(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None
+    found = supported_slicing(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None
     if found is None:
         return None
     by, dim, slices = found

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, PlanMismatchError, Training, make_plan
 from osdp.comm.collectives import FlatReduceScatter, TwoStepAllGather, TwoStepReduceScatter, exchange
 from osdp.comm.groups import Grid, Meshes
-from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.plan.plan import Mode, Plan, Route, Unit
 from osdp.runtime import apply, checkpoint
+from osdp.torch_private.distributed import all_gather, reduce_scatter
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, WithLoss, loss_of, tokens
 from tests.helpers.plans import in_different_groups, in_groups, plan_by_hand

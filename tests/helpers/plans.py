@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from osdp.model.training import Training
-from osdp.nn.modules import cut_of
+from osdp.nn.modules import supported_slicing
 from osdp.plan.plan import Decision, Mode, Plan, Prediction, Route, Unit
 from osdp.runtime.module.parameter_owners import owned_parameters
 
@@ -75,7 +75,7 @@ def split(plan: Plan, model: nn.Module, slices: int, kept: int = 0) -> Plan:
     alone = {u.operators[0] for u in plan.units if u.mode.sharded and not u.root and len(u.operators) == 1}
 
     def decided(decision: Decision) -> Decision:
-        cut = cut_of(model.get_submodule(decision.operator))
+        cut = supported_slicing(model.get_submodule(decision.operator))
         if decision.operator not in alone or cut is None:
             return decision
         needed = cut[0] != "rows" or len(decision.modules) > 1

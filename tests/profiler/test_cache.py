@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp import DeviceInfo, Link, inputs, make_pipeline_plan, make_plan
+from osdp import DeviceInfo, Link, make_pipeline_plan, make_plan
 from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from osdp.options import declared
 from osdp.profiler import cache as cache_module
 from osdp.profiler import optimizer, segments
 from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache, user_folder
+from osdp.profiler.links import axis_links
 from osdp.profiler.links import detect as collectives
 from tests.helpers.distributed import run
 
@@ -309,8 +310,8 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
             calls.counting(collectives, "_single"),
             calls.counting(segments, "profile_segments"),
             calls.counting(optimizer, "profile_optimizer"),
-            calls.counting(inputs, "measure_stage_link"),
-            calls.counting(inputs, "measure_slowdowns"),
+            calls.counting(axis_links, "measure_stage_link"),
+            calls.counting(axis_links, "measure_slowdowns"),
         ):
             make_pipeline_plan(_model(), torch.ones(4, 8), "64MiB", pp=2, cache_dir=folder)
         found.append(calls.names)

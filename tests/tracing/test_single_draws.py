@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc
-from osdp.nn.modules import kind_of
 from osdp.profiler.segments import profile_segments
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
@@ -81,7 +80,7 @@ def test_stages_and_tensor_parallelism_see_all_layers(rule: str) -> None:
     model, batch = Dropping(rule), torch.randn(4, 8)
     flow = trace_flow(model, batch)
     assert {step.module for step in flow.steps} == {f"layers.{i}" for i in range(DEPTH)}
-    features = trace_features(model, SampleBatch.of(batch), kind_of)
+    features = trace_features(model, SampleBatch.of(batch))
     assert set(features.kinds) == {f"layers.{i}" for i in range(DEPTH)}
 
 

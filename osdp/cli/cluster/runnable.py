@@ -16,9 +16,9 @@ from osdp.cluster.export.launch_scripts import batch_script, launch_sheet
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.transformer import TransformerShape
+from osdp.codec import read_json
 from osdp.errors import InfeasibleError
 from osdp.text import format_bytes, format_seconds
-from osdp.text_file import read_json
 
 if TYPE_CHECKING:
     from osdp.plan.pipeline import PipelinePlan

@@ -15,17 +15,16 @@ proven global; the same rows give the same answer.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp import codec
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.calibration.step_model import Setting, StepModel
 from osdp.cluster.cost.corrections import Correction, LayerCase, corrections_of
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.hardware import Cluster, NetworkLink
+from osdp.codec import Savable
 
 Floats = NDArray[np.float64]
 
@@ -75,7 +74,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Savable):
     """Coefficients fitted to measured steps, and their cross-validation error.
 
     Attributes:
@@ -100,10 +99,6 @@ class Calibration:
     folds: int
     flash: bool
 
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
     def applied(self, cluster: Cluster) -> Cluster:
         """The cluster with the fitted links.
 
@@ -119,11 +114,6 @@ class Calibration:
         (group,) = cluster.groups
         node = replace(group.node, inside=self.inside, outside=self.outside or group.node.outside)
         return Cluster((replace(group, node=node),))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Calibration":
-        """The calibration saved at ``path``."""
-        return codec.load(cls, path)
 
 
 def calibrate(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from osdp.text_file import quoted, read_text
+from osdp.codec import quoted, read_text
 
 #: Column of each field, in the order of the fields.
 COLUMNS = (

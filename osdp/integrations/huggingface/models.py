@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from osdp.nn.modules import LMHeadLoss
-from osdp.runtime.torch_private.modules import share_registries
+from osdp.torch_private.modules import share_registries
 
 #: GPT-2's published sizes: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019),
 #: table 2. Head counts keep 64 channels a head, as in the released configurations.

@@ -6,7 +6,6 @@ Start at :func:`osdp.profiler.links.detect.detect`.
 - ``fsdp_probe``: the toy model they are measured with
 - ``overlap``: how much of an all-reduce backward hides
 - ``machine``: memory limit, arithmetic and memory speed of a device
-- ``stage_link``: messages between neighbouring stages
-- ``tensor_link``: collectives of tensor-parallel ranks
+- ``axis_links``: messages between neighbouring stages, and collectives of tensor-parallel ranks
 - ``slowdowns``: how unequal the devices of a pipeline are
 """

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp import codec
-from osdp.comm.groups import Grid, Meshes
+from osdp.comm.groups import Grid, Meshes, device_of
+from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.plan.plan import Route
 from osdp.profiler.cache import MeasurementCache, placement
@@ -156,7 +156,7 @@ def _measured(
         ranks_per_core=measure_ranks_per_core(where, world),
         measured=True,
     )
-    return _same_everywhere(info, world, where)
+    return broadcast_object(info, world)  # so that all ranks plan alike
 
 
 def _grows_with_size(info: DeviceInfo) -> bool:
@@ -206,8 +206,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
 def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
     if device is None:
         if mesh is not None:
-            device = mesh.device_type
-        elif dist.is_initialized():
+            return device_of(mesh)
+        if dist.is_initialized():
             device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         else:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,8 +237,7 @@ def _shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, 
 
 def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
     """How many neighbouring ranks share a machine, told by its name."""
-    names: list[str] = [""] * size
-    dist.all_gather_object(names, socket.gethostname(), group=None if mesh is None else mesh.get_group())
+    names = gather_objects(socket.gethostname(), None if mesh is None else mesh.get_group())
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     is_even = len({count for _, count in runs}) == 1 and len(runs) == len(set(names))
     return runs[0][1] if is_even else size
@@ -411,10 +410,3 @@ def _single(limit: int, device: torch.device) -> DeviceInfo:
         host=measure_host_link(device, 1),
         measured=True,
     )
-
-
-def _same_everywhere(info: DeviceInfo, group: dist.ProcessGroup, device: torch.device) -> DeviceInfo:
-    """Rank 0's description on every rank, so that all of them plan alike."""
-    box = [codec.to_json(info)]
-    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
-    return codec.from_json(DeviceInfo, box[0])

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from osdp.comm.shards import joined, part_of
-from osdp.comm.torch_private import all_gather
-from osdp.runtime.torch_private.dtensor import blocked_shard, blocks_of_shard, sharded_dim
+from osdp.torch_private.distributed import all_gather
+from osdp.torch_private.dtensor import blocked_shard, blocks_of_shard, sharded_dim
 
 
 def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:

@@ -21,15 +21,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from osdp.comm.objects import broadcast_object, is_first
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
-from osdp.runtime.torch_private.saving import stored_files, with_file_prefix
+from osdp.torch_private.saving import stored_files, with_file_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class NewCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._first = _is_first()
+        self._first = is_first()
         self._old: Mapping[str, int] = {}
-        token = _same_everywhere(secrets.token_hex(6))
+        token = broadcast_object(secrets.token_hex(6))
         probe = self._path / f".saving-{token}"
         fault: Exception | None = None
         try:
@@ -169,13 +169,13 @@ def whole_checkpoint(path: str | Path) -> Metadata:
         metadata = _metadata(folder)
         digest = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
         # Checked on one rank only: all ranks see the same folder.
-        faults = _faults(folder, stored_files(metadata.storage_data.values())) if _is_first() else ""
+        faults = _faults(folder, stored_files(metadata.storage_data.values())) if is_first() else ""
         if faults:
             raise ValueError(f"{path} is not a complete checkpoint: {faults}; load another one")
     except (OSError, ValueError) as error:
         fault = error
     raise_together(fault)
-    if digest != _same_everywhere(digest):
+    if digest != broadcast_object(digest):
         fault = ValueError(
             f"{folder.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 loads: name "
             "one folder, on a file system that all ranks share"
@@ -238,16 +238,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_first() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def _same_everywhere(text: str) -> str:
-    """Rank 0's ``text``, on all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return text
-    box = [text]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from osdp.runtime.ranks.shared_faults import gathered, raise_together
+from osdp.comm.objects import gather_objects
+from osdp.runtime.ranks.shared_faults import raise_together
 
 #: Number of names of each kind that a message lists.
 _LISTED = 5
@@ -31,7 +32,7 @@ def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], pat
     known = {prefix for name in saved for prefix in _prefixes(name)}
     stray = [name for name in saved if _concerns(name, own) and not own.keys() & _prefixes(name)]
     # A name unknown to one stage may belong to another: unexpected are those unknown to all.
-    nowhere = set.intersection(*map(set, gathered(stray)))
+    nowhere = set.intersection(*map(set, gather_objects(stray)))
     missing = [name for name in own if name not in known]
     shapes = []
     for name, value in own.items():

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.objects import broadcast_object, gather_objects, has_process_group, is_first
 from osdp.runtime.mesh import device_type
 from osdp.runtime.module.plain_states import laid_out_like, name_faults
-from osdp.runtime.ranks.shared_faults import gathered, raise_together
+from osdp.runtime.ranks.shared_faults import raise_together
 
 
 class MissingAndUnexpected(NamedTuple):
@@ -43,11 +44,11 @@ def send_whole(
     outline = _outline(state_dict)
     own: dict[str, Any] = model.state_dict()  # its hooks also register the stored parameters
     result = _compared(outline, own, type(model).__name__, strict)
-    owner_of = {name: owner for mine in gathered(dict(owners)) for name, owner in mine.items()}
+    owner_of = {name: owner for mine in gather_objects(dict(owners)) for name, owner in mine.items()}
     copies: dict[str, list[str]] = {}
     for name in own:
         copies.setdefault(owner_of.get(name, name), []).append(name)
-    kind = device_type(model) if dist.is_initialized() else "cpu"
+    kind = device_type(model) if has_process_group() else "cpu"
     device = (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
@@ -65,8 +66,7 @@ def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Names, shapes and dtypes of rank 0's tensors, and its other entries themselves."""
     fault: Exception | None = None
     outline: dict[str, Any] = {}
-    is_alone = not (dist.is_available() and dist.is_initialized())
-    if is_alone or dist.get_rank() == 0:
+    if is_first():
         parts = [name for name, value in state_dict.items() if isinstance(value, DTensor)]
         if parts:
             fault = TypeError(
@@ -78,11 +78,7 @@ def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in state_dict.items()
         }
     raise_together(fault)
-    if is_alone:
-        return outline
-    box = [outline]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return broadcast_object(outline)
 
 
 def _compared(
@@ -97,7 +93,7 @@ def _compared(
         for name, entry in outline.items()
         if isinstance(entry, _Entry) and name in own and tuple(own[name].shape) != entry.shape
     ]
-    everyone = gathered((missing, stray, shapes))
+    everyone = gather_objects((missing, stray, shapes))
     # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*(set(names) for _, names, _ in everyone))
     result = MissingAndUnexpected(
@@ -114,10 +110,10 @@ def _compared(
 
 
 def _received(value: torch.Tensor | None, entry: _Entry, device: torch.device) -> torch.Tensor:
-    if not dist.is_initialized():
+    if not has_process_group():
         assert value is not None  # a single process has all tensors
         return value
-    if dist.get_rank() == 0 and value is not None:
+    if is_first() and value is not None:
         whole = value.detach().to(device).contiguous()
     else:
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.nn.dispatch_modes import unseen_by_checkpoints
+from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 
 
 class UnseenHooks:

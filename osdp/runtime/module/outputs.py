@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.runtime.torch_private.autograd import apply_function, is_view
+from osdp.torch_private.autograd import apply_function, is_view
 
 #: Types of most other values in outputs; looked up by exact type, which is fast.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from osdp.runtime.torch_private.modules import set_parameter
+from osdp.torch_private.modules import set_parameter
 
 
 @dataclass(frozen=True, slots=True)

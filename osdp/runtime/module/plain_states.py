@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.objects import gather_objects
 from osdp.comm.shards import part_of
 from osdp.plan.pipeline import Tie
-from osdp.runtime.ranks.shared_faults import gathered
-from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
+from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
 
 
 def accept_plain_states(model: nn.Module) -> None:
@@ -132,7 +132,7 @@ def load_into_stages(
         faults = str(error)
     missing = [name for name in own if name not in state_dict]
     stray = [name for name in state_dict if name not in own]
-    everyone = gathered((missing, stray, faults), group)
+    everyone = gather_objects((missing, stray, faults), group)
     result = _combined([entry[:2] for entry in everyone])
     said = list(dict.fromkeys(words for *_, words in everyone if words))
     if strict:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from osdp.runtime.module.parameter_owners import owned_parameters
-from osdp.runtime.torch_private.autograd import gradient_hooks, share_gradient_hooks
+from osdp.torch_private.autograd import gradient_hooks, share_gradient_hooks
 
 #: The FQN of a parameter, and the parameter that is trained in its place on this rank, if any.
 Successor = tuple[str, nn.Parameter | None]

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.groups import level_groups
+from osdp.comm.groups import device_of, level_groups
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
 from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Mode, Plan
 from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule, split_backward_refused
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.mesh import device_of, group_of
+from osdp.runtime.mesh import group_of
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states, load_into_stages
 from osdp.runtime.pipeline.channels import Channel, ordered_channels

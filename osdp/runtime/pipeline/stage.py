@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from osdp.model.dataflow import ArgumentSlot, Transfer
 from osdp.runtime.pipeline.output_shapes import ShapeTwin
 from osdp.runtime.pipeline.placeholders import Placeholder, absent
-from osdp.runtime.torch_private.autograd import in_backward
+from osdp.torch_private.autograd import in_backward
 
 #: Creates the placeholder of a parameter of another stage.
 StandIn = Callable[[torch.Tensor], torch.Tensor]

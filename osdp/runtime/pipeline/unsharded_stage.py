@@ -5,8 +5,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
-from osdp.runtime.mesh import device_of
 from osdp.runtime.meta_init import is_on_meta, materialise
 from osdp.runtime.module.parameter_owners import owned_parameters
 from osdp.runtime.recompute import recompute

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 
-from osdp.runtime.torch_private.autograd import error_in_flight, queue_backward_callback
+from osdp.torch_private.autograd import error_in_flight, queue_backward_callback
 
 
 def watch_end_of_backward(end: Callable[[], None], fail: Callable[[BaseException | None], None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from osdp.runtime.ranks.participants import CODES, GATHER, Participant, UnitCollectives
-from osdp.runtime.torch_private.fsdp_comms import gathers_in_backward
+from osdp.torch_private.fsdp_comms import gathers_in_backward
 
 
 def insert_forward(events: Sequence[int], missing: Sequence[tuple[int, int]], codes: int) -> list[int]:

@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.groups import level_groups
-from osdp.comm.torch_private import all_gather
-from osdp.runtime.mesh import device_of
-from osdp.runtime.torch_private.distributed import store_of
+from osdp.comm.groups import device_of, level_groups
+from osdp.torch_private.distributed import all_gather, store_of
 
 logger = logging.getLogger(__name__)
 

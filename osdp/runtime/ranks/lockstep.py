@@ -34,9 +34,9 @@ from osdp.runtime.ranks.backward_end import watch_end_of_backward
 from osdp.runtime.ranks.collective_order import OrderSpan, insert_backward, insert_forward, is_gather, spans
 from osdp.runtime.ranks.control import Control, LockstepError
 from osdp.runtime.ranks.participants import CODES, Participant, UnitCollectives
-from osdp.runtime.torch_private.autograd import in_backward
-from osdp.runtime.torch_private.fsdp import initialise_root
-from osdp.runtime.torch_private.fsdp_comms import set_backward_prefetch
+from osdp.torch_private.autograd import in_backward
+from osdp.torch_private.fsdp import initialise_root
+from osdp.torch_private.fsdp_comms import set_backward_prefetch
 
 #: First number of an exchange: a rank begins a pass, or asks for a collective.
 _BEGINS, _ASKS = 0, 1

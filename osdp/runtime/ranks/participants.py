@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.collectives import ReduceOp, scatter_sum
-from osdp.comm.torch_private import AllGather, DefaultReduceScatter, ReduceScatter
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of
 from osdp.nn.sliced_weight import SlicedWeight
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import fsdp_units
-from osdp.runtime.torch_private.dtensor import wrap_like
-from osdp.runtime.torch_private.fsdp_comms import (
+from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter
+from osdp.torch_private.dtensor import wrap_like
+from osdp.torch_private.fsdp_comms import (
     comms_of,
     finalize_reduction,
     gather_along,

@@ -1,10 +1,6 @@
 """Errors of some ranks raised on all of them, with the numbers of the ranks."""
 
-from typing import TypeVar
-
-import torch.distributed as dist
-
-T = TypeVar("T")
+from osdp.comm.objects import gather_objects
 
 #: Exception types that are kept; every other one becomes a RuntimeError.
 _KINDS = (FileNotFoundError, ValueError, TypeError)
@@ -21,7 +17,7 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
         FileNotFoundError: All errors are of this type; likewise ``ValueError`` and ``TypeError``.
         RuntimeError: There are errors of other types, or of several.
     """
-    everyone = gathered(None if fault is None else (_kind_of(fault), _sentence(fault)))
+    everyone = gather_objects(None if fault is None else (_kind_of(fault), _sentence(fault)))
     faults = {rank: met for rank, met in enumerate(everyone) if met is not None}
     if not faults:
         return
@@ -29,15 +25,6 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
     sentences = by_ranks({rank: sentence for rank, (_, sentence) in faults.items()}, len(everyone))
     raise kind(f"{what}: {sentences}" if what else sentences) from fault
-
-
-def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The objects of all ranks of ``group`` (``None``: all ranks); just ``mine`` without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    everyone: list[T] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def by_ranks(sentences: dict[int, str], world_size: int) -> str:

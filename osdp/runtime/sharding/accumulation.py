@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from osdp.runtime.torch_private.autograd import version_of
+from osdp.torch_private.autograd import version_of
 
 #: Maximum number of elements of a parameter that may get a mark.
 _SMALL = 2048

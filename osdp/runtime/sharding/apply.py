@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.groups import Meshes
+from osdp.comm.groups import Meshes, device_of
 from osdp.plan.plan import Mode, Plan
 from osdp.plan.sharded_units import fsdp_units
-from osdp.runtime.mesh import data_parallel_mesh, device_of, group_of, mesh_with_tensor_parallel
+from osdp.runtime.mesh import data_parallel_mesh, group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ReplicatedParameter
-from osdp.runtime.torch_private.dtensor import wrap_like
+from osdp.torch_private.dtensor import wrap_like
 
 
 class _Content(Enum):

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.nn.dispatch_modes import unseen_by_checkpoints
 from osdp.runtime.module.outputs import free_of_views
 from osdp.runtime.sharding.unit_outputs import gather_for_gradients_of
-from osdp.runtime.torch_private.autograd import in_backward
-from osdp.runtime.torch_private.fsdp import after_forward, before_forward, cast_floating_point
+from osdp.torch_private.autograd import in_backward
+from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
+from osdp.torch_private.fsdp import after_forward, before_forward, cast_floating_point
 
 #: Positional and keyword arguments of a forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

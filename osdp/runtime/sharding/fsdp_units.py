@@ -32,9 +32,9 @@ from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.module.shared_arguments import keep_identity
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
 from osdp.runtime.sharding.unit_outputs import UnitOutputs
-from osdp.runtime.torch_private.autograd import version_of
-from osdp.runtime.torch_private.dtensor import blocks_of_shard, sharded_dim
-from osdp.runtime.torch_private.fsdp import (
+from osdp.torch_private.autograd import version_of
+from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim
+from osdp.torch_private.fsdp import (
     drop_kept_gradient,
     find_dtypes,
     parameter_groups,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.runtime.torch_private.autograd import HeldHooks, has_hooks
+from osdp.torch_private.autograd import HeldHooks, has_hooks
 
 #: A hook of ``set_all_reduce_hook``: called with reduced gradients, which it may change in place.
 AllReduceHook = Callable[[torch.Tensor], object]

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from osdp.runtime.mesh import device_of
+from osdp.comm.groups import device_of
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.sharding.entries import Arguments
 from osdp.runtime.sharding.gradients import AllReduceHook
-from osdp.runtime.torch_private.fsdp import sharding_state
+from osdp.torch_private.fsdp import sharding_state
 
 if TYPE_CHECKING:
     from osdp.runtime.sharding.fsdp_units import ShardedUnit

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from osdp.runtime.sharding.fsdp_units import ShardedParameter, ShardedUnit
 from osdp.runtime.sharding.replicated import ReplicatedParameter
 from osdp.runtime.sharding.sliced import SlicedParameter
-from osdp.runtime.torch_private.fsdp import unsharded_parameters
-from osdp.runtime.torch_private.modules import registered_parameter
+from osdp.torch_private.fsdp import unsharded_parameters
+from osdp.torch_private.modules import registered_parameter
 
 Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
 

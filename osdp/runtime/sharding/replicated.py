@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
-from osdp.runtime.torch_private.autograd import version_of
-from osdp.runtime.torch_private.dtensor import data_pointer
+from osdp.torch_private.autograd import version_of
+from osdp.torch_private.dtensor import data_pointer
 
 
 class ReplicatedParameter:

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle
 
+from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import fsdp_units
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.mesh import device_of
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
@@ -31,8 +31,8 @@ from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.registered import check_registered
 from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
-from osdp.runtime.torch_private.autograd import queue_backward_callback
-from osdp.runtime.torch_private.fsdp import (
+from osdp.torch_private.autograd import queue_backward_callback
+from osdp.torch_private.fsdp import (
     after_forward,
     backward_is_unfinished,
     before_forward,

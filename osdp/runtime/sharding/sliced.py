@@ -22,7 +22,7 @@ from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
-from osdp.runtime.torch_private.dtensor import wrap_like
+from osdp.torch_private.dtensor import wrap_like
 
 #: The only parameter that is sliced.
 _WEIGHT = "weight"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from osdp.runtime.module.outputs import check_finished, free_of_views, tensors_with_grad
-from osdp.runtime.torch_private.fsdp import gather_for_backward
+from osdp.torch_private.fsdp import gather_for_backward
 
 
 class UnitOutputs:

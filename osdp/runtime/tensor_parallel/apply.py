@@ -11,20 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from osdp.comm.groups import device_of
 from osdp.comm.shards import part_of
 from osdp.errors import PlanMismatchError
 from osdp.nn.modules import kind_of
 from osdp.plan.tensor_parallel import Style, TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange
-from osdp.runtime.mesh import device_of
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 from osdp.runtime.tensor_parallel.group_random import GroupRandom
 from osdp.runtime.tensor_parallel.modules import RegionInput, ShardInfo, run_in_part, sum_gradients
 from osdp.runtime.tensor_parallel.sequence import share_sequence
-from osdp.runtime.torch_private.distributed import same_random_numbers
-from osdp.runtime.torch_private.dtensor import blocked_shard
+from osdp.torch_private.distributed import same_random_numbers
+from osdp.torch_private.dtensor import blocked_shard
 
 #: Allowed sharding styles by kind of module.
 _STYLES = {

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.torch_private import all_gather, reduce_scatter
 from osdp.plan.tensor_parallel_rank import Exchange
+from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from osdp.plan.tensor_parallel import (
     TensorParallelPlan,
 )
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow, KindOf, trace_features
+from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow, trace_features
 from osdp.tracing.tensor_parallel.regions import Region, RegionSolver, join, joint
 from osdp.tracing.tensor_parallel.sequence import share_sequence
 
@@ -35,7 +35,6 @@ def derive(
     sample_inputs: Any,
     degree: int,
     *,
-    kind_of: KindOf,
     sequence_parallel: bool = False,
 ) -> TensorParallelPlan:
     """Derive a tensor-parallel plan of ``model`` over ``degree`` ranks; the model is neither run nor changed.
@@ -44,14 +43,13 @@ def derive(
         model: An unmodified module, on any device.
         sample_inputs: One batch, as for :func:`osdp.tracing.trace.describe`; only its shapes are read.
         degree: Number of tensor-parallel ranks.
-        kind_of: Returns the kind of a linear module or embedding, ``None`` for others.
         sequence_parallel: Whether to use sequence parallelism between the regions, too.
 
     Raises:
         ValueError: The degree does not divide a number of heads or the sequence, or nothing can be sharded;
             the message gives the reason.
     """
-    flow = trace_features(model, SampleBatch.of(sample_inputs), kind_of)
+    flow = trace_features(model, SampleBatch.of(sample_inputs))
     search = _Search(model, flow, RegionSolver(model, flow, degree))
     search.shard_vocabulary()
     search.shard_regions()

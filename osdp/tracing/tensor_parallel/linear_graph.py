@@ -9,7 +9,7 @@ edges between spaces.
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,14 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp.nn.fake_tensors import FakeTensors
+from osdp.nn.modules import kind_of
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import on_fake_cpu, skeleton
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.tensors import map_leaves, storage_key, tensors_in
-
-#: Returns "linear", "conv1d" or "embedding" for a module that computes exactly that, else ``None``.
-KindOf = Callable[[nn.Module], str | None]
 
 FeatureLabels = frozenset[str]
 _NOTHING: FeatureLabels = frozenset()
@@ -113,7 +111,7 @@ class FeatureFlow:
         return {name: find(name) for name in names}
 
 
-def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> FeatureFlow:
+def trace_features(model: nn.Module, batch: SampleBatch) -> FeatureFlow:
     """Trace the feature flow of ``model`` on fake tensors, without weights; the model itself is not run.
 
     Raises:
@@ -124,7 +122,7 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
 
         def run(draws: SingleDraws) -> FeatureFlow:
-            watcher = _Watcher(twin, fake, kind_of)
+            watcher = _Watcher(twin, fake)
             try:
                 with draws, torch.no_grad(), watcher:
                     output = fake.run(twin)
@@ -141,7 +139,7 @@ def trace_features(model: nn.Module, batch: SampleBatch, kind_of: KindOf) -> Fea
 class _Watcher(TorchDispatchMode):
     """Propagates labels through every operation; operations inside linear modules are ignored."""
 
-    def __init__(self, twin: nn.Module, batch: SampleBatch, kind_of: KindOf) -> None:
+    def __init__(self, twin: nn.Module, batch: SampleBatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow = FeatureFlow()
         self._labels: dict[int, FeatureLabels] = {}

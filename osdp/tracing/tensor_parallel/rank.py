@@ -1,6 +1,6 @@
 """Description of the part of a model on one tensor-parallel rank, and of its collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ def describe_rank(
     *,
     loss_fn: LossFn | None = None,
     atoms: Sequence[str] = (),
-    cut_of: Callable[[nn.Module], tuple[str, int, int] | None] = lambda _: None,
 ) -> RankDesc:
     """Describe the part of a model on the first tensor-parallel rank, and its collectives.
 
@@ -39,12 +38,11 @@ def describe_rank(
         sample_inputs: The batch that the whole model was described with.
         whole: The description of the whole model.
         plan: Sharding of the model over the tensor-parallel ranks.
-        loss_fn: As for :func:`osdp.tracing.trace.describe`, like the arguments below.
+        loss_fn: As for :func:`osdp.tracing.trace.describe`, like the argument below.
         atoms: FQNs of modules each of which is to be exactly one operator.
-        cut_of: The dimension along which a module can run in slices.
     """
     batch = SampleBatch.of(sample_inputs)
-    desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms, cut_of=cut_of)
+    desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms)
     with FakeTensors(), torch.enable_grad():
         twin = skeleton(part, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp.errors import PlanMismatchError
-from osdp.nn.modules import kind_of
 from osdp.plan.plan import Mode, Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.runtime import ShardedModel, apply, checkpoint
@@ -48,7 +47,7 @@ def check(got: torch.Tensor, want: torch.Tensor, *where: Any, tolerance: float =
 
 
 def plan_of(name: str, degree: int, vocab: int = 257) -> TensorParallelPlan:
-    return derive(build(name, vocab), batch_of(name, vocab), degree, kind_of=kind_of)
+    return derive(build(name, vocab), batch_of(name, vocab), degree)
 
 
 def split_over(mesh: DeviceMesh, model: nn.Module, plan: TensorParallelPlan) -> nn.Module:

@@ -1,4 +1,4 @@
-"""All private torch APIs that the runtime depends on, each behind one small function.
+"""All private torch APIs that the library depends on, each behind one small function.
 
 Features are probed, not versions: where one is missing, the function reports it or works without it.
 
@@ -9,5 +9,6 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``fsdp_comms``: the collectives of FSDP2 units, and joining them without running the unit
 - ``checkpointing``: recomputation of a forward
 - ``saving``: the files that ``torch.distributed.checkpoint`` writes
-- ``distributed``: stores, and random states shared by ranks
+- ``dispatch_modes``: the modes by which a selective checkpoint watches its region
+- ``distributed``: collectives, stores, and random states shared by ranks
 """

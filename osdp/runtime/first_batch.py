@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from osdp.plan.plan import Plan
+from osdp.runtime.microbatch import num_samples
 from osdp.text import format_bytes
-from osdp.tracing.sample_batch import SampleBatch
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,7 @@ def watch_first_batch(model: nn.Module, plan: Plan) -> None:
 
 
 def _compare(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        found = SampleBatch(args, kwargs).local_batch
-    except ValueError:  # no tensor in it
-        return
+    found = num_samples((args, kwargs))
     if found > plan.local_batch:
         logger.warning(
             "the first batch has %d samples, the plan was made for a local batch of %d: its predicted peak "

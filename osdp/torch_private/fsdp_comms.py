@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from osdp.runtime.torch_private.fsdp import parameter_groups, sharding_state
+from osdp.torch_private.fsdp import parameter_groups, sharding_state
 
 
 def comms_of(module: nn.Module) -> tuple[Any, Any]:

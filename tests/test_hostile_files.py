@@ -16,12 +16,12 @@ from osdp.cluster.calibration.measured_step import COLUMNS, read_steps
 from osdp.cluster.file import load_cluster
 from osdp.cluster.known_transformers import shape_of
 from osdp.cluster.layer_profile import LayerProfile
+from osdp.codec import parse_json, quoted, read_text
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES
 from osdp.model.training import Training
 from osdp.plan.pipeline import PipelinePlan
 from osdp.text import parse_bytes
-from osdp.text_file import parse_json, quoted, read_text
 
 #: Text, and what is said of it.
 HOSTILE = {

@@ -9,7 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.utils import _apply_to_tensors
 
-from osdp.nn.dispatch_modes import unseen_by_checkpoints
+from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 
 
 def backward_is_unfinished(root: nn.Module) -> bool:

@@ -1,8 +1,9 @@
-"""Private torch APIs that the collectives depend on."""
+"""``torch.distributed``: collectives, stores, and random states shared by ranks."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -14,6 +15,8 @@ __all__ = [
     "all_gather",
     "number_of_groups",
     "reduce_scatter",
+    "same_random_numbers",
+    "store_of",
 ]
 
 #: torch renamed them in 2.13, and warns about the old names.
@@ -28,3 +31,21 @@ def number_of_groups() -> int:
     their numbers differ (``torch.distributed.distributed_c10d``, ``_hash_ranks_to_str``).
     """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Set the host and ``device`` generators of all ranks of ``group`` to the first rank's state."""
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state.cpu())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        own = module.get_rng_state(device).to(device)
+        dist.broadcast(own, group=group, group_src=0)
+        module.set_rng_state(own.cpu(), device)
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store that ``group`` was created with, under a key prefix of our own."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return dist.distributed_c10d.PrefixStore("osdp", store)

@@ -1,0 +1,154 @@
+"""Links along the pipeline and the tensor axis of a mesh, measured in all groups of that axis at once."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from osdp.comm.groups import device_of
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
+from osdp.profiler.cache import MeasurementCache, placement
+from osdp.profiler.links.detect import fit
+from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.torch_private.distributed import all_gather, reduce_scatter
+
+#: Bytes of messages between stages, and how often each is timed.
+_MESSAGES = (2**12, 2**18, 2**21)
+_MESSAGE_REPEATS = 11
+#: Bytes of the whole tensors of collectives: powers of two, which usual group sizes divide.
+_TENSORS = (2**12, 2**16, 2**19, 2**22)
+_TENSOR_REPEATS = 5
+#: Seconds; if a size takes longer, larger ones are not measured. A line needs two.
+_LONG = 0.2
+
+
+def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
+    """The devices with the way from stage to stage measured, unless it is known or nobody is there.
+
+    How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
+    """
+    if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
+        return device
+    device = _agreed(device, mesh)
+    where, pipeline = device_of(mesh), mesh["pp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    link = cache.measured("stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where))
+    slowdowns = device.slowdowns
+    if device.ranks_per_core == 1 and not slowdowns:
+        slowdowns = cache.measured(
+            "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
+        )
+    return replace(device, stage_link=link, slowdowns=slowdowns)
+
+
+def with_tensor_links(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
+    """The devices with the collectives inside layers measured, unless they are known or nobody is there."""
+    if device.tensor_links or mesh is None or mesh["tp"].size() == 1:
+        return device
+    where, group = device_of(mesh), mesh["tp"].get_group()
+    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    links = cache.measured(
+        "tensor_links", tuple[Link, ...], facts, lambda: measure_tensor_links(group, where)
+    )
+    return replace(device, tensor_links=links)
+
+
+def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointToPointLink:
+    """Measure messages between neighbours in ``group``, one pipeline; all of its ranks must call this.
+
+    Every rank sends to the next one and receives from the previous one, as stages do; the slowest pair
+    counts.
+    """
+    sizes, seconds = _measure(
+        lambda nbytes: _shift(nbytes, group, device), _MESSAGES, _MESSAGE_REPEATS, group, device
+    )
+    bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    return PointToPointLink(max(seconds[0] - sizes[0] / bandwidth, 0.0), bandwidth)
+
+
+def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tuple[Link, ...]:
+    """Measure the collectives of a tensor-parallel ``group``; every rank of it must call this."""
+    links = []
+    for collective in COLLECTIVES:
+        make = functools.partial(_collective, collective, group=group, device=device)
+        latency, bandwidth, residual = fit(*_measure(make, _TENSORS, _TENSOR_REPEATS, group, device))
+        links.append(Link(collective, "tensor", group.size(), latency, bandwidth, residual))
+    return tuple(links)
+
+
+def _agreed(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
+    """The devices with the least memory and the busiest cores of any stage: each measured its own."""
+    limits = [device.memory_limit, -device.ranks_per_core]
+    least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
+    for axis in mesh.mesh_dim_names or ():
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    limit, cores = least.tolist()
+    return replace(device, memory_limit=limit, ranks_per_core=-cores)
+
+
+def _measure(
+    make: Callable[[int], Callable[[], object]],
+    sizes: Sequence[int],
+    repeats: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[list[int], list[float]]:
+    """Sizes, and for each the median seconds of what ``make`` returns for it, on the slowest rank."""
+    seconds: list[float] = []
+    for nbytes in sizes:
+        run = make(nbytes)
+        run()
+        samples = [_timed(run, group, device) for _ in range(repeats)]
+        slowest = torch.tensor([median(samples)], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        seconds.append(max(float(slowest.item()), 1e-9))
+        if seconds[-1] > _LONG and len(seconds) > 1:
+            break
+    return list(sizes[: len(seconds)]), seconds
+
+
+def _timed(run: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    dist.barrier(group)
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _shift(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
+    """A message of ``nbytes`` from each rank to the next one."""
+    rank, size = group.rank(), group.size()
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    buffer = torch.empty_like(payload)
+
+    def run() -> None:
+        works = []
+        if rank > 0:
+            works.append(dist.irecv(buffer, group=group, group_src=rank - 1))
+        if rank + 1 < size:
+            works.append(dist.isend(payload, group=group, group_dst=rank + 1))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return run
+
+
+def _collective(
+    name: str, nbytes: int, *, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    """The collective called ``name`` on a whole tensor of ``nbytes``."""
+    part = max(nbytes // 4 // group.size(), 1)
+    whole, mine = torch.zeros(part * group.size(), device=device), torch.zeros(part, device=device)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if name == "all_gather":
+        return lambda: all_gather(whole, mine, group=group)
+    return lambda: reduce_scatter(mine, whole, group=group)
