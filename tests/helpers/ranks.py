@@ -174,7 +174,8 @@ def _answer(call: Call) -> tuple[bool, Any]:
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
-    os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.world_size), LOCAL_RANK=str(call.rank))
+    rank, world_size = str(call.rank), str(call.world_size)
+    os.environ.update(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -188,7 +189,8 @@ def _answer(call: Call) -> tuple[bool, Any]:
             )
             function, args = pickle.loads(call.payload)
             answer = pickle.dumps(function(*args))
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
         return True, answer
     except BaseException as error:
         return False, (type(error).__name__, traceback.format_exc())
@@ -199,7 +201,8 @@ def _leave() -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import _redistribute, debug
 
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     gc.collect()
