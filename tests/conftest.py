@@ -1,9 +1,12 @@
 """Seeds, and a header that says what the tests ran on."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.helpers.load import slowdown
 
 
 def pytest_configure() -> None:
@@ -14,6 +17,15 @@ def pytest_configure() -> None:
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return f"torch {torch.__version__}, device {device}, {torch.get_num_threads()} threads"
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Limits are for an idle machine."""
+    marker = item.get_closest_marker("timeout")
+    seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(seconds * slowdown()), append=False)
+    yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from osdp import DeviceInfo, Link
-from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
+from osdp import DeviceInfo
+from tests.helpers.devices import known_device
 from tests.helpers.distributed import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,31 +72,6 @@ def sessions(page: Path) -> Iterator[Session]:
 
 
 SESSIONS = [session for page in PAGES for session in sessions(page)]
-
-
-def known_device(
-    memory_limit: Any = None, *, mesh: Any = None, group_sizes: Any = None, **_: Any
-) -> DeviceInfo:
-    """Numbers for what ``DeviceInfo.detect`` would measure in some seconds."""
-    import torch.distributed as dist
-
-    size = dist.get_world_size() if mesh is None else mesh.size()
-    groups = {"world": size} | {
-        f"{kind} {group}": {"inside": group, "across": size // group}.get(kind, size)
-        for group in group_sizes or ()
-        for kind in ("inside", "across", "two_step")
-    }
-    links = tuple(
-        Link(name, group, count, 1e-4, 1e9) for group, count in groups.items() for name in COLLECTIVES
-    )
-    alone = DeviceInfo(memory_limit=2**33, devices_per_node=size, flops=1e10, memory_bandwidth=1e10)
-    tensor_links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
-    return replace(
-        alone,
-        links=links if size > 1 else (),
-        stage_link=PointToPointLink(1e-4, 1e9),
-        tensor_links=tensor_links if size < dist.get_world_size() else (),
-    )
 
 
 def run_session(session: Session, folder: str) -> None:

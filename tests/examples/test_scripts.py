@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples import check_demo, train_text
 from examples.run_report import Results, save, text
@@ -19,7 +21,11 @@ from examples.stage_options import stages_of
 from examples.text_data import IGNORED, LARGEST_CHUNK, MASK, Corpus, batch, masked
 from examples.text_model import Size, build
 from examples.training_run import Part, Run, Settings
+from osdp import DeviceInfo
 from osdp.plan.dims import ParallelDims
+from tests.helpers import distributed
+from tests.helpers.devices import known_device
+from tests.helpers.load import slowdown
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2**17
@@ -211,62 +217,78 @@ def run_bash(script: Path, environment: dict[str, str]) -> subprocess.CompletedP
     )
 
 
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[..., dict[str, object]]:
-    """Runs the training program, on two processes unless told otherwise, and returns the results it saved."""
-
-    def run(*flags: str, processes: int = 2) -> dict[str, object]:
-        path = tmp_path / "results.json"
-        size = "--layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --steps 3 --max-bytes 1MiB".split()
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "KINETO_LOG_LEVEL": "99",
-        }
-        done = subprocess.run(
-            [sys.executable, *command, "-m", "examples.train_text", *size, *flags, "--json", str(path)],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=170,
-        )
-        assert done.returncode == 0, done.stderr
-        loaded: dict[str, object] = json.loads(path.read_text(encoding="utf8"))
-        return loaded
-
-    return run
+FLAGS = "--layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --steps 3 --max-bytes 1MiB --reference".split()
 
 
-def test_the_baselines_train_like_a_single_process(torchrun: Callable[..., dict[str, object]]) -> None:
-    saved = torchrun("--strategies", "FSDP2", "DDP", "--reference")
-    rows = {row["name"]: row for row in saved["rows"]}  # type: ignore[attr-defined]
-    assert set(rows) == {"FSDP2", "DDP"}
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the training program saves that torchrun starts on two processes, with every strategy."""
+    folder = tmp_path_factory.mktemp("started")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    strategies = ["--strategies", "OSDP", "FSDP2", "DDP", "--memory-fraction", "0.5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            *command,
+            "-m",
+            "examples.train_text",
+            *FLAGS,
+            *strategies,
+            "--json",
+            "results.json",
+        ],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120 * slowdown(),
+    )
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf8"))
+    return loaded
+
+
+def test_the_baselines_train_like_a_single_process(started: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in started["rows"]}
+    assert set(rows) == {"OSDP", "FSDP2", "DDP"}
     for row in rows.values():
-        assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
+        assert row["losses"] == pytest.approx(started["reference_losses"], abs=1e-4)
         assert row["step_seconds"] > 0
     assert 0 < rows["FSDP2"]["peak_bytes"] < rows["DDP"]["peak_bytes"]
 
 
+def test_osdp_trains_like_a_single_process_under_its_limit(started: dict[str, Any]) -> None:
+    row = started["rows"][0]
+    assert row["losses"] == pytest.approx(started["reference_losses"], abs=1e-4)
+    assert 0 < row["peak_bytes"] <= started["memory_limit"]
+
+
+def train_on_this_rank(flags: list[str]) -> None:
+    """The training program on a rank that has joined its process group, on devices that nobody measured."""
+    part = Part(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    with (
+        mock.patch.object(sys, "argv", ["train_text", *flags]),
+        mock.patch.object(train_text, "start", lambda: part),
+        mock.patch.object(DeviceInfo, "detect", known_device),
+    ):
+        train_text.main()
+
+
+def train_in_ranks(path: Path, *flags: str) -> dict[str, Any]:
+    """What the training program saves on four ranks."""
+    distributed.run(4, train_on_this_rank, [*FLAGS, *flags, "--json", str(path)], timeout=120)
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf8"))
+    return loaded
+
+
 @pytest.mark.parametrize("groups", ["group_sharding", "communication_with_groups"])
-def test_bert_trains_in_groups_like_a_single_process(
-    groups: str, torchrun: Callable[..., dict[str, object]]
-) -> None:
-    saved = torchrun("--family", "bert", "--groups", groups, "--group-size", "2", "--reference", processes=4)
-    (row,) = saved["rows"]  # type: ignore[misc]
+def test_bert_trains_in_groups_like_a_single_process(groups: str, tmp_path: Path) -> None:
+    flags = ("--family", "bert", "--groups", groups, "--group-size", "2")
+    saved = train_in_ranks(tmp_path / "results.json", *flags)
+    (row,) = saved["rows"]
     assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
     assert row["peak_bytes"] > 0
-
-
-def test_osdp_trains_like_a_single_process_under_its_limit(
-    torchrun: Callable[..., dict[str, object]],
-) -> None:
-    saved = torchrun("--strategies", "OSDP", "--reference", "--memory-fraction", "0.5")
-    (row,) = saved["rows"]  # type: ignore[misc]
-    assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
-    assert 0 < row["peak_bytes"] <= saved["memory_limit"]
 
 
 def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> ParallelDims | None:
@@ -370,8 +392,9 @@ def test_scripts_of_stages_start_enough_processes(
     assert wanted in done.stdout
 
 
-def test_stages_train_like_a_single_process(torchrun: Callable[..., dict[str, object]]) -> None:
-    saved = torchrun("--pp", "2", "--microbatches", "3", "--schedule", "1f1b", "--reference", processes=4)
-    (row,) = saved["rows"]  # type: ignore[misc]
+def test_stages_train_like_a_single_process(tmp_path: Path) -> None:
+    flags = ("--pp", "2", "--microbatches", "3", "--schedule", "1f1b")
+    saved = train_in_ranks(tmp_path / "results.json", *flags)
+    (row,) = saved["rows"]
     assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
     assert row["peak_bytes"] == pytest.approx(row["predicted_peak"], rel=0.3)
