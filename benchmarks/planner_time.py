@@ -18,7 +18,6 @@ from itertools import combinations, pairwise, permutations
 
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
-from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.cost.step import price
@@ -171,7 +170,7 @@ def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
                 bounds = (0, *inside, num_items)
                 least = min(stop - start for start, stop in pairwise(bounds))
                 for way, stages in zip(family.ways, priced, strict=True):
-                    if least >= stages_per_rank(way.schedule):
+                    if least >= way.schedule_kind.stages_per_rank:
                         yield price(prices, way, bounds, slots, stages=stages)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.schedule import SCHEDULES, make_schedule
+from osdp.plan.schedules import SCHEDULE_KINDS
 
 #: Microbatches for each rank of a pipeline where no flag says how many.
 _MICROBATCHES = 4
@@ -68,7 +69,7 @@ def _idle(options: argparse.Namespace, layout: ParallelDims) -> list[str]:
         found.append(f"{' and '.join(options.strategies)} have no stages: add OSDP to --strategies")
     if options.schedule is not None and layout.pp == 1:
         found.append(f"--schedule {options.schedule} orders a pipeline: pass --pp, too")
-    if str(options.schedule).startswith("zb") and layout.dp * layout.tp > 1:
+    if options.schedule and SCHEDULE_KINDS[options.schedule].splits_backward and layout.dp * layout.tp > 1:
         found.append(
             f"--schedule {options.schedule} needs dp=1 (here {layout.dp}) and tp=1 (here {layout.tp})"
         )

@@ -21,7 +21,8 @@ from osdp.model.training import Training
 from osdp.options import PlanOptions
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Mode
-from osdp.plan.schedule import SCHEDULES, split_backward_refused
+from osdp.plan.schedule import split_backward_refused
+from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_stage_link
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Schedules to choose from; those that split the backward come last, since not all stages can run them.
-_SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-v")
 
 #: Microbatches for each rank of a pipeline, where nobody asked for a number.
 _MICROBATCHES = 4
@@ -120,17 +119,14 @@ def usable_schedules(name: str | None, layout: ParallelDims, training: Training)
     Raises:
         ValueError: It is unknown, or cannot run.
     """
-    splits = [known for known in SCHEDULES if known.startswith("zb")]
     alone = layout.dp == layout.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
     if name is None:
-        return (
-            tuple(known for known in _SCHEDULES if alone or known not in splits)
-            if layout.pp > 1
-            else ("1f1b",)
-        )
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
-    if name in splits and not alone:
+        if layout.pp == 1:
+            return (ONE_STAGE,)
+        return tuple(known for known, kind in SCHEDULE_KINDS.items() if alone or not kind.splits_backward)
+    if name not in SCHEDULE_KINDS:
+        raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULE_KINDS)}")
+    if SCHEDULE_KINDS[name].splits_backward and not alone:
         raise split_backward_refused(name, layout.dp, layout.tp)
     return (name,)
 

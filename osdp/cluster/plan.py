@@ -8,11 +8,15 @@ from itertools import pairwise
 from osdp.cluster.transformer import LAYERS, Item, TransformerShape
 from osdp.codec import Savable
 from osdp.plan.dims import ParallelDims
+from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS, ScheduleKind, Size
 
 CLUSTER_PLAN_VERSION = 2
 
 #: Name of a choice that is made item by item.
 MIXED = "mixed"
+
+#: Schedules that the cluster planner has a formula for.
+CLUSTER_SCHEDULES = tuple(name for name, kind in SCHEDULE_KINDS.items() if kind.bubble is not None)
 
 
 class RecomputeLayers(StrEnum):
@@ -116,7 +120,7 @@ class ParallelLayout:
     degrees: ParallelDims
     samples: int
     microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = ONE_STAGE
     recompute: RecomputeLayers | None = RecomputeLayers.NONE
     zero: int | None = 0
     token_slices: int = 1
@@ -138,6 +142,38 @@ class ParallelLayout:
     def by_item(self) -> bool:
         """Whether strategies are chosen item by item."""
         return self.zero is None or self.recompute is None
+
+    @property
+    def schedule_kind(self) -> ScheduleKind:
+        """Facts about its schedule."""
+        return SCHEDULE_KINDS[self.schedule]
+
+    @property
+    def bubble_share(self) -> float:
+        """Fraction of the pipeline's fill and drain that remains idle.
+
+        Token slices fill the pipeline a slice at a time.
+
+        Raises:
+            ValueError: There is no formula for the schedule.
+        """
+        if self.schedule_kind.bubble is None:
+            raise ValueError(
+                f"the cluster planner has no formula for schedule {self.schedule!r}; it has those of "
+                f"{', '.join(CLUSTER_SCHEDULES)}"
+            )
+        return self.schedule_kind.bubble / self.token_slices
+
+    @property
+    def in_flight(self) -> tuple[float, ...]:
+        """Microbatches whose activations each pipeline rank holds at once, for all of its stages together."""
+        size = Size(self.degrees.pp, self.microbatches, self.schedule_kind.stages_per_rank, self.token_slices)
+        return tuple(self.schedule_kind.in_flight(size, rank) for rank in range(size.num_ranks))
+
+    @property
+    def head_in_flight(self) -> float:
+        """Microbatches whose logits the last rank holds; only the last of its stages has logits."""
+        return self.in_flight[-1] if self.schedule_kind.stages_per_rank == 1 else 1.0
 
     @property
     def sharding(self) -> str:
@@ -317,9 +353,9 @@ def num_layers(items: Sequence[Item]) -> int:
 
 
 def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Layers of every stage in the order of the model; interleaved, each rank's are split into two stages."""
+    """Layers of every stage in the order of the model; two stages of a rank share its layers."""
     layers = layers_of(plan, shape)
-    if plan.layout.schedule != "interleaved":
+    if plan.layout.schedule_kind.stages_per_rank == 1:
         return layers
     # The first stage has the embedding and the last one the head, so these have the smaller halves.
     first = [number - number // 2 if rank else number // 2 for rank, number in enumerate(layers)]

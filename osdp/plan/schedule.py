@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from osdp.plan.schedules import RECIPES, Action, ActionKind, Size
+from osdp.plan.schedules import SCHEDULE_KINDS, Action, ActionKind, Size
 
 __all__ = [
     "AHEAD",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: The names that :func:`make_schedule` accepts.
-SCHEDULES: tuple[str, ...] = tuple(RECIPES)
+SCHEDULES: tuple[str, ...] = tuple(SCHEDULE_KINDS)
 
 #: Number of actions after the current one whose receives a rank has posted already.
 AHEAD = 2
@@ -250,25 +250,30 @@ def make_schedule(
     rank 1: F1.0 F1.1 B1.1 F1.2 B1.0 F1.3 B1.3 B1.2
     """
     usual = default_stages_per_rank(name)
+    kind = SCHEDULE_KINDS[name]
     per_rank = usual if stages_per_rank is None else stages_per_rank
     if min(num_ranks, num_microbatches, num_slices) < 1:
         raise ValueError(
             f"{num_ranks} ranks, {num_microbatches} microbatches and {num_slices} token slices: at least one "
             "of each is needed"
         )
-    if num_slices > 1 and not RECIPES[name].slices:
-        able = " or ".join(repr(other) for other, recipe in RECIPES.items() if recipe.slices)
+    if num_slices > 1 and not kind.slices:
+        able = " or ".join(repr(other) for other, known in SCHEDULE_KINDS.items() if known.slices)
         raise ValueError(
             f"schedule {name!r} does not support token slices ({num_slices} requested); plan with "
             f"schedule={able}, with one stage per rank"
         )
-    if per_rank != usual and (name != "interleaved" or per_rank < usual):
-        least = "at least " if name == "interleaved" else ""
-        raise ValueError(
-            f"schedule {name!r} has {least}{usual} stage{'s' * (usual > 1)} per rank, not {per_rank}; "
-            "'interleaved' takes any number from 2"
+    if per_rank != usual and (not kind.more_stages or per_rank < usual):
+        least = "at least " if kind.more_stages else ""
+        able = ", ".join(
+            f"{other!r} takes any number from {known.stages_per_rank}"
+            for other, known in SCHEDULE_KINDS.items()
+            if known.more_stages
         )
-    placement, orders = RECIPES[name].build(Size(num_ranks, num_microbatches, per_rank, num_slices))
+        raise ValueError(
+            f"schedule {name!r} has {least}{usual} stage{'s' * (usual > 1)} per rank, not {per_rank}; {able}"
+        )
+    placement, orders = kind.build(Size(num_ranks, num_microbatches, per_rank, num_slices))
     return Schedule(
         name, num_ranks, num_microbatches, tuple(placement), tuple(map(tuple, orders)), num_slices
     )
@@ -303,9 +308,9 @@ def default_stages_per_rank(name: str) -> int:
     Raises:
         ValueError: The name is unknown.
     """
-    if name not in RECIPES:
+    if name not in SCHEDULE_KINDS:
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
-    return RECIPES[name].stages_per_rank
+    return SCHEDULE_KINDS[name].stages_per_rank
 
 
 def split_backward_refused(name: str, dp: int, tp: int) -> ValueError:

@@ -1,4 +1,6 @@
-"""Order of the actions on each rank of a pipeline, by the name of the schedule.
+"""Pipeline schedules: one record each, with the order of the actions on each rank.
+
+:data:`SCHEDULE_KINDS` has all that is known of each schedule; to add one is to add an entry there.
 
 A *stage* is a contiguous part of the model on one rank, a *microbatch* a part of the batch. An action is
 written as in ``F0.3``: the forward of stage 0 on microbatch 3. Every order works for any number of
@@ -77,46 +79,69 @@ class Size:
     num_slices: int = 1
 
 
-def _gpipe(size: Size) -> tuple[Sequence[int], Orders]:
-    placement = range(size.num_ranks)
-    return placement, [
-        _alternate([rank], [range(size.num_microbatches)], size.num_microbatches * size.num_slices, size)
-        for rank in placement
-    ]
+#: Function of the size: the rank of each stage, and the actions of each rank.
+BuildOrders = Callable[[Size], tuple[Sequence[int], Orders]]
+
+#: Function of the size and a rank: the number of its forwards before its first backward.
+Warmup = Callable[[Size, int], int]
 
 
-def _one_forward_one_backward(size: Size) -> tuple[Sequence[int], Orders]:
-    """1F1B; with token slices the warm-up grows by ``num_slices - 1`` forwards.
+def _gpipe_warmup(size: Size, rank: int) -> int:
+    """All forwards come before the first backward."""
+    del rank
+    return size.num_microbatches * size.num_slices
+
+
+def _1f1b_warmup(size: Size, rank: int) -> int:
+    """Forwards until the first backward arrives: one for each later rank.
 
     The first backward is that of the last slice of a sequence, so its other slices are forwarded before.
     """
-    placement = range(size.num_ranks)
-    return placement, [
-        _alternate([rank], [range(size.num_microbatches)], size.num_ranks - 2 - rank + size.num_slices, size)
-        for rank in placement
-    ]
+    return size.num_ranks - 2 - rank + size.num_slices
+
+
+def _interleaved_warmup(size: Size, rank: int) -> int:
+    """The forwards of the paper; they grow with the longest run of microbatches, which is the first."""
+    longest_run = -(-size.num_microbatches // _num_runs(size))
+    return 2 * (size.num_ranks - 1 - rank) + (size.per_rank - 1) * longest_run
+
+
+def _zero_bubble_warmup(size: Size, rank: int) -> int:
+    """Bound of :func:`_fill_bubbles` on the microbatches that a rank holds until their weight gradients."""
+    del rank
+    return size.num_ranks * size.per_rank - 1
+
+
+def _one_stage_each(warmup: Warmup) -> BuildOrders:
+    """One stage per rank, which processes all microbatches after the warm-up."""
+
+    def build(size: Size) -> tuple[Sequence[int], Orders]:
+        placement = range(size.num_ranks)
+        runs = [range(size.num_microbatches)]
+        return placement, [_alternate([rank], runs, warmup(size, rank), size) for rank in placement]
+
+    return build
 
 
 def _interleaved(size: Size) -> tuple[Sequence[int], Orders]:
-    """Interleaved 1F1B: runs of microbatches go through the stages of a rank one stage after the other.
-
-    The paper's runs have as many microbatches as there are ranks. Shorter runs stall, so a remainder
-    lengthens the runs instead; the warm-up grows with the longest run, which is the first.
-    """
-    num_ranks, per_rank = size.num_ranks, size.per_rank
-    num_runs = max(1, size.num_microbatches // num_ranks)
-    runs = [range(*bounds) for bounds in slice_bounds(size.num_microbatches, num_runs)]
-    num_stages = num_ranks * per_rank
+    """Interleaved 1F1B: runs of microbatches go through the stages of a rank one stage after the other."""
+    num_ranks = size.num_ranks
+    num_stages = num_ranks * size.per_rank
+    runs = [range(*bounds) for bounds in slice_bounds(size.num_microbatches, _num_runs(size))]
     orders = [
-        _alternate(
-            range(rank, num_stages, num_ranks),
-            runs,
-            2 * (num_ranks - 1 - rank) + (per_rank - 1) * len(runs[0]),
-            size,
-        )
+        _alternate(range(rank, num_stages, num_ranks), runs, _interleaved_warmup(size, rank), size)
         for rank in range(num_ranks)
     ]
     return [stage % num_ranks for stage in range(num_stages)], orders
+
+
+def _num_runs(size: Size) -> int:
+    """Number of runs of microbatches of the interleaved schedule.
+
+    The paper's runs have as many microbatches as there are ranks. Shorter runs stall, so a remainder
+    lengthens the runs instead.
+    """
+    return max(1, size.num_microbatches // size.num_ranks)
 
 
 def _alternate(stages: Sequence[int], runs: Sequence[range], warmup: int, size: Size) -> list[Action]:
@@ -214,19 +239,85 @@ def _can_run(
             yield ActionKind.BACKWARD_WEIGHT, s
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Constructor of a schedule's orders, default stages per rank, and whether it supports token slices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """All facts about a schedule.
 
-    build: Callable[[Size], tuple[Sequence[int], Orders]]
-    stages_per_rank: int
+    Attributes:
+        build: Function of the size that returns the rank of each stage and the actions of each rank.
+        warmup: Function of (size, rank) that returns the number of forwards of the rank before its first
+            backward; for split backwards, before its first gradient of weights, as an upper bound.
+        stages_per_rank: Default number of stages of each rank.
+        more_stages: Whether ranks can have more stages than that.
+        slices: Whether sequences can be cut into token slices.
+        splits_backward: Whether gradients of weights are computed apart from those of inputs, where they can
+            be neither reduced nor cast.
+        forwards_first: Whether a rank runs all forwards before its first backward.
+        fills_with_ranks: Whether the pipeline fills only with at least as many microbatches as ranks.
+        bubble: Fraction of the pipeline's fill and drain that remains idle, with whole sequences, the default
+            number of stages, and each part of a split backward as long as a forward; ``None`` where the
+            cluster planner has no formula for the step time.
+        no_better_than: Schedule that takes as long with as much memory or less; ``None`` if there is none.
+        torch_name: Name in ``torch.distributed.pipelining``; ``None`` if it has no such schedule.
+    """
+
+    build: BuildOrders
+    warmup: Warmup
+    stages_per_rank: int = 1
+    more_stages: bool = False
     slices: bool = False
+    splits_backward: bool = False
+    forwards_first: bool = False
+    fills_with_ranks: bool = False
+    bubble: float | None = 1.0
+    no_better_than: str | None = None
+    torch_name: str | None = None
+
+    def in_flight(self, size: Size, rank: int) -> float:
+        """Microbatches whose activations a rank holds at once, counted for all of its stages together.
+
+        One unit (a token slice on one stage) more than the forwards of its warm-up.
+        """
+        parts = size.num_slices * size.per_rank
+        return min(size.num_microbatches * parts, self.warmup(size, rank) + 1) / parts
 
 
-RECIPES = {
-    "gpipe": Recipe(_gpipe, 1, slices=True),
-    "1f1b": Recipe(_one_forward_one_backward, 1, slices=True),
-    "interleaved": Recipe(_interleaved, 2),
-    "zb-h1": Recipe(_zb_h1, 1),
-    "zb-v": Recipe(_zb_v, 2),
+#: Schedules by name, in the order in which a planner that may choose tries them: of those that take equally
+#: long the first one is taken. Those that split the backward come last, because not all stages can run them.
+SCHEDULE_KINDS = {
+    "1f1b": ScheduleKind(
+        build=_one_stage_each(_1f1b_warmup), warmup=_1f1b_warmup, slices=True, torch_name="1F1B"
+    ),
+    "interleaved": ScheduleKind(
+        build=_interleaved,
+        warmup=_interleaved_warmup,
+        stages_per_rank=2,
+        more_stages=True,
+        fills_with_ranks=True,
+        bubble=1 / 2,  # one over the number of stages of a rank
+        torch_name="Interleaved1F1B",
+    ),
+    "gpipe": ScheduleKind(
+        build=_one_stage_each(_gpipe_warmup),
+        warmup=_gpipe_warmup,
+        slices=True,
+        forwards_first=True,
+        no_better_than="1f1b",
+        torch_name="GPipe",
+    ),
+    "zb-h1": ScheduleKind(
+        build=_zb_h1, warmup=_zero_bubble_warmup, splits_backward=True, fills_with_ranks=True, bubble=1 / 3
+    ),
+    "zb-v": ScheduleKind(
+        build=_zb_v,
+        warmup=_zero_bubble_warmup,
+        stages_per_rank=2,
+        splits_backward=True,
+        fills_with_ranks=True,
+        bubble=None,
+        torch_name="ZBVZeroBubble",
+    ),
 }
+
+#: Schedule of a pipeline of one stage, for which all are the same.
+ONE_STAGE = "1f1b"

@@ -82,7 +82,7 @@ def test_a_plan_of_stages_is_made_and_shown(
     [
         (["--dp", "2"], "error: --dp 2: 1 devices were described; describe as many"),
         (["--schedule", "gpipe"], "error: --schedule gpipe orders the stages of a pipeline: pass --pp, too"),
-        (["--pp", "2", "--schedule", "zb"], "error: schedule 'zb' is unknown; there are gpipe, 1f1b, "),
+        (["--pp", "2", "--schedule", "zb"], "error: schedule 'zb' is unknown; there are 1f1b, interleaved, "),
         (["--tp", "4"], "error: .* has 2 heads, which 4 tensor-parallel ranks cannot share evenly"),
         (["--pp", "9"], "error: 9 stages need 8 places to cut"),
     ],

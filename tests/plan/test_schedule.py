@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.plan.schedule import SCHEDULES, Action, ActionKind, Schedule, default_stages_per_rank, make_schedule
+from osdp.plan.schedules import SCHEDULE_KINDS, Size
 
 #: (name, ranks, microbatches, stages per rank) -> the order of each rank, as the papers draw them.
 TABLES = {
@@ -66,7 +67,7 @@ def test_orders_are_those_of_the_tables(case: tuple[str, int, int, int]) -> None
 def test_any_number_of_microbatches_can_be_executed(name: str, size: tuple[int, int, int]) -> None:
     schedule = sized(name, size)  # which checks itself
     assert schedule.trains
-    assert schedule.splits_backward == name.startswith("zb")
+    assert schedule.splits_backward == SCHEDULE_KINDS[name].splits_backward
     assert sorted(map(str, schedule.sequence)) == sorted(str(a) for order in schedule.orders for a in order)
     for rank, order in enumerate(schedule.orders):
         assert tuple(a for a in schedule.sequence if schedule.placement[a.stage] == rank) == order
@@ -87,6 +88,25 @@ def test_no_more_microbatches_are_in_flight_than_in_1f1b(name: str, size: tuple[
         assert most <= schedule.num_stages
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(size=SIZES, slices=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_records_say_what_the_orders_do(name: str, size: tuple[int, int, int], slices: int) -> None:
+    kind = SCHEDULE_KINDS[name]
+    num_ranks, num_microbatches, per_rank = size
+    per_rank, slices = per_rank if kind.more_stages else kind.stages_per_rank, slices if kind.slices else 1
+    schedule = make_schedule(name, num_ranks, num_microbatches, stages_per_rank=per_rank, num_slices=slices)
+    for rank, order in enumerate(schedule.orders):
+        held, most = 0, 0
+        for action in order:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most = max(most, held)
+        known = kind.in_flight(Size(*size[:2], per_rank, slices), rank) * per_rank * slices
+        assert most == known or (kind.splits_backward and most < known)
+        kinds = "".join(action.kind for action in order)
+        assert not kind.forwards_first or "BF" not in kinds
+
+
 @given(size=SIZES)
 @settings(max_examples=60, deadline=None)
 def test_interleaved_keeps_little_more_than_1f1b(size: tuple[int, int, int]) -> None:
@@ -105,7 +125,7 @@ def test_stages_lie_where_the_papers_put_them() -> None:
     assert make_schedule("interleaved", 3, 1).placement == (0, 1, 2, 0, 1, 2)
     assert make_schedule("zb-v", 3, 1).placement == (0, 1, 2, 2, 1, 0)
     assert make_schedule("zb-v", 3, 1).stages_of(1) == (1, 4)
-    assert [default_stages_per_rank(name) for name in SCHEDULES] == [1, 1, 2, 1, 2]
+    assert [default_stages_per_rank(name) for name in SCHEDULES] == [1, 2, 1, 1, 2]
 
 
 def test_in_flight_counts_until_the_first_or_the_second_part_of_a_backward() -> None:
@@ -166,7 +186,7 @@ def test_stages_without_a_rank_are_refused() -> None:
 
 
 def test_what_cannot_be_made_is_refused_with_what_can() -> None:
-    with pytest.raises(ValueError, match="no schedule 'dualpipe'; there are gpipe, 1f1b, interleaved"):
+    with pytest.raises(ValueError, match="no schedule 'dualpipe'; there are 1f1b, interleaved, gpipe"):
         make_schedule("dualpipe", 2, 2)
     with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank, not 3"):
         make_schedule("zb-v", 2, 2, stages_per_rank=3)
@@ -214,7 +234,7 @@ def test_slices_that_need_each_other_the_wrong_way_round_are_refused() -> None:
         Schedule("mine", 1, 1, (0,), written("0: F0.0 F0.1 B0.0 B0.1"), num_slices=2)
     with pytest.raises(ValueError, match=r"waits forever at F0\.1 for the output of stage 0 on microbatch 0"):
         Schedule("mine", 1, 1, (0,), written("0: F0.1 F0.0 B0.1 B0.0"), num_slices=2)
-    with pytest.raises(ValueError, match=r"does not support token slices.*'gpipe' or '1f1b'"):
+    with pytest.raises(ValueError, match=r"does not support token slices.*'1f1b' or 'gpipe'"):
         make_schedule("zb-h1", 2, 2, num_slices=2)
     with pytest.raises(ValueError, match="0 token slices"):
         make_schedule("1f1b", 2, 2, num_slices=0)

@@ -25,6 +25,7 @@ from osdp.cluster.search.infeasible import check_space, nothing_fits
 from osdp.cluster.search.layouts import arrange, every_layout
 from osdp.cluster.search.objectives import best_plans, pareto
 from osdp.cluster.search.space import families
+from osdp.plan.schedules import ONE_STAGE
 from osdp.text import format_bytes
 
 app = typer.Typer(
@@ -91,12 +92,12 @@ def estimate(
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ValueError(f"one layout needs {options}, too")
     check_space(prices, space)
-    if request.pp == 1 and request.schedule not in (None, "1f1b"):
+    if request.pp == 1 and request.schedule not in (None, ONE_STAGE):
         raise ValueError(f"--schedule {request.schedule} orders several stages, and --pp 1 is one")
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
     layout: ParallelLayout = replace(
         family.plain,
-        schedule=request.schedule or "1f1b",
+        schedule=request.schedule or ONE_STAGE,
         recompute=request.way_to_recompute,
         zero=request.stage_of_zero,
     )

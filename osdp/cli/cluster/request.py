@@ -11,14 +11,14 @@ from typer import Option
 from osdp.cli.models import changed_fields, named_shape, parse_fields
 from osdp.cli.options import TrustCode
 from osdp.cluster.calibration.calibrate import Calibration
-from osdp.cluster.cost.schedule import BUBBLE_SHARE
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerProfile
-from osdp.cluster.plan import MIXED, RecomputeLayers, Workload
+from osdp.cluster.plan import CLUSTER_SCHEDULES, MIXED, RecomputeLayers, Workload
 from osdp.cluster.search.space import LayoutSpace
 from osdp.model.description import DTYPE_BYTES
+from osdp.plan.schedules import SCHEDULE_KINDS
 from osdp.text import parse_bytes
 
 _STAGES = ("0", "1", "2", "3")
@@ -106,14 +106,14 @@ class ClusterRequest:
         Raises:
             ValueError: A schedule, a way to recompute or a stage of ZeRO is unknown.
         """
-        if self.schedule not in (None, *BUBBLE_SHARE):
+        if self.schedule not in (None, *CLUSTER_SCHEDULES):
             raise ValueError(
-                f"schedule {self.schedule!r} is not known here; there are {', '.join(BUBBLE_SHARE)}"
+                f"schedule {self.schedule!r} is not known here; there are {', '.join(CLUSTER_SCHEDULES)}"
             )
-        if self.schedule == "zb-h1":
+        if self.schedule is not None and SCHEDULE_KINDS[self.schedule].splits_backward:
             raise ValueError(
-                "schedule 'zb-h1' computes gradients of weights apart, which 16-bit weights do not "
-                "allow; plans on a cluster compute in 16 bits"
+                f"schedule {self.schedule!r} computes weight gradients in a separate pass, which 16-bit "
+                "weights do not allow; the cluster planner assumes 16-bit weights"
             )
         if self.recompute not in (None, MIXED, *RecomputeLayers):
             raise ValueError(

@@ -15,6 +15,5 @@ Start at :func:`osdp.cluster.cost.step.price`.
 - ``layer_runs``: stages made of runs of layers that are stored alike
 - ``mixed_runs``: the best one or two runs that fit
 - ``stage_table``: all stages of a layout on one kind of slot
-- ``schedule``: bubble of a schedule, and microbatches in flight
 - ``even_step``: the step of a homogeneous cluster, fast
 """

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cluster.cost.schedule import bubble_share
 from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, Floats
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
@@ -98,7 +97,7 @@ class EvenSteps:
             # The same formula as osdp.cluster.cost.step.
             slowest = max(times)
             pipeline = layout.microbatches * slowest
-            pipeline += bubble_share(layout) * (sum(times) - slowest)
+            pipeline += layout.bubble_share * (sum(times) - slowest)
         return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
 
     def _parts_of(self, layout: ParallelLayout, slot: StageSlot) -> _Parts:

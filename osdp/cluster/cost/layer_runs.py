@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.schedule import head_in_flight, in_flight
 from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot
 
@@ -80,7 +79,7 @@ class RunPrices:
         #: Costs of all stages with all items in one strategy, by strategy index.
         self.priced = [prices.stage_prices(living, slot) for living in self._layouts]
         #: Microbatches in flight by pipeline rank; shape ``(pp,)``.
-        self.held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
+        self.held = np.array(layout.in_flight)
         border = prices.border_bytes(layout)
         #: Buffers at both boundaries of a stage, each for one tensor that is sent and one that is received;
         #: shape ``(I + 1, I + 1)``.
@@ -147,7 +146,7 @@ class RunPrices:
 
     def activations(self, parts: Sequence[RunBatch], rank: Indices) -> Floats:
         """Bytes saved for backward by all microbatches in flight."""
-        held, heads = self.held[rank], head_in_flight(self.layout)
+        held, heads = self.held[rank], self.layout.head_in_flight
         kept = []
         for part in parts:
             own = self.priced[part.way]

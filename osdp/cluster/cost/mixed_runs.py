@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.cost.layer_runs import Indices, RunPrices
-from osdp.cluster.cost.schedule import head_in_flight
 from osdp.cluster.cost.stage import Floats
 from osdp.cluster.transformer import LAYERS
 
@@ -259,7 +258,7 @@ def _prefix(runs: RunPrices, way: int) -> Floats:
     found: Floats = (
         _bytes_each(runs, way) * _numbers(runs)[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
-        + priced.logits[0][None, :] * head_in_flight(runs.layout)
+        + priced.logits[0][None, :] * runs.layout.head_in_flight
     )
     return found
 

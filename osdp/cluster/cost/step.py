@@ -18,7 +18,6 @@ from fractions import Fraction
 from itertools import pairwise
 
 from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.schedule import bubble_share, stages_per_rank
 from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
@@ -36,7 +35,7 @@ def border_seconds(
     # Between nodes the slower of the sender's and the receiver's link counts.
     wires = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
-    messages = 2 * stages_per_rank(layout.schedule) * layout.token_slices
+    messages = 2 * layout.schedule_kind.stages_per_rank * layout.token_slices
     return messages * max(wire.seconds(nbytes) for wire in wires)
 
 
@@ -64,11 +63,12 @@ def wrap_seconds(
 
     Over the slowest link.
     """
-    if stages_per_rank(layout.schedule) == 1 or layout.degrees.pp == 1:
+    per_rank = layout.schedule_kind.stages_per_rank
+    if per_rank == 1 or layout.degrees.pp == 1:
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
     # Of v stages on a rank, all but the very first of the model receive from the last rank.
-    again = (stages_per_rank(layout.schedule) - 1) / stages_per_rank(layout.schedule)
+    again = (per_rank - 1) / per_rank
     return again * max(
         border_seconds(layout, home, home, nbytes, same_node=slot.shares >= layout.degrees.pp)
         for slot, home in homes.items()
@@ -117,7 +117,7 @@ def price(
     times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
     slowest = times.index(max(times))
     last = max(found, key=lambda stage: stage.end)
-    share, m, inside = bubble_share(layout), layout.microbatches, found[slowest].items
+    share, m, inside = layout.bubble_share, layout.microbatches, found[slowest].items
     return ClusterPlan(
         model=prices.workload.shape.name,
         cluster=prices.cluster.fingerprint,

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.table import describe
 from osdp.cluster.plan import ClusterPlan, RecomputeLayers, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
+
+#: Schedules that these frameworks run.
+_MEGATRON_SCHEDULES, _DEEPSPEED_SCHEDULE = ("1f1b", "interleaved"), "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if again == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
         # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
         # applies to each of a rank's stages.
-        stages = stages_per_rank(layout.schedule)
+        stages = layout.schedule_kind.stages_per_rank
         most = max(-(-number // stages) for number in _recomputed(plan, shape))
         text.append("--recompute-granularity full --recompute-method block")
         text.append(f"--recompute-num-layers {most}")
@@ -102,11 +104,12 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         notes.append("an encoder-decoder: its stages must be specified by hand")
     elif degrees.pp > 1:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
-    if layout.schedule not in ("1f1b", "interleaved"):
+    if layout.schedule not in _MEGATRON_SCHEDULES:
         notes.append(f"schedule {layout.schedule}: it runs 1F1B")
-    if layout.schedule == "interleaved" and layout.microbatches % degrees.pp:
+    elif layout.schedule_kind.stages_per_rank > 1 and layout.microbatches % degrees.pp:
         notes.append(
-            f"interleaved with {layout.microbatches} microbatches, not a multiple of {degrees.pp} stages"
+            f"{layout.schedule} with {layout.microbatches} microbatches, not a multiple of {degrees.pp} "
+            "stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_unsaid(plan)))
 
@@ -135,7 +138,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
         if layout.way.zero > 1:
             config["zero_optimization"] = {"stage": 1}
             notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
-        if layout.schedule != "1f1b":
+        if layout.schedule != _DEEPSPEED_SCHEDULE:
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     if degrees.tp > 1:
         config["tensor_parallel"] = {"autotp_size": degrees.tp}
@@ -205,11 +208,10 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
     }
     notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and similar ones"]
     if degrees.pp > 1:
-        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
-        words["parallelism.pipeline_parallel_schedule"] = names.get(layout.schedule, "1F1B")
+        words["parallelism.pipeline_parallel_schedule"] = layout.schedule_kind.torch_name or "1F1B"
         words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples
         words["parallelism.module_fqns_per_model_part"] = json.dumps(_modules(chunks(plan, shape)))
-        if layout.schedule not in names:
+        if layout.schedule_kind.torch_name is None:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
     if layout.zero == 1:
         notes.append("ZeRO 1: gradients are sharded as well (ZeRO 2)")

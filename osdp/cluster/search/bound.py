@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.layer_runs import ways_of
 from osdp.cluster.cost.mixed_runs import lower_hull
-from osdp.cluster.cost.schedule import bubble_share, head_in_flight, in_flight
 from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, ItemPrices
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
@@ -72,7 +71,7 @@ def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups
     """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits."""
     places = _places(prices, layout, cells)
     homes = {slot: place.home for slot, place in zip(cells.slots, places, strict=True)}
-    held = np.array([in_flight(layout, rank) for rank in range(layout.degrees.pp)])
+    held = np.array(layout.in_flight)
     layers = sum(item in LAYERS for item in prices.items)
     if layout.by_item:
         slowest = _slowest_mixed(prices, places, held, layers)
@@ -84,7 +83,7 @@ def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups
     best = {item: min(place.least(item) for place in places) for item in prices.kinds}
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
-    share = bubble_share(layout)
+    share = layout.bubble_share
     bound = (layout.microbatches - share) * slowest + share * max(total, slowest)
     bound += min(_end(prices, place) for place in places) + embedding_seconds(prices, layout, homes)
     return bound * (1 - _ROUNDING)
@@ -123,7 +122,7 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     )
     slowest = max(best[Item.HEAD], sum(item in LAYERS for item in prices.items) / speed)
     total = sum(best[item] for item in prices.items)
-    share = min(bubble_share(way) for way in family.ways)
+    share = min(way.bubble_share for way in family.ways)
     bound = (plain.microbatches - share) * slowest + share * max(total, slowest)
     return (bound + embedding_seconds(prices, plain, homes)) * (1 - _ROUNDING)
 
@@ -139,7 +138,7 @@ def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Float
     # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
     free = np.full(len(held), float(place.home.limit - prices.workload.reserve) - working)
-    for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, head_in_flight(layout))):
+    for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, layout.head_in_flight)):
         free[rank] -= items[item].parameters * each + items[item].kept * number
     if len(held) == 1:
         free += prices.workload.shape.tied_copies * prices.tied_numbers(layout) * each

@@ -7,7 +7,7 @@
 3. The search ends when the next bound is no better than the worst of the ``top`` layouts found: no remaining
    layout can be better, which is the proof.
 
-GPipe takes as long as 1F1B and never less memory, and is skipped where 1F1B is allowed. A layout whose
+A schedule that is no better than another allowed one (GPipe, than 1F1B) is skipped. A layout whose
 strategies are chosen item by item is arranged with the stages that :mod:`osdp.cluster.cost.mixed_runs` makes
 of its items; if all items get the same strategy, the result equals a uniform layout, which is listed on its
 own.
@@ -22,7 +22,6 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.schedule import bubble_share, stages_per_rank
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer, StageTables
 from osdp.cluster.cost.step import border_seconds, embedding_seconds, price, wrap_seconds
@@ -90,7 +89,7 @@ def best_layouts(
         if number < 0:
             # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
             for number, way in enumerate(family.ways):
-                if way.schedule != "gpipe" or "1f1b" not in space.schedules:
+                if way.schedule_kind.no_better_than not in space.schedules:
                     heappush(heap, (lower_bound(prices, way, family.cells), index, number))
             continue
         way = family.ways[number]
@@ -148,7 +147,7 @@ def arrange(
     by_slot = {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
     homes = {slot: stages.home for slot, stages in by_slot.items()}
     fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
-    share = bubble_share(layout)
+    share = layout.bubble_share
     # 2. Cut and place.
     problem = PlacementProblem(
         cells=tuple(
@@ -193,7 +192,7 @@ def _cell_kind(
         )
 
     first = np.arange(len(border))
-    possible = first[None, :] - first[:, None] >= stages_per_rank(layout.schedule)
+    possible = first[None, :] - first[:, None] >= layout.schedule_kind.stages_per_rank
     known: dict[int, tuple[Floats, Floats]] = {}
 
     def at(rank: int) -> StageTables:

@@ -17,15 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from osdp.cluster.cost.layer_work import SINGLE
-from osdp.cluster.cost.schedule import stages_per_rank
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.plan import CLUSTER_SCHEDULES, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
-from osdp.plan.schedules import RECIPES
-
-#: Schedules that need at least as many microbatches as pipeline ranks to work as intended.
-LATE = ("interleaved", "zb-h1")
+from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +36,16 @@ class LayoutSpace:
         schedules: Names of schedules.
         recompute: Activation recomputation; ``None`` stands for a choice item by item.
         zero: ZeRO stages; ``None`` likewise.
-        token_slices: Numbers of slices that the sequences of causal models may be cut into, with ``1f1b`` or
-            ``gpipe``, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for every
-            slice).
+        token_slices: Numbers of slices that the sequences of causal models may be cut into, with schedules
+            that support them, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for
+            every slice).
     """
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
-    schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1")
+    schedules: tuple[str, ...] = CLUSTER_SCHEDULES
     recompute: tuple[RecomputeLayers | None, ...] = (*RecomputeLayers, None)
     zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -187,21 +183,22 @@ def families(
 
 def _ways(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
     shape, degrees = workload.shape, plain.degrees
-    for schedule in space.schedules if degrees.pp > 1 else ("1f1b",):
-        if stages_per_rank(schedule) > 1 and (
-            shape.decoder_layers or stages_per_rank(schedule) * degrees.pp > len(shape.items)
+    for schedule in space.schedules if degrees.pp > 1 else (ONE_STAGE,):
+        kind = SCHEDULE_KINDS[schedule]
+        if kind.stages_per_rank > 1 and (
+            shape.decoder_layers or kind.stages_per_rank * degrees.pp > len(shape.items)
         ):
             continue
-        if schedule in LATE and plain.microbatches < degrees.pp:
+        if kind.fills_with_ranks and plain.microbatches < degrees.pp:
             continue
         for zero, recompute in _choices(workload, space, degrees.dp):
             if plain.token_slices > 1 and not (
-                RECIPES[schedule].slices and recompute is RecomputeLayers.NONE and zero in (0, 1)
+                kind.slices and recompute is RecomputeLayers.NONE and zero in (0, 1)
             ):
                 continue
-            # ZB-H1 computes weight gradients apart, where they can be neither reduced nor cast.
+            # Weight gradients that are computed apart can be neither reduced nor cast.
             alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
-            if schedule != "zb-h1" or (alone and recompute is RecomputeLayers.NONE):
+            if not kind.splits_backward or (alone and recompute is RecomputeLayers.NONE):
                 yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 
@@ -228,10 +225,11 @@ def way_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
             faults.append("token slices cannot be combined with recomputation")
         if not {0, 1}.intersection(space.zero):
             faults.append("token slices need ZeRO 0 or 1: 2 and 3 would communicate for every slice")
-        if not any(RECIPES[schedule].slices for schedule in space.schedules):
+        if not any(SCHEDULE_KINDS[schedule].slices for schedule in space.schedules):
             faults.append(f"token slices cannot be combined with {', '.join(space.schedules)}")
     for schedule in space.schedules if len(space.schedules) == 1 else ():
-        items, stages = len(workload.shape.items), stages_per_rank(schedule)
+        kind, items = SCHEDULE_KINDS[schedule], len(workload.shape.items)
+        stages = kind.stages_per_rank
         if stages > 1 and workload.shape.decoder_layers:
             faults.append(f"{schedule} does not support encoder-decoders such as {workload.shape.name}")
         for pp in space.pp:
@@ -243,7 +241,7 @@ def way_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
                 tp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.dp))
                 dp = dp if space.dp else world // pp // tp
                 microbatches = workload.global_batch // max(dp, 1) // samples
-                if schedule in LATE and microbatches < pp:
+                if kind.fills_with_ranks and microbatches < pp:
                     faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
     return faults
 

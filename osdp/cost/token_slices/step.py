@@ -30,6 +30,7 @@ from osdp.cost.token_slices.latency_fit import pass_seconds
 from osdp.hardware.device_info import PointToPointLink
 from osdp.hardware.token_latency import TokenLatency
 from osdp.plan.schedule import Schedule
+from osdp.plan.schedules import SCHEDULE_KINDS
 from osdp.plan.token_slices import TokenSlices
 
 Floats = NDArray[np.float64]
@@ -183,15 +184,14 @@ def step_bound(tables: SliceTables, *, num_stages: int, num_microbatches: int, s
         tables: Costs of slices of one microbatch.
         num_stages: Number of equal stages.
         num_microbatches: Microbatches.
-        schedule: ``"gpipe"``, or another schedule in which slices go forward in order and backward in reverse
-            order.
+        schedule: A schedule in which slices go forward in order and backward in reverse order.
     """
     # The cases of the module's docstring: free sends, then blocking ones (GPipe; three stages or more; two).
     forward, backward, send = tables.forward, tables.backward, tables.send
     work, whole = forward + backward, forward + backward + 2 * send
     if not tables.blocking or num_stages == 1:
         return StepBound(num_microbatches * work, whole, num_stages - 1)
-    if schedule == "gpipe":
+    if SCHEDULE_KINDS[schedule].forwards_first:
         weights = num_microbatches * whole
         weights[-1] += forward[-1]
         weights[:, 0] += backward[:, 0]

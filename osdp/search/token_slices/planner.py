@@ -15,7 +15,7 @@ import numpy as np
 
 from osdp.cost.token_slices.step import SliceTables, StepBound, simulate_slices, step_bound
 from osdp.plan.schedule import Schedule, make_schedule
-from osdp.plan.schedules import RECIPES
+from osdp.plan.schedules import SCHEDULE_KINDS
 from osdp.plan.shard_math import slice_bounds
 from osdp.plan.token_slices import TokenSlices
 from osdp.search.token_slices.slices import slice_grid
@@ -32,7 +32,7 @@ class TokenSliceProblem:
         tables: Costs of slices, by number of sequences of a microbatch; other numbers are not considered.
         batch: Sequences of a step, of one pipeline.
         num_stages: Number of stages, one per rank.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
+        schedule: A schedule that supports token slices.
         end_seconds: After the last slice: reductions of gradients and the optimizer.
         memory_limit: Bytes of activations that a rank may keep; ``None`` for no limit.
     """
@@ -49,8 +49,8 @@ class TokenSliceProblem:
             raise ValueError(
                 f"{self.num_stages} stages and {self.end_seconds} s at the end; at least 1 and 0 are needed"
             )
-        if self.schedule not in RECIPES or not RECIPES[self.schedule].slices:
-            able = ", ".join(name for name, recipe in RECIPES.items() if recipe.slices)
+        if self.schedule not in SCHEDULE_KINDS or not SCHEDULE_KINDS[self.schedule].slices:
+            able = ", ".join(name for name, kind in SCHEDULE_KINDS.items() if kind.slices)
             raise ValueError(f"schedule {self.schedule!r} cannot run on slices of sequences; use {able}")
         if not self.parts:
             raise ValueError(

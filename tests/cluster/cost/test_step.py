@@ -6,7 +6,6 @@ import pytest
 
 from osdp.cluster.cost.layer_work import layer_work
 from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.schedule import BUBBLE_SHARE, bubble_share, in_flight
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import NetworkLink
@@ -32,7 +31,8 @@ def test_the_formula_is_what_the_simulated_schedule_takes(schedule: str, pp: int
         [StageCost(forward / per_rank, backward / per_rank, backward / 2 / per_rank)] * (pp * per_rank),
     )
     total = forward + backward
-    expected = (microbatches - BUBBLE_SHARE[schedule]) * total + BUBBLE_SHARE[schedule] * pp * total
+    share = ParallelLayout(ParallelDims(pp, 1, 1), 1, microbatches, schedule).bubble_share
+    expected = (microbatches - share) * total + share * pp * total
     assert played.seconds == pytest.approx(expected)
 
 
@@ -44,9 +44,9 @@ def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
     layout = ParallelLayout(ParallelDims(pp, 1, 1), 1, microbatches, schedule, token_slices=slices)
     stages = [StageCost(1.0 / slices, 2.0 / slices, activation_bytes=1)] * pp
     played = simulate(make_schedule(schedule, pp, microbatches, num_slices=slices), stages)
-    share = bubble_share(layout)
+    share = layout.bubble_share
     assert played.seconds == pytest.approx((microbatches - share) * 3.0 + share * pp * 3.0)
-    assert [in_flight(layout, rank) * slices for rank in range(pp)] == list(played.peak_activation_bytes)
+    assert [held * slices for held in layout.in_flight] == list(played.peak_activation_bytes)
 
 
 def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
@@ -71,7 +71,7 @@ def test_activations_in_flight_are_those_of_the_schedule(schedule: str) -> None:
         layout = ParallelLayout(ParallelDims(pp, 1, 1), 1, microbatches, schedule)
         stages = [StageCost(1.0, 2.0, activation_bytes=1)] * (pp * per_rank)
         peaks = simulate(make_schedule(schedule, pp, microbatches), stages).peak_activation_bytes
-        assert [in_flight(layout, rank) * per_rank for rank in range(pp)] == list(peaks)
+        assert [held * per_rank for held in layout.in_flight] == list(peaks)
 
 
 def test_a_ring_sends_what_the_textbook_says() -> None:
