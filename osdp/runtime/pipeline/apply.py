@@ -30,7 +30,7 @@ from osdp.runtime.pipeline.unsharded_stage import UnshardedStage, apply_alone, s
 from osdp.runtime.sharding.apply import apply
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.steps import StepRunner
-from osdp.runtime.tensor_parallel.apply import imagine, parallelize
+from osdp.runtime.tensor_parallel.apply import first_rank_part, parallelize
 
 
 class PipelinedModel:
@@ -264,7 +264,7 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     # Values passed between stages are whole even with sequence parallelism inside blocks.
-    part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
+    part, _ = first_rank_part(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
 
 
