@@ -34,7 +34,7 @@ from osdp.runtime.mesh import AXES, data_parallel_mesh, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
 from osdp.search.options import SearchOptions
-from osdp.tracing.fake_copy import on_meta, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_meta
 from osdp.tracing.loss import NotedLoss
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.derive import derive
@@ -311,7 +311,7 @@ def make_rank_model(
     plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
     atoms = _atoms(model, policy)
     with allowed_to_run(model):
-        part, log = first_rank_part(skeleton(model, on_meta), plan)
+        part, log = first_rank_part(copy_without_weights(model, on_meta), plan)
         desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms)
     return RankModel(part, desc.desc, desc)
 

@@ -31,7 +31,7 @@ class Footprint:
     """Activation bytes of the segments that ran, by index in the description.
 
     Attributes:
-        usage: Live and peak bytes of each pass; the ``stretch`` of a moment is the index of a segment here.
+        usage: Live and peak bytes of each pass; the ``interval`` of a moment is the index of a segment here.
         saved: Bytes newly saved for backward.
     """
 
@@ -76,18 +76,18 @@ def _saved(reduced: ReducedModel) -> dict[int, int]:
     saved: dict[int, int] = defaultdict(int)
     for moment, tally in recorder.tallies.items():
         if not moment.backward:
-            saved[places[moment.stretch]] += tally.saved_bytes
+            saved[places[moment.interval]] += tally.saved_bytes
     return saved
 
 
 def _booked_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
-    """Run once and record every storage; returns the recorder and the segment of each stretch."""
+    """Run once and record every storage; returns the recorder and the segment of each interval."""
     reduced.drop_gradients()
     # Random decisions (dropout, dropped layers) have to be the same in every run that is compared.
     torch.manual_seed(0)
     parameters = dict(reduced.model.named_parameters())
     recorder = Recorder(parameters, [*reduced.model.buffers(), *reduced.batch.tensors], workspace)
     with recorder.saving() if saving else nullcontext(), recorder:
-        stretches = reduced.walk(recorder)
+        intervals = reduced.walk(recorder)
     recorder.ledger.book_gradients(parameters.values())
-    return recorder, reduced.segments(stretches)
+    return recorder, reduced.segments(intervals)

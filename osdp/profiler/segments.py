@@ -8,7 +8,7 @@ the model's own code, its embeddings, head and loss run as they are. It is run
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
 3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
-What a clock costs is taken off each stretch, and the rest scaled to the plain seconds, so segments sum to a
+What a clock costs is taken off each interval, and the rest scaled to the plain seconds, so segments sum to a
 step nobody watched. Before each timed pass the caches are swept: the weights of the few blocks that are here
 would stay in them, those of a whole model do not.
 """
@@ -146,7 +146,7 @@ def _seconds(
     pieces: dict[TraceMoment, int] = {}
     for turn in range(_WARMUP + repeats):
         forward, backward = _plain_run(reduced, clock, sweep)
-        timings, stretches = _clocked_run(reduced, clock, sweep)
+        timings, intervals = _clocked_run(reduced, clock, sweep)
         bar.update()
         if turn < _WARMUP:
             continue
@@ -155,12 +155,12 @@ def _seconds(
         for moment, (seconds, count) in timings.items():
             clocked[moment].append(seconds)
             pieces[moment] = count
-    places = reduced.segments(stretches)
+    places = reduced.segments(intervals)
     result: dict[TraceMoment, float] = defaultdict(float)
     for is_backward, totals in plain.items():
         medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
         for moment, seconds in _without_clock(medians, pieces, median(totals)).items():
-            result[TraceMoment(is_backward, places[moment.stretch])] += seconds
+            result[TraceMoment(is_backward, places[moment.interval])] += seconds
     return result
 
 
@@ -180,8 +180,8 @@ def _clocked_run(
     sweep()
     clock.wait()
     watch = Stopwatch(clock, between_passes=sweep)
-    stretches = reduced.walk(watch)
-    return watch.stop(), stretches
+    intervals = reduced.walk(watch)
+    return watch.stop(), intervals
 
 
 def _without_clock(

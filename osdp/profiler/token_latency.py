@@ -164,8 +164,8 @@ def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tupl
     cache = copy.deepcopy(context)
     _detached(cache)
     x = _hidden(stage, batch, length).requires_grad_()
-    forward, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
-    roots = [output, *handed_on]
+    forward, (output, cached) = timed(clock, partial(_forward, stage, x, cache))
+    roots = [output, *cached]
     gradients = [torch.ones_like(root) for root in roots]
     return forward, lambda: timed(clock, partial(torch.autograd.backward, roots, gradients))[0]
 
@@ -179,14 +179,14 @@ def _sequence(
     for length in slices.lengths:
         leaves = _detached(cache)
         x = _hidden(stage, batch, length).requires_grad_()
-        seconds, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
-        done.append((seconds, output, leaves, handed_on))
+        seconds, (output, cached) = timed(clock, partial(_forward, stage, x, cache))
+        done.append((seconds, output, leaves, cached))
     found = []
     gradients: list[torch.Tensor] | None = None
-    for forward, output, leaves, handed_on in reversed(done):
+    for forward, output, leaves, cached in reversed(done):
         roots, grads = [output], [torch.ones_like(output)]
         if gradients is not None:
-            roots += handed_on
+            roots += cached
             grads += gradients
         backward, _ = timed(clock, partial(torch.autograd.backward, roots, grads))
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
