@@ -69,7 +69,7 @@ def cached_optimizer(
 ) -> OptimizerProfile:
     """As :func:`profile_optimizer`, but measured once for a class, its flags and hardware."""
     flags = [getattr(training, name) for name in ("optimizer", "foreach", "fused", *_VALUES)]
-    return cache.measured(
+    return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,
         [flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],

@@ -112,13 +112,13 @@ def reduced_model(
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
     handles = install_stubs(twin, repeats)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
-    draws = _draws_of_all(reduced, model_desc)
+    draws = _find_draws(reduced, model_desc)
     for handle in handles:
         handle.remove()
     return replace(reduced, largest_draws=draws)
 
 
-def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
+def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
     """Run ``reduced`` forward; returns the ``largest_draws`` with which all described modules run.
 
     Raises:
@@ -157,13 +157,13 @@ def _materialise(
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
-                made[parameter] = _random(key, parameter, device, dtype)
+                made[parameter] = _random_weights(key, parameter, device, dtype)
             setattr(module, key, made[parameter])
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(device))
 
 
-def _random(
+def _random_weights(
     key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Parameter:
     """Finite weights that keep activations in range: norm weights are one, biases zero."""

@@ -81,7 +81,7 @@ class Stopwatch:
         return found
 
 
-def timed(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
     """Run ``work``; returns its seconds and its result."""
     clock.wait()
     start = clock.mark()
