@@ -1,7 +1,6 @@
 """Links along the pipeline and the tensor axis of a mesh, measured in all groups of that axis at once."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -14,7 +13,7 @@ from osdp.comm.groups import device_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
@@ -106,22 +105,13 @@ def _measure(
     for nbytes in sizes:
         run = make(nbytes)
         run()
-        samples = [_time(run, group, device) for _ in range(repeats)]
+        samples = [time_run(run, device, group) for _ in range(repeats)]
         slowest = torch.tensor([median(samples)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         seconds.append(max(float(slowest.item()), 1e-9))
         if seconds[-1] > _LONG and len(seconds) > 1:
             break
     return list(sizes[: len(seconds)]), seconds
-
-
-def _time(run: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    dist.barrier(group)
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _make_message(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:

@@ -37,6 +37,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def time_run(
+    run: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Seconds of ``run`` on ``device``, which is idle before and after; ranks of ``group`` start together."""
+    synchronize(device)
+    if group is not None:
+        dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
     """Seconds of one unit in one step.
@@ -171,7 +184,7 @@ class Probe:
         kept = self._pass(reshard=False)
         resharded = self._pass(reshard=True)
         dist.barrier(self._group)
-        all_reduce = self._time(self._all_reduce)
+        all_reduce = time_run(self._all_reduce, self._device)
         # Forward: with the gather, less without it. Backward: after resharding, less without.
         gathers = (resharded.forward - kept.again, resharded.backward - kept.backward)
         return UnitTimes(
@@ -205,11 +218,4 @@ class Probe:
                 work.wait()
 
     def _time_communication(self, run: Callable[[], object]) -> float:
-        return self._time(run) - self._clock.take()
-
-    def _time(self, run: Callable[[], object]) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        run()
-        synchronize(self._device)
-        return time.perf_counter() - start
+        return time_run(run, self._device) - self._clock.take()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from osdp.hardware.device_info import HostLink
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -146,11 +146,4 @@ def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> in
 
 def _time(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     run()
-    samples = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return median(samples)
+    return median(time_run(run, device) for _ in range(repeats))

@@ -1,13 +1,12 @@
 """Measured overlap: the fraction of an asynchronous all-reduce that backward-like compute hides."""
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 
 #: Side of the square matrices multiplied: small enough for compute of any duration.
 _SIDE = 256
@@ -125,17 +124,8 @@ def _time_rounds(
     """Seconds of all ``runs``, in turn, on the slowest rank: one list per round."""
     for run in runs:
         run()
-    samples = [[_time_once(run, group, device) for run in runs] for _ in range(repeats)]
+    samples = [[time_run(run, device, group) for run in runs] for _ in range(repeats)]
     slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
     dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
     found: list[list[float]] = slowest.tolist()
     return found
-
-
-def _time_once(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
-    synchronize(device)
-    dist.barrier(group)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
