@@ -23,7 +23,7 @@ from torch import nn
 
 from osdp.hardware.profile import PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
-from osdp.nn.random_states import python_states_kept
+from osdp.nn.random_states import preserve_python_states
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.links.machine import hardware
@@ -85,7 +85,7 @@ def profile_segments(
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
         torchs = torch.random.fork_rng([target] if target.type == "cuda" else [])
-        with torchs, python_states_kept(), torch.enable_grad():
+        with torchs, preserve_python_states(), torch.enable_grad():
             batch = SampleBatch.of(sample_inputs)
             blocks = find_repeats(model_desc)
 
