@@ -10,15 +10,15 @@ from osdp.comm.objects import on_first_rank
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     allowed_modes,
-    described,
-    detected,
-    laid_out,
-    measured_mesh,
-    one_rank,
-    profiler_of,
-    rules_of,
-    stage_devices,
-    trained,
+    make_profiler,
+    make_rank_model,
+    make_search_options,
+    mesh_to_measure,
+    resolve_description,
+    resolve_device,
+    resolve_mesh,
+    resolve_stage_device,
+    resolve_training,
     usable_schedules,
     with_microbatches,
 )
@@ -74,14 +74,14 @@ def make_plan(
         ValueError: An argument does not fit another.
     """
     chosen = complete(options, make_plan, "whole")
-    allowed, mesh = allowed_modes(chosen), mesh or measured_mesh(model, chosen["profile"])
-    description, sample = described(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
-    training = trained(training, description, chosen)
+    allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, chosen["profile"])
+    description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
+    training = resolve_training(training, description, chosen)
     group = mesh.get_group() if mesh is not None else None
     cache = MeasurementCache(chosen["cache_dir"], group)
-    device = detected(device_info, mesh, chosen["group_sizes"], cache)
-    rules = rules_of(allowed, chosen, device)
-    measure = profiler_of(model, description, sample, device, chosen, mesh, loss_fn, cache)
+    device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
+    rules = make_search_options(allowed, chosen, device)
+    measure = make_profiler(model, description, sample, device, chosen, mesh, loss_fn, cache)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     cache.report()
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
@@ -118,21 +118,21 @@ def make_pipeline_plan(
     """
     chosen = complete(options, make_pipeline_plan, "stages")
     schedule, policy = schedule_of(chosen), chosen["auto_wrap_policy"]
-    layout, mesh = laid_out(model, mesh, chosen["pp"], chosen["dp"], chosen["tp"])
+    layout, mesh = resolve_mesh(model, mesh, chosen["pp"], chosen["dp"], chosen["tp"])
     data = mesh["dp"] if mesh is not None else None
-    description, sample = described(model, model_desc, loss_fn, policy)
-    training = with_microbatches(trained(training, description, chosen), layout)
+    description, sample = resolve_description(model, model_desc, loss_fn, policy)
+    training = with_microbatches(resolve_training(training, description, chosen), layout)
     names = usable_schedules(schedule, layout, training)
     cache = MeasurementCache(chosen["cache_dir"])
     device = with_tensor_links(
-        stage_devices(device_info, layout, mesh, chosen["group_sizes"], cache), mesh, cache
+        resolve_stage_device(device_info, layout, mesh, chosen["group_sizes"], cache), mesh, cache
     )
-    rules = replace(rules_of(allowed_modes(chosen), chosen, device), offload=False)
+    rules = replace(make_search_options(allowed_modes(chosen), chosen, device), offload=False)
     batch = sample or SampleBatch.from_desc(description)
-    part = one_rank(
+    part = make_rank_model(
         model, batch, description, layout.tp, chosen["sequence_parallel"], loss_fn=loss_fn, policy=policy
     )
-    measure = profiler_of(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
+    measure = make_profiler(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     cache.report()

@@ -33,9 +33,9 @@ from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
 from osdp.runtime.mesh import AXES, data_parallel_mesh, parallel_mesh
 from osdp.runtime.module.plain import check_plain
-from osdp.runtime.tensor_parallel.apply import imagine
+from osdp.runtime.tensor_parallel.apply import first_rank_part
 from osdp.search.options import SearchOptions
-from osdp.tracing.fake_copy import on_meta, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_meta
 from osdp.tracing.loss import NotedLoss
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.derive import derive
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _MICROBATCHES = 4
 
 
-def laid_out(
+def resolve_mesh(
     model: nn.Module, mesh: "DeviceMesh | None", pp: int | None, dp: int | None, tp: int | None
 ) -> "tuple[ParallelDims, DeviceMesh | None]":
     """The degrees, and the mesh of the live process group if there is one.
@@ -80,9 +80,9 @@ def laid_out(
     return found, mesh
 
 
-def stage_devices(
+def resolve_stage_device(
     device_info: DeviceInfo | str | int | None,
-    layout: ParallelDims,
+    dims: ParallelDims,
     mesh: "DeviceMesh | None",
     group_sizes: Sequence[int] | None,
     cache: MeasurementCache,
@@ -95,43 +95,43 @@ def stage_devices(
     Raises:
         ValueError: The devices given are neither those of one stage nor all, or nobody is there to measure.
     """
-    if isinstance(device_info, DeviceInfo) and device_info.world_size != layout.dp:
-        if mesh is None or device_info.world_size != layout.world_size:
+    if isinstance(device_info, DeviceInfo) and device_info.world_size != dims.dp:
+        if mesh is None or device_info.world_size != dims.world_size:
             raise ValueError(
-                f"device_info describes {device_info.world_size} ranks, one stage has dp={layout.dp}: pass "
+                f"device_info describes {device_info.world_size} ranks, one stage has dp={dims.dp}: pass "
                 'the memory limit instead, or DeviceInfo.detect(..., mesh=mesh["dp"])'
             )
         device_info = device_info.memory_limit
     data = mesh["dp"] if mesh is not None else None
-    return with_stage_link(detected(device_info, data, group_sizes, cache), mesh, cache)
+    return with_stage_link(resolve_device(device_info, data, group_sizes, cache), mesh, cache)
 
 
-def with_microbatches(training: Training, layout: ParallelDims) -> Training:
+def with_microbatches(training: Training, dims: ParallelDims) -> Training:
     """The training with enough microbatches to fill a pipeline, if it has one."""
-    if training.microbatches > 1 or layout.pp == 1:
+    if training.microbatches > 1 or dims.pp == 1:
         return training
-    return replace(training, microbatches=_MICROBATCHES * layout.pp)
+    return replace(training, microbatches=_MICROBATCHES * dims.pp)
 
 
-def usable_schedules(name: str | None, layout: ParallelDims, training: Training) -> tuple[str, ...]:
+def usable_schedules(name: str | None, dims: ParallelDims, training: Training) -> tuple[str, ...]:
     """The schedule that was asked for, or those that can run.
 
     Raises:
         ValueError: It is unknown, or cannot run.
     """
-    alone = layout.dp == layout.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
+    alone = dims.dp == dims.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
     if name is None:
-        if layout.pp == 1:
+        if dims.pp == 1:
             return (ONE_STAGE,)
         return tuple(known for known, kind in SCHEDULE_KINDS.items() if alone or not kind.splits_backward)
     if name not in SCHEDULE_KINDS:
         raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULE_KINDS)}")
     if SCHEDULE_KINDS[name].splits_backward and not alone:
-        raise split_backward_refused(name, layout.dp, layout.tp)
+        raise split_backward_refused(name, dims.dp, dims.tp)
     return (name,)
 
 
-def profiler_of(
+def make_profiler(
     model: nn.Module | None,
     description: ModelDesc,
     sample: SampleBatch | None,
@@ -161,10 +161,10 @@ def profiler_of(
                 f"{description.fingerprint}: profile it again"
             )
 
-    def profiled(training: Training) -> Profile:
+    def profile_training(training: Training) -> Profile:
         if profiles:
             assert training.local_batch is not None
-            return given_profile(profiles, training.local_batch)
+            return select_profile(profiles, training.local_batch)
         if model is None:
             return estimate(description, device, training)
         with allowed_to_run(model):
@@ -173,7 +173,7 @@ def profiler_of(
                 cache=cache, progress=is_first(),
             )  # fmt: skip
 
-    return profiled
+    return profile_training
 
 
 def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:
@@ -189,7 +189,7 @@ def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: Device
         )
 
 
-def given_profile(profiles: Sequence[Profile], batch: int) -> Profile:
+def select_profile(profiles: Sequence[Profile], batch: int) -> Profile:
     """The profile among those given that was made at ``batch`` samples."""
     for profile in profiles:
         if profile.local_batch == batch:
@@ -198,14 +198,14 @@ def given_profile(profiles: Sequence[Profile], batch: int) -> Profile:
     raise ValueError(f"a profile at local batch {batch} is needed, there are {sizes}")
 
 
-def measured_mesh(model: nn.Module | None, profile: Any) -> "DeviceMesh | None":
+def mesh_to_measure(model: nn.Module | None, profile: Any) -> "DeviceMesh | None":
     """The mesh to measure on, if anything is to be measured."""
     if model is None or profile is not None or not dist.is_initialized():
         return None
     return data_parallel_mesh(model)
 
 
-def described(
+def resolve_description(
     model: nn.Module | None, given: Any, loss_fn: Callable[..., Any] | None, policy: Callable[..., Any] | None
 ) -> tuple[ModelDesc, SampleBatch | None]:
     """The description, and the sample batch if that was given."""
@@ -267,7 +267,7 @@ class RankModel:
             measure: Returns a profile of the part, or one of the whole model that was given.
         """
 
-        def profiled(training: Training) -> Profile:
+        def profile_training(training: Training) -> Profile:
             profile = measure(training)
             if self.shared is None:
                 return profile
@@ -275,10 +275,10 @@ class RankModel:
                 profile = part_profile(whole, profile, self.shared)
             return with_exchanges(profile, self.shared, device)
 
-        return profiled
+        return profile_training
 
 
-def one_rank(
+def make_rank_model(
     model: nn.Module,
     batch: SampleBatch,
     whole: ModelDesc,
@@ -309,12 +309,12 @@ def one_rank(
     plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
     atoms = _atoms(model, policy)
     with allowed_to_run(model):
-        part, log = imagine(skeleton(model, on_meta), plan)
+        part, log = first_rank_part(copy_without_weights(model, on_meta), plan)
         desc = describe_rank(part, log, batch, whole, plan, loss_fn=loss_fn, atoms=atoms)
     return RankModel(part, desc.desc, desc)
 
 
-def trained(training: Training | None, description: ModelDesc, options: PlanOptions) -> Training:
+def resolve_training(training: Training | None, description: ModelDesc, options: PlanOptions) -> Training:
     """The training, with a local batch and the dtypes that were asked for."""
     training = training or Training()
     training = replace(training, local_batch=training.local_batch or description.local_batch)
@@ -325,7 +325,7 @@ def trained(training: Training | None, description: ModelDesc, options: PlanOpti
     return training
 
 
-def detected(
+def resolve_device(
     device_info: DeviceInfo | str | int | None,
     mesh: "DeviceMesh | None",
     group_sizes: Sequence[int] | None,
@@ -340,7 +340,7 @@ def detected(
     return device_info if group_sizes is None else device_info.with_groups(group_sizes)
 
 
-def rules_of(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> SearchOptions:
+def make_search_options(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> SearchOptions:
     """What the search may use.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.api import make_pipeline_plan, make_plan
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import DeviceInfo
-from osdp.inputs import laid_out
+from osdp.inputs import resolve_mesh
 from osdp.integrations.fairscale import is_same, unmark, with_marked_options
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -189,7 +189,7 @@ def _in_stages(model: nn.Module, asked: Asked) -> PipelinedModel | None:
     else:
         layout = dict(_layout_of(plan))
     unmark(model)
-    _, mesh = laid_out(model, asked.mesh, **layout)
+    _, mesh = resolve_mesh(model, asked.mesh, **layout)
     assert mesh is not None
     return apply_pipeline(model, plan, mesh)
 

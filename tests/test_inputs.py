@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from osdp import DeviceInfo
-from osdp.inputs import stage_devices
+from osdp.inputs import resolve_stage_device
 from osdp.plan.dims import ParallelDims
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_stage_link
@@ -13,7 +13,7 @@ from tests.helpers.distributed import run
 
 def devices_of_a_stage() -> tuple[int, int, bool]:
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
-    found = stage_devices(
+    found = resolve_stage_device(
         DeviceInfo.detect("1GiB"), ParallelDims(2, 1, 1), mesh, None, MeasurementCache(None)
     )
     return found.world_size, found.memory_limit, found.stage_link is not None
@@ -42,4 +42,4 @@ def test_a_description_of_neither_all_ranks_nor_one_stage_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"device_info describes 1 ranks, one stage has dp=2: pass the memory"
     ):
-        stage_devices(one, ParallelDims(2, 2, 1), None, None, MeasurementCache(None))
+        resolve_stage_device(one, ParallelDims(2, 2, 1), None, None, MeasurementCache(None))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, PlanMismatchError, Profile, Training, make_plan
 from osdp.hardware.device_info import COLLECTIVES
-from osdp.inputs import described
+from osdp.inputs import resolve_description
 from osdp.profiler.roofline import estimate
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, WithLoss, tokens
@@ -105,11 +105,11 @@ def test_a_profile_of_another_model_is_refused() -> None:
 def test_a_model_without_a_loss_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     sample = tokens(0, 2, 6)
     with caplog.at_level(logging.WARNING, logger="osdp"):
-        described(net(), sample, None, None)
-        described(Net(gated=False), sample, lambda logits: logits.square().mean(), None)
+        resolve_description(net(), sample, None, None)
+        resolve_description(Net(gated=False), sample, lambda logits: logits.square().mean(), None)
     assert not caplog.records
     with caplog.at_level(logging.WARNING, logger="osdp"):
-        described(Net(gated=False), sample, None, None)
+        resolve_description(Net(gated=False), sample, None, None)
     (record,) = caplog.records
     assert "output of Net has no loss" in record.message and "loss_fn=" in record.message
 

@@ -103,7 +103,7 @@ def profile(
     from torch import cuda, distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    from osdp.inputs import one_rank
+    from osdp.inputs import make_rank_model
     from osdp.profiler.measure import profile_model
     from osdp.profiler.roofline import estimate as estimate_profile
     from osdp.tracing.sample_batch import SampleBatch
@@ -118,7 +118,7 @@ def profile(
     module, sample = build(model, parse_fields(fields), batch, seq)
     training = Training(optimizer=optimizer, local_batch=batch, param_dtype=param_dtype)
     model_desc = ModelDesc.from_module(module, sample)
-    part = one_rank(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
+    part = make_rank_model(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc
     # Who asks for a profile wants it measured now.
     device_info = DeviceInfo.detect(memory_limit, cache_dir=None)

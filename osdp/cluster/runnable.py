@@ -24,7 +24,7 @@ from osdp.cluster.layer_profile import LayerBytes, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
-from osdp.inputs import one_rank
+from osdp.inputs import make_rank_model
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -221,11 +221,11 @@ def _staged(
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
     # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
     batch = SampleBatch.of(sample_inputs)
-    part = one_rank(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
+    part = make_rank_model(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
     if part.shared is not None and training.param_dtype is not None:
         narrow = _narrow(model, training.param_dtype)
         whole = ModelDesc.from_module(narrow, sample_inputs)
-        half = one_rank(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
+        half = make_rank_model(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
         part = replace(part, desc=with_work_of(part.desc, half.desc))
     # 2. Cut the trace at the layout's boundaries and plan the stages there.
     profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))

@@ -17,7 +17,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def level_groups(mesh: DeviceMesh, device: torch.device) -> None:
+def equalize_group_count(mesh: DeviceMesh, device: torch.device) -> None:
     """Make all ranks of ``mesh`` members of the same number of process groups; a collective call.
 
     torch derives the name of a group with local synchronization from that number. Where some ranks have

@@ -18,17 +18,17 @@ def part_of(whole: torch.Tensor, dim: int, rank: int, ranks: int, blocks: int = 
     >>> part_of(torch.arange(7), 0, 1, 2).tolist(), part_of(torch.arange(8), 0, 1, 2, blocks=2).tolist()
     ([4, 5, 6], [2, 3, 6, 7])
     """
-    parts = [_narrowed(block, dim, rank, ranks) for block in whole.chunk(blocks, dim)]
+    parts = [_narrow(block, dim, rank, ranks) for block in whole.chunk(blocks, dim)]
     return parts[0] if blocks == 1 else torch.cat(parts, dim)
 
 
-def joined(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+def join_parts(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
     """The whole tensor, joined from its parts; the inverse of :func:`part_of`."""
     cut = [part.chunk(blocks, dim) for part in parts]
     return torch.cat([pieces[block] for block in range(blocks) for pieces in cut], dim)
 
 
-def _narrowed(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
     size = tensor.shape[dim]
     length = -(-size // ranks)
     first = min(rank * length, size)

@@ -72,7 +72,7 @@ def split_linear(
         num_slices,
         sliced_dim,
         dtype=dtype,
-        num_kept=num_kept if _goes_back(x) else 0,
+        num_kept=num_kept if _may_need_backward(x) else 0,
         **options,
     )
     flat = x.reshape(-1, x.shape[-1])
@@ -114,7 +114,7 @@ def split_embedding(
         **options,
     )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    if _can_look(ids):
+    if _can_check_values(ids):
         outside = ids[(ids < 0) | (ids >= weight.shape[0])]
         if outside.numel():
             raise IndexError(f"id {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
@@ -160,12 +160,12 @@ def split_cross_entropy(
         num_slices,
         0,
         dtype=dtype,
-        num_kept=num_kept if _goes_back(hidden, weight) else 0,
+        num_kept=num_kept if _may_need_backward(hidden, weight) else 0,
         **options,
     )
     flat = labels.reshape(-1)
     counts = flat != ignore_index
-    if _can_look(flat):
+    if _can_check_values(flat):
         outside = flat[counts & ((flat < 0) | (flat >= weight.shape[0]))]
         if outside.numel():
             raise ValueError(f"label {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
@@ -186,7 +186,7 @@ def _autocast(
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype
 
 
-def _goes_back(*inputs: torch.Tensor) -> bool:
+def _may_need_backward(*inputs: torch.Tensor) -> bool:
     """Whether a backward through ``inputs``, which needs the slices again, may follow."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
@@ -215,7 +215,7 @@ class _LinearSlices(torch.autograd.Function):
         y = x.new_zeros(x.shape[0], width, dtype=x.dtype if by_output else _sum_dtype(x))
         sliced.before_forward()
         with _no_autocast(x):
-            for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
+            for _, start, stop, part in sliced.gather_slices(weight, ctx.kept):
                 rows = part if out_dim == 0 else part.t()  # (outputs, inputs) of the slice
                 if by_output:
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
@@ -235,7 +235,7 @@ class _LinearSlices(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         sliced.before_backward(needs_x=needs_x, needs_weight=needs_weight, kept=bool(ctx.kept))
         # The gradient of the weight needs no weight: slices are gathered for that of x only.
-        slices = sliced.whole_again(weight, ctx.kept) if needs_x else _bounds(sliced)
+        slices = sliced.regather_slices(weight, ctx.kept) if needs_x else _bounds(sliced)
         for index, start, stop, part in slices:
             mine = slice(start, stop)
             its_x, its_grad = (x, grad[:, mine]) if by_output else (x[:, mine], grad)
@@ -261,7 +261,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         ctx.sliced, ctx.padding = sliced, padding
         rows = weight.new_zeros(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
         sliced.before_forward()
-        for _, start, stop, part in sliced.whole_slices(weight):
+        for _, start, stop, part in sliced.gather_slices(weight):
             place, inside = _places(ids, start, stop)
             torch.where(inside[:, None], part[place], rows, out=rows)
         return rows
@@ -302,7 +302,7 @@ class _HeadAndLoss(torch.autograd.Function):
         total, of_label = torch.zeros_like(highest), torch.full_like(highest, torch.nan)
         sliced.before_forward()
         with _no_autocast(hidden):
-            for _, start, stop, part in sliced.whole_slices(weight, ctx.kept):
+            for _, start, stop, part in sliced.gather_slices(weight, ctx.kept):
                 logits = (hidden @ part.t()).to(exact)  # (num_positions, slice of the vocabulary)
                 del part
                 higher = torch.maximum(highest, logits.amax(1))
@@ -325,7 +325,7 @@ class _HeadAndLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         sliced.before_backward(needs_x=True, needs_weight=needs_weight, kept=bool(ctx.kept))
-        for index, start, stop, part in sliced.whole_again(weight, ctx.kept):
+        for index, start, stop, part in sliced.regather_slices(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
             place, inside = _places(labels, start, stop)
             # Gradient of the logits: softmax minus one-hot label, times the gradient of the loss.
@@ -342,7 +342,7 @@ class _HeadAndLoss(torch.autograd.Function):
         return hidden_gradient, grad_weight, None, None, None
 
 
-def _can_look(ids: torch.Tensor) -> bool:
+def _can_check_values(ids: torch.Tensor) -> bool:
     """Whether values can be checked: on other devices that would synchronize, and fake tensors have none."""
     return ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
 

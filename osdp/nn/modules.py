@@ -1,7 +1,7 @@
 """Modules that run in slices, with the parameters, names and types of the modules they replace.
 
 :class:`SplitLinear`, :class:`SplitEmbedding` and :class:`LMHeadLoss` are for direct use in a model's code;
-:func:`sliced` turns a module of an existing model into one of its kind that runs in slices.
+:func:`make_sliced` turns a module of an existing model into one of its kind that runs in slices.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from osdp.nn.functional import split_cross_entropy, split_embedding, split_linear
-from osdp.nn.sliced_weight import Turns
+from osdp.nn.sliced_weight import SliceOptions, Turns
 from osdp.plan.shard_math import slice_bounds
 
 #: Allowed values of ``by`` for each kind of module.
-WAYS = {
+SLICED_BY = {
     "linear": ("output", "input"),
     "conv1d": ("output", "input"),
     "embedding": ("rows",),
@@ -48,6 +48,16 @@ class SliceSetting:
     reduce_dtype: torch.dtype | None = None
     by_exchange: bool = False
     turns: Turns | None = None
+
+    @property
+    def options(self) -> SliceOptions:
+        """How slices are gathered and reduced."""
+        return {
+            "reduce_dtype": self.reduce_dtype,
+            "prefetch": self.prefetch,
+            "by_exchange": self.by_exchange,
+            "turns": self.turns,
+        }
 
 
 class SplitLinear(nn.Linear):
@@ -178,16 +188,13 @@ class LMHeadLoss(nn.Module):
             labels,
             num_slices=slicing.num_slices,
             ignore_index=self.ignore_index,
-            reduce_dtype=slicing.reduce_dtype,
-            prefetch=slicing.prefetch,
-            by_exchange=slicing.by_exchange,
             num_kept=slicing.num_kept,
-            turns=slicing.turns,
+            **slicing.options,
         )
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """The kind of a module that can run in slices, a key of :data:`WAYS`; ``None`` for other modules.
+    """The kind of a module that can run in slices, a key of :data:`SLICED_BY`; ``None`` for other modules.
 
     A subclass with a ``forward`` of its own is of no kind: it may compute something else.
     """
@@ -213,7 +220,7 @@ def supported_slicing(module: nn.Module) -> tuple[str, int, int] | None:
     kind = kind_of(module)
     if kind is None:
         return None
-    by = WAYS[kind][0]
+    by = SLICED_BY[kind][0]
     fixed = cast(SliceSetting, module.slicing).num_slices if kind == "head" else 0
     return (by, sliced_dim(module, by), fixed) if fixed != 1 else None
 
@@ -223,7 +230,7 @@ def _is_conv1d(kind: type[Any]) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def sliced(module: nn.Module, slicing: SliceSetting) -> nn.Module:
+def make_sliced(module: nn.Module, slicing: SliceSetting) -> nn.Module:
     """A copy of ``module`` that runs in slices, with the same parameters, buffers and hooks.
 
     Raises:
@@ -253,9 +260,9 @@ def check_slicing(module: nn.Module, slicing: SliceSetting) -> None:
             f"a {type(module).__name__} cannot run in slices: only nn.Linear, transformers' Conv1D, "
             "nn.Embedding without max_norm, scale_grad_by_freq and sparse, and osdp's LMHeadLoss can"
         )
-    if slicing.by not in WAYS[kind]:
+    if slicing.by not in SLICED_BY[kind]:
         raise ValueError(
-            f"a {type(module).__name__} is cut by {' or '.join(WAYS[kind])}, not by {slicing.by!r}"
+            f"a {type(module).__name__} is cut by {' or '.join(SLICED_BY[kind])}, not by {slicing.by!r}"
         )
     weight = cast(torch.Tensor, module.weight)
     slice_bounds(weight.shape[sliced_dim(module, slicing.by)], slicing.num_slices)
@@ -268,7 +275,7 @@ def check_slicing(module: nn.Module, slicing: SliceSetting) -> None:
 
 def slice_along(kind: str, by: str) -> str:
     """``by`` in the terms of a module of ``kind``: rows of an embedding are outputs of the tied head."""
-    return by if by in WAYS[kind] else {"output": "rows", "rows": "output"}.get(by, by)
+    return by if by in SLICED_BY[kind] else {"output": "rows", "rows": "output"}.get(by, by)
 
 
 def sliced_dim(module: nn.Module, by: str) -> int:
@@ -286,11 +293,8 @@ def _linear(module: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         num_slices=slicing.num_slices,
         by=slicing.by,
         transposed=transposed,
-        reduce_dtype=slicing.reduce_dtype,
-        prefetch=slicing.prefetch,
-        by_exchange=slicing.by_exchange,
         num_kept=slicing.num_kept,
-        turns=slicing.turns,
+        **slicing.options,
     )
 
 
@@ -302,10 +306,7 @@ def _embedding(module: Any, ids: torch.Tensor) -> torch.Tensor:
         num_slices=slicing.num_slices,
         padding_idx=module.padding_idx,
         dtype=slicing.dtype,
-        reduce_dtype=slicing.reduce_dtype,
-        prefetch=slicing.prefetch,
-        by_exchange=slicing.by_exchange,
-        turns=slicing.turns,
+        **slicing.options,
     )
 
 

@@ -50,7 +50,7 @@ def python_sources() -> list[Source]:
 
 
 @contextmanager
-def python_states_kept() -> Iterator[None]:
+def preserve_python_states() -> Iterator[None]:
     """Restore the states of :func:`python_sources` on exit."""
     states = [(source, source.get()) for source in python_sources()]
     try:

@@ -181,7 +181,7 @@ class SlicedWeight:
         if work is not None:
             work.wait()
 
-    def whole_slices(
+    def gather_slices(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor] | None = None
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Gather the slices in turn; yields index, start, end and values of each.
@@ -190,14 +190,14 @@ class SlicedWeight:
 
         Args:
             local: This rank's part of the whole weight.
-            kept: Receives the slices that are kept for :meth:`whole_again`, by index.
+            kept: Receives the slices that are kept for :meth:`regather_slices`, by index.
         """
-        return self._gathered(local, range(len(self.bounds)), {} if kept is None else kept)
+        return self._gather_each(local, range(len(self.bounds)), {} if kept is None else kept)
 
-    def whole_again(
+    def regather_slices(
         self, local: torch.Tensor, kept: dict[int, torch.Tensor]
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """As :meth:`whole_slices`, in backward: first the slices in ``kept``, removing them, then the rest.
+        """As :meth:`gather_slices`, in backward: first the slices in ``kept``, removing them, then the rest.
 
         Args:
             local: This rank's part of the whole weight.
@@ -206,9 +206,9 @@ class SlicedWeight:
         others = [index for index in range(len(self.bounds)) if index not in kept]
         for index in sorted(kept):
             yield index, *self.bounds[index], kept.pop(index)
-        yield from replace(self, num_kept=0)._gathered(local, others, {})
+        yield from replace(self, num_kept=0)._gather_each(local, others, {})
 
-    def _gathered(
+    def _gather_each(
         self, local: torch.Tensor, order: Sequence[int], kept: dict[int, torch.Tensor]
     ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         ahead: list[_Gathering] = []

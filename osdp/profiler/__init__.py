@@ -8,7 +8,7 @@ Start at :func:`osdp.profiler.measure.profile_model`.
 - ``block_stubs``: stand-ins for the repeats of a block
 - ``repeats``: which blocks have to run for real
 - ``footprint``: activation bytes of the whole model, from runs of a reduced one
-- ``stopwatch``: times every stretch of a run
+- ``stopwatch``: times every interval of a run
 - ``workspace``: memory of CUDA kernels inside one operation
 - ``optimizer``: seconds of an optimizer step
 - ``token_latency``: seconds of slices of a sequence on one stage

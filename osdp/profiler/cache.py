@@ -72,7 +72,7 @@ class MeasurementCache:
         """Whether anything may be read or kept: the first rank decides, since reading is collective."""
         return broadcast_object(self._cache_dir is not None, self._group)
 
-    def measured(
+    def get_or_measure(
         self,
         name: str,
         kind: type[T],
@@ -138,7 +138,7 @@ class MeasurementCache:
         try:
             if not path.exists():
                 return None
-            found = codec.load(_stored(kind), path)
+            found = codec.load(_file_type(kind), path)
             made = datetime.fromisoformat(found.made)
             age = datetime.now(UTC) - made
         except (OSError, ValueError, TypeError) as error:
@@ -195,7 +195,7 @@ def _network_settings() -> list[str]:
     )
 
 
-def _stored(kind: type[Any]) -> Any:
+def _file_type(kind: type[Any]) -> Any:
     """What a file of a measurement of ``kind`` holds."""
     return make_dataclass("Measurement", [("made", str), ("seconds", float), ("value", kind)], frozen=True)
 

@@ -31,7 +31,7 @@ class Footprint:
     """Activation bytes of the segments that ran, by index in the description.
 
     Attributes:
-        usage: Live and peak bytes of each pass; the ``stretch`` of a moment is the index of a segment here.
+        usage: Live and peak bytes of each pass; the ``interval`` of a moment is the index of a segment here.
         saved: Bytes newly saved for backward.
     """
 
@@ -47,47 +47,47 @@ def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device)
         build: Builds the reduced model again, on another device and with other blocks left out.
         device: The device of ``reduced``.
     """
-    measured = _usage(reduced, CudaWorkspace(device) if device.type == "cuda" else CpuWorkspace())
+    measured = _measure_usage(reduced, CudaWorkspace(device) if device.type == "cuda" else CpuWorkspace())
     with FakeTensors():
         host = torch.device("cpu")
-        fake = _usage(build(host, reduced.repeats), NoWorkspace())
-        whole = _usage(build(host, ()), NoWorkspace()) if reduced.repeats else fake
+        fake = _measure_usage(build(host, reduced.repeats), NoWorkspace())
+        whole = _measure_usage(build(host, ()), NoWorkspace()) if reduced.repeats else fake
     none = Usage(0, 0)
     usage = {
-        moment: _corrected(measured.get(moment, none), whole.get(moment, none), fake.get(moment, none))
+        moment: _correct(measured.get(moment, none), whole.get(moment, none), fake.get(moment, none))
         for moment in {*measured, *fake}
     }
-    return Footprint(usage, _saved(reduced))
+    return Footprint(usage, _measure_saved(reduced))
 
 
-def _corrected(measured: Usage, whole: Usage, fake: Usage) -> Usage:
+def _correct(measured: Usage, whole: Usage, fake: Usage) -> Usage:
     live = measured.live_bytes + whole.live_bytes - fake.live_bytes
     peak = measured.peak_bytes + whole.peak_bytes - fake.peak_bytes
     return Usage(live, max(peak, live, 0))
 
 
-def _usage(reduced: ReducedModel, workspace: Workspace) -> dict[TraceMoment, Usage]:
-    recorder, places = _booked_run(reduced, workspace, saving=False)
+def _measure_usage(reduced: ReducedModel, workspace: Workspace) -> dict[TraceMoment, Usage]:
+    recorder, places = _record_run(reduced, workspace, saving=False)
     return recorder.ledger.usage(places)
 
 
-def _saved(reduced: ReducedModel) -> dict[int, int]:
-    recorder, places = _booked_run(reduced, NoWorkspace(), saving=True)
+def _measure_saved(reduced: ReducedModel) -> dict[int, int]:
+    recorder, places = _record_run(reduced, NoWorkspace(), saving=True)
     saved: dict[int, int] = defaultdict(int)
     for moment, tally in recorder.tallies.items():
         if not moment.backward:
-            saved[places[moment.stretch]] += tally.saved_bytes
+            saved[places[moment.interval]] += tally.saved_bytes
     return saved
 
 
-def _booked_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
-    """Run once and record every storage; returns the recorder and the segment of each stretch."""
+def _record_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
+    """Run once and record every storage; returns the recorder and the segment of each interval."""
     reduced.drop_gradients()
     # Random decisions (dropout, dropped layers) have to be the same in every run that is compared.
     torch.manual_seed(0)
     parameters = dict(reduced.model.named_parameters())
     recorder = Recorder(parameters, [*reduced.model.buffers(), *reduced.batch.tensors], workspace)
     with recorder.saving() if saving else nullcontext(), recorder:
-        stretches = reduced.walk(recorder)
+        intervals = reduced.walk(recorder)
     recorder.ledger.book_gradients(parameters.values())
-    return recorder, reduced.segments(stretches)
+    return recorder, reduced.segments(intervals)

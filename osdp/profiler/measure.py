@@ -78,11 +78,13 @@ def profile_model(
         resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors) + library_workspace(target),
         measured=True,
         model=model_desc.fingerprint,
-        host_optimizer=None if target.type == "cpu" else _on_host(training, mesh, cache),
+        host_optimizer=None if target.type == "cpu" else _profile_host_optimizer(training, mesh, cache),
     )
 
 
-def _on_host(training: Training, mesh: DeviceMesh | None, cache: MeasurementCache) -> OptimizerProfile:
+def _profile_host_optimizer(
+    training: Training, mesh: DeviceMesh | None, cache: MeasurementCache
+) -> OptimizerProfile:
     """The optimizer step of parameters in host memory, as a plan that has such runs it."""
     if training.foreach is None and not training.fused:
         training = replace(training, foreach=True)

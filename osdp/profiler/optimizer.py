@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 from osdp.profiler.links.machine import hardware
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
@@ -69,7 +69,7 @@ def cached_optimizer(
 ) -> OptimizerProfile:
     """As :func:`profile_optimizer`, but measured once for a class, its flags and hardware."""
     flags = [getattr(training, name) for name in ("optimizer", "foreach", "fused", *_VALUES)]
-    return cache.measured(
+    return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,
         [flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],
@@ -121,9 +121,5 @@ def _step_seconds(training: Training, parameters: list[nn.Parameter], seconds: f
         optimizer.step()
     deadline = time.perf_counter() + seconds
     while len(samples) < 3 or (time.perf_counter() < deadline and len(samples) < 50):
-        synchronize(device)
-        start = time.perf_counter()
-        optimizer.step()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
+        samples.append(time_run(optimizer.step, device))
     return median(samples)

@@ -11,15 +11,15 @@ from torch import nn
 from osdp.model.description import ModelDesc
 from osdp.profiler.block_stubs import install_stubs
 from osdp.profiler.repeats import Repeat
-from osdp.tracing.fake_copy import on_meta, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_meta
 from osdp.tracing.loss import LossFn, scalar_loss
-from osdp.tracing.module_walk import Interval, Key, Observer, walk
+from osdp.tracing.module_walk import Interval, Key, Observer, walk_modules
 from osdp.tracing.operators import find_parameters
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
 from osdp.tracing.tensors import map_tensors
 
-#: Segment index of stretches that run in a stub.
+#: Segment index of intervals that run in a stub.
 NOWHERE = -1
 
 
@@ -50,10 +50,10 @@ class ReducedModel:
             return scalar_loss(self.batch.run(self.model), self.loss_fn)
 
     def walk(self, observer: Observer) -> list[Interval]:
-        """Run one forward and backward under ``observer``; returns the stretches."""
+        """Run one forward and backward under ``observer``; returns the intervals."""
         inside = {repeat.block: repeat.inside for repeat in self.repeats}
         with self._draws():
-            return walk(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
+            return walk_modules(self.model, self.batch, observer, loss_fn=self.loss_fn, inside=inside)
 
     def _draws(self) -> AbstractContextManager[object]:
         return (
@@ -66,15 +66,15 @@ class ReducedModel:
         """Free the gradients, as ``zero_grad`` does before a step."""
         self.model.zero_grad(set_to_none=True)
 
-    def segments(self, stretches: Sequence[Interval]) -> list[int]:
-        """Index of the segment that each stretch belongs to, :data:`NOWHERE` in stubs.
+    def segments(self, intervals: Sequence[Interval]) -> list[int]:
+        """Index of the segment that each interval belongs to, :data:`NOWHERE` in stubs.
 
-        Stretches that are not in the description, since nothing ran in them, belong to the segment before.
+        Intervals that are not in the description, since nothing ran in them, belong to the segment before.
         """
         stubs = {repeat.block for repeat in self.repeats}
         found, place = [], 0
-        for stretch in stretches:
-            place = NOWHERE if stretch.module in stubs else self.places.get(stretch.key, place)
+        for interval in intervals:
+            place = NOWHERE if interval.module in stubs else self.places.get(interval.key, place)
             found.append(place)
         return found
 
@@ -103,7 +103,7 @@ def reduced_model(
             f"{names[0]!r}; describe this model first"
         )
     # 2. Weights are made only for the blocks that run: the whole model may not fit on the device.
-    twin = skeleton(model, on_meta)
+    twin = copy_without_weights(model, on_meta)
     left_out = tuple(repeat.block for repeat in repeats)
     _materialise(twin, left_out, device, param_dtype)
     if param_dtype is not None:
@@ -112,13 +112,13 @@ def reduced_model(
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
     handles = install_stubs(twin, repeats)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
-    draws = _draws_of_all(reduced, model_desc)
+    draws = _find_draws(reduced, model_desc)
     for handle in handles:
         handle.remove()
     return replace(reduced, largest_draws=draws)
 
 
-def _draws_of_all(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
+def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
     """Run ``reduced`` forward; returns the ``largest_draws`` with which all described modules run.
 
     Raises:
@@ -157,13 +157,13 @@ def _materialise(
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
-                made[parameter] = _random(key, parameter, device, dtype)
+                made[parameter] = _random_weights(key, parameter, device, dtype)
             setattr(module, key, made[parameter])
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(device))
 
 
-def _random(
+def _random_weights(
     key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Parameter:
     """Finite weights that keep activations in range: norm weights are one, biases zero."""

@@ -57,22 +57,23 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
             f"{model_desc.name} accepts only the traced batch of {model_desc.local_batch}, not {batch}; "
             f"trace it again with a sample batch of {batch}"
         )
-    narrowing = _narrowing(model_desc, training)
+    narrowing = _narrow_factor(model_desc, training)
     return Profile(
         device=device_info.kind,
         local_batch=batch,
         segments=tuple(
-            _segment(segment, device_info, batch, narrowing) for segment in model_desc.distinct_segments
+            _estimate_segment(segment, device_info, batch, narrowing)
+            for segment in model_desc.distinct_segments
         ),
         optimizer=estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
         resident_bytes=_sample_bytes(model_desc, batch),
         measured=False,
         model=model_desc.fingerprint,
-        host_optimizer=_host_optimizer(training, device_info),
+        host_optimizer=_estimate_host_optimizer(training, device_info),
     )
 
 
-def _host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile | None:
+def _estimate_host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile | None:
     host = device_info.host
     if host is None or not host.memory_bandwidth:
         return None
@@ -93,33 +94,35 @@ def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -
     )
 
 
-def _segment(segment: Segment, device_info: DeviceInfo, batch: int, narrowing: float) -> SegmentProfile:
+def _estimate_segment(
+    segment: Segment, device_info: DeviceInfo, batch: int, narrowing: float
+) -> SegmentProfile:
     return SegmentProfile(
         signature=segment.signature,
-        forward=_pass(segment.forward, device_info, batch, narrowing),
-        backward=_pass(segment.backward, device_info, batch, narrowing),
-        saved_bytes=_whole(segment.saved_bytes(batch)),
+        forward=_estimate_pass(segment.forward, device_info, batch, narrowing),
+        backward=_estimate_pass(segment.backward, device_info, batch, narrowing),
+        saved_bytes=_round_up(segment.saved_bytes(batch)),
     )
 
 
-def _pass(work: Work, device_info: DeviceInfo, batch: int, narrowing: float) -> PassProfile:
+def _estimate_pass(work: Work, device_info: DeviceInfo, batch: int, narrowing: float) -> PassProfile:
     computing = work.flops(batch) / device_info.flops
     moving = work.moved_bytes(batch) * narrowing / device_info.memory_bandwidth
     busy = max(computing, moving)
     return PassProfile(
         # A pass without any work, such as a view, launches nothing.
         seconds=busy + LAUNCH_SECONDS if busy > 0 else 0.0,
-        live_bytes=_whole(work.live_bytes(batch)),
-        peak_bytes=_whole(work.peak_bytes(batch)),
+        live_bytes=_round_up(work.live_bytes(batch)),
+        peak_bytes=_round_up(work.peak_bytes(batch)),
     )
 
 
-def _whole(nbytes: float) -> int:
+def _round_up(nbytes: float) -> int:
     """``nbytes`` rounded up to whole bytes: predicted memory must not be too small."""
     return math.ceil(nbytes)
 
 
-def _narrowing(model_desc: ModelDesc, training: Training) -> float:
+def _narrow_factor(model_desc: ModelDesc, training: Training) -> float:
     """Fraction of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
     own = max((DTYPE_BYTES[p.dtype] for op in model_desc.operators for p in op.parameters), default=0)
     if training.param_dtype is None or own == 0:

@@ -8,7 +8,7 @@ the model's own code, its embeddings, head and loss run as they are. It is run
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
 3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
-What a clock costs is taken off each stretch, and the rest scaled to the plain seconds, so segments sum to a
+What a clock costs is taken off each interval, and the rest scaled to the plain seconds, so segments sum to a
 step nobody watched. Before each timed pass the caches are swept: the weights of the few blocks that are here
 would stay in them, those of a whole model do not.
 """
@@ -23,14 +23,14 @@ from torch import nn
 
 from osdp.hardware.profile import PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
-from osdp.nn.random_states import python_states_kept
+from osdp.nn.random_states import preserve_python_states
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.links.machine import hardware
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
-from osdp.profiler.stopwatch import Clock, Stopwatch, timed
+from osdp.profiler.stopwatch import Clock, Stopwatch, time_call
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.module_walk import Interval
@@ -85,7 +85,7 @@ def profile_segments(
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
         torchs = torch.random.fork_rng([target] if target.type == "cuda" else [])
-        with torchs, python_states_kept(), torch.enable_grad():
+        with torchs, preserve_python_states(), torch.enable_grad():
             batch = SampleBatch.of(sample_inputs)
             blocks = find_repeats(model_desc)
 
@@ -93,12 +93,12 @@ def profile_segments(
                 return reduced_model(model, batch, model_desc, where, loss_fn, dtype, stubs)
 
             reduced = build(target, blocks)
-            seconds = _seconds(reduced, target, repeats, bar)
+            seconds = _measure_seconds(reduced, target, repeats, bar)
             memory = measure_footprint(reduced, build, target)
             bar.update()
     finally:
         bar.close()
-    return _by_signature(model_desc, seconds, memory)
+    return _average_by_signature(model_desc, seconds, memory)
 
 
 def cached_segments(
@@ -114,7 +114,7 @@ def cached_segments(
     """As :func:`profile_segments`, but measured once for a description, batch shapes, dtype and hardware."""
     target = torch.device(device) if device is not None else default_device()
     batch = SampleBatch.of(sample_inputs)
-    return cache.measured(
+    return cache.get_or_measure(
         "segments",
         tuple[SegmentProfile, ...],
         [_METHOD, model_desc, batch.specs, hardware(target), param_dtype],
@@ -131,7 +131,7 @@ def default_device() -> torch.device:
     )
 
 
-def _seconds(
+def _measure_seconds(
     reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
 ) -> dict[TraceMoment, float]:
     """Seconds of each pass of each segment that ran; the interval of a moment is a segment here."""
@@ -145,8 +145,8 @@ def _seconds(
     clocked: dict[TraceMoment, list[float]] = defaultdict(list)
     pieces: dict[TraceMoment, int] = {}
     for turn in range(_WARMUP + repeats):
-        forward, backward = _plain_run(reduced, clock, sweep)
-        timings, stretches = _clocked_run(reduced, clock, sweep)
+        forward, backward = _time_run(reduced, clock, sweep)
+        timings, intervals = _time_intervals(reduced, clock, sweep)
         bar.update()
         if turn < _WARMUP:
             continue
@@ -155,36 +155,36 @@ def _seconds(
         for moment, (seconds, count) in timings.items():
             clocked[moment].append(seconds)
             pieces[moment] = count
-    places = reduced.segments(stretches)
+    places = reduced.segments(intervals)
     result: dict[TraceMoment, float] = defaultdict(float)
     for is_backward, totals in plain.items():
         medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
-        for moment, seconds in _without_clock(medians, pieces, median(totals)).items():
-            result[TraceMoment(is_backward, places[moment.stretch])] += seconds
+        for moment, seconds in _subtract_clock(medians, pieces, median(totals)).items():
+            result[TraceMoment(is_backward, places[moment.interval])] += seconds
     return result
 
 
-def _plain_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[float, float]:
+def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[float, float]:
     reduced.drop_gradients()
     sweep()
-    forward, loss = timed(clock, reduced.loss)
+    forward, loss = time_call(clock, reduced.loss)
     sweep()
-    backward = timed(clock, loss.backward)[0] if loss.requires_grad else 0.0
+    backward = time_call(clock, loss.backward)[0] if loss.requires_grad else 0.0
     return forward, backward
 
 
-def _clocked_run(
+def _time_intervals(
     reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]
 ) -> tuple[dict[TraceMoment, tuple[float, int]], list[Interval]]:
     reduced.drop_gradients()
     sweep()
     clock.wait()
     watch = Stopwatch(clock, between_passes=sweep)
-    stretches = reduced.walk(watch)
-    return watch.stop(), stretches
+    intervals = reduced.walk(watch)
+    return watch.stop(), intervals
 
 
-def _without_clock(
+def _subtract_clock(
     clocked: Mapping[TraceMoment, float], pieces: Mapping[TraceMoment, int], total: float
 ) -> dict[TraceMoment, float]:
     """Take the cost of the clock off each piece, and scale what is left to ``total``."""
@@ -195,7 +195,7 @@ def _without_clock(
     return {moment: seconds * scale for moment, seconds in left.items()}
 
 
-def _by_signature(
+def _average_by_signature(
     model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
     """Mean seconds, and the bytes of the first, over the segments of each signature that ran."""

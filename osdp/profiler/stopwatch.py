@@ -1,4 +1,4 @@
-"""Stopwatch that times every stretch of a run, by the clock of the CPU or the CUDA device."""
+"""Stopwatch that times every interval of a run, by the clock of the CPU or the CUDA device."""
 
 import time
 from collections.abc import Callable
@@ -51,13 +51,13 @@ class Stopwatch:
         self._marks: list[tuple[TraceMoment | None, Any]] = []
         self._last = 0
 
-    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
-        """A stretch begins."""
+    def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
+        """An interval begins."""
         self._last = index
         self._marks.append((TraceMoment(False, index), self._clock.mark()))
 
     def leave_forward(self, loss: torch.Tensor) -> None:
-        """Forward is over; the time until backward starts belongs to no stretch."""
+        """Forward is over; the time until backward starts belongs to no interval."""
         self._marks.append((None, self._clock.mark()))
         self._between_passes()
 
@@ -66,11 +66,11 @@ class Stopwatch:
         self._marks.append((TraceMoment(True, self._last), self._clock.mark()))
 
     def enter_backward(self, index: int) -> None:
-        """The backward of a stretch begins."""
+        """The backward of an interval begins."""
         self._marks.append((TraceMoment(True, index), self._clock.mark()))
 
     def stop(self) -> dict[TraceMoment, tuple[float, int]]:
-        """Stop; returns the seconds of each pass of each stretch, and the number of pieces timed for it."""
+        """Stop; returns the seconds of each pass of each interval, and the number of pieces timed for it."""
         self._marks.append((None, self._clock.mark()))
         self._clock.wait()
         found: dict[TraceMoment, tuple[float, int]] = {}
@@ -81,7 +81,7 @@ class Stopwatch:
         return found
 
 
-def timed(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
     """Run ``work``; returns its seconds and its result."""
     clock.wait()
     start = clock.mark()

@@ -19,7 +19,7 @@ from osdp.hardware.token_latency import SliceSample, TokenSamples
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.links.machine import device_kind
 from osdp.profiler.progress import progress_bar
-from osdp.profiler.stopwatch import Clock, timed
+from osdp.profiler.stopwatch import Clock, time_call
 
 #: Fractions of the sequence length: of slices measured without context; of slices measured after a context,
 #: which are as short as those of a pipeline, and of these contexts.
@@ -80,7 +80,7 @@ def measure_token_latency(
             "must be at least 1"
         )
     places = [(batch, *place) for batch in batches for place in sample_places(length, granularity)]
-    contexts = {(batch, context): _context(stage, batch, context) for batch, _, context in places}
+    contexts = {(batch, context): _fill_cache(stage, batch, context) for batch, _, context in places}
     seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {place: [] for place in places}
     bar = progress_bar(len(places) * (repeats + 1), "slices", shown=progress)
     # In rounds over all slices, so that a temporary disturbance of the machine affects all slices alike.
@@ -88,7 +88,7 @@ def measure_token_latency(
     # find warmer caches than it does there.
     for _ in range(repeats + 1):
         for together in in_flight(places, length):
-            started = [_started(stage, batch, size, contexts[batch, at]) for batch, size, at in together]
+            started = [_run_slice(stage, batch, size, contexts[batch, at]) for batch, size, at in together]
             for place, (forward, finish) in reversed(list(zip(together, started, strict=True))):
                 seconds[place].append((forward, finish()))
                 bar.update()
@@ -136,7 +136,7 @@ def measure_slices(
 ) -> tuple[SliceSample, ...]:
     """Run whole sequences slice by slice, forward and then backward; returns each slice's median seconds."""
     clock = Clock(stage.like.device)
-    runs = [_sequence(stage, slices, batch, clock) for _ in range(repeats + 1)][1:]
+    runs = [_run_sequence(stage, slices, batch, clock) for _ in range(repeats + 1)][1:]
     return tuple(
         SliceSample(
             batch, end - begin, begin, median(run[i][0] for run in runs), median(run[i][1] for run in runs)
@@ -145,16 +145,20 @@ def measure_slices(
     )
 
 
-def _context(stage: DecoderStage, batch: int, length: int) -> Any:
+def _fill_cache(stage: DecoderStage, batch: int, length: int) -> Any:
     """A cache filled with ``length`` tokens."""
     cache = stage.new_cache()
     if length:
         with torch.no_grad():
-            stage.module(inputs_embeds=_hidden(stage, batch, length), past_key_values=cache, use_cache=True)
+            stage.module(
+                inputs_embeds=_random_hidden(stage, batch, length), past_key_values=cache, use_cache=True
+            )
     return cache
 
 
-def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tuple[float, Callable[[], float]]:
+def _run_slice(
+    stage: DecoderStage, batch: int, length: int, context: Any
+) -> tuple[float, Callable[[], float]]:
     """Run the forward of one slice after a cached context.
 
     Returns:
@@ -162,33 +166,33 @@ def _started(stage: DecoderStage, batch: int, length: int, context: Any) -> tupl
     """
     clock = Clock(stage.like.device)
     cache = copy.deepcopy(context)
-    _detached(cache)
-    x = _hidden(stage, batch, length).requires_grad_()
-    forward, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
-    roots = [output, *handed_on]
+    _detach_cache(cache)
+    x = _random_hidden(stage, batch, length).requires_grad_()
+    forward, (output, cached) = time_call(clock, partial(_forward, stage, x, cache))
+    roots = [output, *cached]
     gradients = [torch.ones_like(root) for root in roots]
-    return forward, lambda: timed(clock, partial(torch.autograd.backward, roots, gradients))[0]
+    return forward, lambda: time_call(clock, partial(torch.autograd.backward, roots, gradients))[0]
 
 
-def _sequence(
+def _run_sequence(
     stage: DecoderStage, slices: TokenSlices, batch: int, clock: Clock
 ) -> list[tuple[float, float]]:
     """Run one sequence slice by slice; returns the (forward, backward) seconds of each slice."""
     cache = stage.new_cache()
     done = []
     for length in slices.lengths:
-        leaves = _detached(cache)
-        x = _hidden(stage, batch, length).requires_grad_()
-        seconds, (output, handed_on) = timed(clock, partial(_forward, stage, x, cache))
-        done.append((seconds, output, leaves, handed_on))
+        leaves = _detach_cache(cache)
+        x = _random_hidden(stage, batch, length).requires_grad_()
+        seconds, (output, cached) = time_call(clock, partial(_forward, stage, x, cache))
+        done.append((seconds, output, leaves, cached))
     found = []
     gradients: list[torch.Tensor] | None = None
-    for forward, output, leaves, handed_on in reversed(done):
+    for forward, output, leaves, cached in reversed(done):
         roots, grads = [output], [torch.ones_like(output)]
         if gradients is not None:
-            roots += handed_on
+            roots += cached
             grads += gradients
-        backward, _ = timed(clock, partial(torch.autograd.backward, roots, grads))
+        backward, _ = time_call(clock, partial(torch.autograd.backward, roots, grads))
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         found.append((forward, backward))
     return found[::-1]
@@ -199,7 +203,7 @@ def _forward(stage: DecoderStage, x: torch.Tensor, cache: Any) -> tuple[torch.Te
     return output, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
-def _detached(cache: Any) -> list[torch.Tensor]:
+def _detach_cache(cache: Any) -> list[torch.Tensor]:
     """Replace all keys and values of a cache by autograd leaves, and return these."""
     leaves = []
     for layer in cache.layers:
@@ -211,6 +215,6 @@ def _detached(cache: Any) -> list[torch.Tensor]:
     return leaves
 
 
-def _hidden(stage: DecoderStage, batch: int, length: int) -> torch.Tensor:
+def _random_hidden(stage: DecoderStage, batch: int, length: int) -> torch.Tensor:
     like = stage.like
     return torch.randn(batch, length, stage.hidden_size, dtype=like.dtype, device=like.device)

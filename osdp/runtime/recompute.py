@@ -18,7 +18,7 @@ from torch import nn
 
 from osdp.plan.plan import Plan
 from osdp.runtime.replay import KnownTensors, Snapshot
-from osdp.torch_private.checkpointing import checkpointed
+from osdp.torch_private.checkpointing import checkpoint_forward
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _Recomputed:
             return
         snapshot = Snapshot(self._modules, (*args, *kwargs.values()), self._device, self._known)
         contexts = _First(snapshot), _Again(self, snapshot)
-        running = checkpointed(module, args, kwargs, contexts)
+        running = checkpoint_forward(module, args, kwargs, contexts)
         next(running)
         self._running.append(running)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 
-def checkpointed(
+def checkpoint_forward(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -26,7 +26,7 @@ def gathers_in_backward(module: nn.Module) -> bool:
     return any(group._reshard_after_forward for group in parameter_groups(module))
 
 
-def gather_along(module: nn.Module, *, in_backward: bool) -> None:
+def join_gather(module: nn.Module, *, in_backward: bool) -> None:
     """Join the all-gather of a unit that does not run on this rank, unless it is gathered already."""
     for group in parameter_groups(module):
         if group.is_unsharded or group._all_gather_result is not None:
@@ -39,7 +39,7 @@ def gather_along(module: nn.Module, *, in_backward: bool) -> None:
                 group.reshard()
 
 
-def reduce_along(module: nn.Module) -> None:
+def join_reduction(module: nn.Module) -> None:
     """Join the reduction of a unit with the gradients it has, usually zeros."""
     for group in parameter_groups(module):
         if not group.reduce_grads:
@@ -82,7 +82,7 @@ def set_backward_prefetch(module: nn.Module, before: nn.Module) -> None:
     state._osdp_prefetch = made
 
 
-def give_up_gather(module: nn.Module) -> None:
+def discard_gather(module: nn.Module) -> None:
     """Free the gathered parameters of a unit that did not run on this rank."""
     for group in parameter_groups(module):
         if group._all_gather_result is not None:

@@ -6,8 +6,8 @@ Start at :func:`osdp.tracing.trace.describe`.
 - ``sample_batch``: the batch it is traced with
 - ``loss``: the scalar that a training step differentiates
 - ``fake_copy``: a copy of the model without its weights
-- ``module_walk``: one forward and backward cut into stretches, the same on fake and on real tensors
-- ``op_recorder``: what each stretch computes, moves, saves and keeps alive
+- ``module_walk``: one forward and backward cut into intervals, the same on fake and on real tensors
+- ``op_recorder``: what each interval computes, moves, saves and keeps alive
 - ``ops``: name, FLOPs and bytes of one dispatched operation
 - ``memory_ledger``: live tensor bytes over a run
 - ``workspace``: memory that an operation takes and gives back

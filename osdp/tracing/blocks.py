@@ -50,7 +50,7 @@ def find_blocks(model: nn.Module, digests: Mapping[str, str]) -> dict[str, str]:
     Returns:
         FQN of the block, by FQN of the block itself and of every module in it.
     """
-    repeated = _repeated(model, "", digests, _lists_by_class(model))
+    repeated = _find_repeated(model, "", digests, _lists_by_class(model))
     blocks: dict[str, str] = {}
     for name, _ in model.named_modules():
         parts = name.split(".")
@@ -70,12 +70,12 @@ def _lists_by_class(model: nn.Module) -> Counter[type[nn.Module]]:
     return count
 
 
-def _repeated(
+def _find_repeated(
     module: nn.Module, name: str, digests: Mapping[str, str], lists: Mapping[type[nn.Module], int]
 ) -> set[str]:
     """Repeated modules among the descendants of ``module``, nested ones included."""
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
-    below = {path: _repeated(child, path, digests, lists) for path, child in children.items()}
+    below = {path: _find_repeated(child, path, digests, lists) for path, child in children.items()}
     siblings: dict[type[nn.Module], list[str]] = defaultdict(list)
     for path, child in children.items():
         if path in digests:
@@ -88,13 +88,13 @@ def _repeated(
             in_list=isinstance(module, _LISTS),
             have_children=any(True for path in paths for _ in children[path].children()),
             nested=any(below[path] for path in paths),
-            alike=_alike(paths, digests),
+            alike=_with_equal_digests(paths, digests),
         )
         found |= _repeats(group, lists)
     return found
 
 
-def _alike(paths: list[str], digests: Mapping[str, str]) -> frozenset[str]:
+def _with_equal_digests(paths: list[str], digests: Mapping[str, str]) -> frozenset[str]:
     count = Counter(digests[path] for path in paths)
     return frozenset(path for path in paths if count[digests[path]] > 1)
 

@@ -15,7 +15,7 @@ from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Val
 from osdp.model.description import Affine
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.tracing.failures import forward_failure
-from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.tensors import dtype_name, storage_key, tensors_in
@@ -72,7 +72,7 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
             f"which it has {len(modules)}; at least 2 are needed"
         )
     with FakeTensors():
-        twin = skeleton(model, on_fake_cpu)
+        twin = copy_without_weights(model, on_fake_cpu)
 
         def run(draws: SingleDraws) -> tuple[Dataflow, SingleDraws]:
             return _run(twin, batch, modules, draws), draws
@@ -171,15 +171,17 @@ class _FlowRecorder(TorchDispatchMode):
             for place, leaf in enumerate(leaves)
             if id(leaf) in self._numbers
         ]
-        self._note_remade(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._note_recreated(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if self._calls[name]:
             first = next(i for i, step in enumerate(self._steps) if step.module == name)
-            self._bar(first, index, f"{name!r} is called several times, and all calls must be in one stage")
+            self._add_barrier(
+                first, index, f"{name!r} is called several times, and all calls must be in one stage"
+            )
         self._steps.append(ModuleCall(name, self._calls[name], tuple(arrivals)))
         self._calls[name] += 1
         self._inside = True
 
-    def _note_remade(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _note_recreated(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if id(tensor) not in self._numbers and id(tensor) not in self._parameters:
                 key = storage_key(tensor)
@@ -237,7 +239,9 @@ class _FlowRecorder(TorchDispatchMode):
         arrived = self._inside and any(arrival.value == number for arrival in self._steps[-1].arrivals)
         if made < here and not arrived:
             user = self._steps[here].module if self._inside else "the code around the modules"
-            self._bar(made, here, f"{user} uses a tensor computed earlier that is not among its arguments")
+            self._add_barrier(
+                made, here, f"{user} uses a tensor computed earlier that is not among its arguments"
+            )
         return self._values[number].differentiable
 
     def _use_parameter(self, parameter: _Parameter, here: int) -> None:
@@ -245,13 +249,15 @@ class _FlowRecorder(TorchDispatchMode):
             return
         if parameter.holders or self._inside:
             homes = [i for i, step in enumerate(self._steps) if step.module in parameter.holders]
-            self._bar(homes[-1] if homes else -1, here, f"{parameter.name!r} is used outside its own module")
+            self._add_barrier(
+                homes[-1] if homes else -1, here, f"{parameter.name!r} is used outside its own module"
+            )
             return
         first = self._first_use.setdefault(parameter.name, here)
-        self._bar(first, here, f"{parameter.name!r} is used in several places")
+        self._add_barrier(first, here, f"{parameter.name!r} is used in several places")
         self._loose[parameter.name, first] = None
 
-    def _bar(self, made: int, used: int, reason: str) -> None:
+    def _add_barrier(self, made: int, used: int, reason: str) -> None:
         if made < used:
             self._bars.setdefault((made, used), CutBarrier(made + 1, used, reason))
 
@@ -265,7 +271,7 @@ class _FlowRecorder(TorchDispatchMode):
     def flow(self, modules: Sequence[str]) -> Dataflow:
         """The recorded flow, with only those values that are arguments of some step."""
         for step in self._written:
-            self._bar(
+            self._add_barrier(
                 step,
                 len(self._steps) - 1,
                 "a tensor computed earlier is written in place into one that each stage makes for itself",

@@ -9,7 +9,7 @@ from torch import nn
 MakeParameter = Callable[[nn.Parameter], torch.Tensor]
 
 
-def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
+def copy_without_weights(model: nn.Module, make: MakeParameter) -> nn.Module:
     """Copy ``model`` with its parameters replaced by what ``make`` returns; ``model`` is not changed.
 
     Tied parameters stay tied. Buffers and other tensors are copied to the CPU, or become zeros if they are on
@@ -31,7 +31,7 @@ def skeleton(model: nn.Module, make: MakeParameter) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = _host_copy(buffer)
     for module in model.modules():
-        for value in _held(module):
+        for value in _attributes(module):
             # deepcopy fails for both under fake tensors, and for non-leaf tensors everywhere: copy them here.
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _host_copy(value)
@@ -52,7 +52,7 @@ def on_fake_cpu(parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
 
 
-def _held(module: nn.Module) -> Iterator[object]:
+def _attributes(module: nn.Module) -> Iterator[object]:
     """The attributes of ``module``, and the elements of those that are containers."""
     for value in vars(module).values():
         yield value

@@ -1,14 +1,14 @@
 """Timeline of the live activation bytes of one run, on fake or real tensors.
 
 Every storage that an operation returns is recorded when it appears and when it is freed, under the pass and
-stretch that runs at that moment. Parameters, buffers, the batch and gradients of parameters are left out.
+interval that runs at that moment. Parameters, buffers, the batch and gradients of parameters are left out.
 Memory that a kernel allocates and frees inside one operation is not visible here; where the allocator reports
 it (CUDA), it is recorded as workspace.
 
 One event is (moment, storage number, change in bytes); the running sum of the changes is the timeline::
 
     events   +a   +b   -a   +c   -c   -b
-    live      a  a+b    b  b+c    b    0     peak of the stretch: max(a+b, b+c) above its start
+    live      a  a+b    b  b+c    b    0     peak of the interval: max(a+b, b+c) above its start
 """
 
 import weakref
@@ -22,15 +22,15 @@ from osdp.tracing.tensors import storage_key
 
 @dataclass(frozen=True, slots=True)
 class TraceMoment:
-    """A position in a step: the pass and the stretch."""
+    """A position in a step: the pass and the interval."""
 
     backward: bool
-    stretch: int
+    interval: int
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Activation bytes of one pass of a stretch: net change, and peak relative to its start."""
+    """Activation bytes of one pass of an interval: net change, and peak relative to its start."""
 
     live_bytes: int
     peak_bytes: int
@@ -85,10 +85,10 @@ class Ledger:
         """Live and peak bytes by pass and place (segment).
 
         Args:
-            place: The place of each stretch; the stretches of one place are consecutive.
+            place: The place of each interval; the intervals of one place are consecutive.
 
         Returns:
-            The usage of each place; the ``stretch`` of its moments is a place.
+            The usage of each place; the ``interval`` of its moments is a place.
         """
         running = 0
         result: dict[TraceMoment, Usage] = {}
@@ -96,7 +96,7 @@ class Ledger:
         for moment, number, change in self._events:
             if number in self._gradients:
                 continue
-            name = TraceMoment(moment.backward, place[moment.stretch])
+            name = TraceMoment(moment.backward, place[moment.interval])
             start = starts.setdefault(name, running)
             running += change
             peak = result[name].peak_bytes if name in result else 0

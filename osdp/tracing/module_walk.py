@@ -1,9 +1,9 @@
-"""Divides one forward and backward into stretches, in the same way on fake and on real tensors.
+"""Divides one forward and backward into intervals, in the same way on fake and on real tensors.
 
-A stretch is what runs between two successive boundaries; a boundary is the entry or the exit of a module's
-forward. It belongs to the module whose own code is running; stretches outside the model's forward (the loss)
-belong to the root, as one more call of it. Stretches in which nothing runs are numbered, too, so the key
-(module, call, part) of a stretch depends on the module calls alone. For a root that calls ``a`` and ``b``::
+An interval is what runs between two successive boundaries; a boundary is the entry or the exit of a module's
+forward. It belongs to the module whose own code is running; intervals outside the model's forward (the loss)
+belong to the root, as one more call of it. Intervals in which nothing runs are numbered, too, so the key
+(module, call, part) of an interval depends on the module calls alone. For a root that calls ``a`` and ``b``::
 
     root      |==0==|     |==2==|     |==4==| loss, 5
     a, b            |==1==|     |==3==|
@@ -11,9 +11,9 @@ belong to the root, as one more call of it. Stretches in which nothing runs are 
 
 In backward, autograd runs the ready node with the highest sequence number first, and every consumer of a node
 has a higher number than the node: so nodes run strictly in descending order (except for those that accumulate
-gradients, which run as soon as they can). A stretch owns the numbers assigned while it ran; the node with the
-highest of them therefore marks the exact moment at which its backward begins, and the backwards of stretches
-run in reverse order.
+gradients, which run as soon as they can). An interval owns the numbers assigned while it ran; the node with
+the highest of them therefore marks the exact moment at which its backward begins, and the backwards of
+intervals run in reverse order.
 """
 
 from bisect import bisect_right
@@ -44,9 +44,9 @@ class Interval:
     Attributes:
         module: FQN of the module whose own code runs; empty for the root and for the loss.
         call: Index of the call of the module, from 0.
-        part: Index of the stretch within that call, from 0.
+        part: Index of the interval within that call, from 0.
         stack: FQNs of the modules whose forward is running, outermost first.
-        node: Autograd's next sequence number when the stretch began.
+        node: Autograd's next sequence number when the interval began.
     """
 
     module: str
@@ -57,28 +57,28 @@ class Interval:
 
     @property
     def key(self) -> Key:
-        """Key by which stretches and segments are joined: module, call and part."""
+        """Key by which intervals and segments are joined: module, call and part."""
         return self.module, self.call, self.part
 
 
 class Observer(Protocol):
-    """Callbacks at the boundaries of stretches."""
+    """Callbacks at the boundaries of intervals."""
 
-    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
-        """Stretch ``index`` begins; the one before it passed on ``handed_on``."""
+    def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
+        """Interval ``index`` begins; the one before it passed on ``outputs``."""
 
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over; the outputs have been freed except for ``loss``."""
 
     def start_backward(self) -> None:
-        """Backward is about to be called; it begins with the last stretch."""
+        """Backward is about to be called; it begins with the last interval."""
 
     def enter_backward(self, index: int) -> None:
-        """The backward of stretch ``index`` begins."""
+        """The backward of interval ``index`` begins."""
 
 
 class ModuleWalk:
-    """Context in which the stretches of ``model``'s forward are numbered."""
+    """Context in which the intervals of ``model``'s forward are numbered."""
 
     def __init__(
         self, model: nn.Module, observer: Observer, inside: Mapping[str, Mapping[str, int]] | None = None
@@ -91,7 +91,7 @@ class ModuleWalk:
             inside: For modules whose forward has been replaced: the number of calls of each module that the
                 original would have made, so that later calls keep their index.
         """
-        self.stretches: list[Interval] = []
+        self.intervals: list[Interval] = []
         self._model = model
         self._observer = observer
         self._inside = inside or {}
@@ -133,16 +133,16 @@ class ModuleWalk:
         self._parts.append(0)
         self._calls[name] += 1
 
-    def _begin(self, handed_on: Any) -> None:
+    def _begin(self, outputs: Any) -> None:
         name, call = self._stack[-1]
         stack = tuple(frame for frame, _ in self._stack)
-        stretch = Interval(name, call, self._parts[-1], stack, next_sequence_number())
+        interval = Interval(name, call, self._parts[-1], stack, next_sequence_number())
         self._parts[-1] += 1
-        self.stretches.append(stretch)
-        self._observer.enter_forward(len(self.stretches) - 1, stretch, handed_on)
+        self.intervals.append(interval)
+        self._observer.enter_forward(len(self.intervals) - 1, interval, outputs)
 
 
-def walk(
+def walk_modules(
     model: nn.Module,
     batch: SampleBatch,
     observer: Observer,
@@ -153,31 +153,31 @@ def walk(
     """Run forward, loss and backward of ``model`` once, calling ``observer`` at every boundary.
 
     Returns:
-        All stretches of the forward, in order.
+        All intervals of the forward, in order.
     """
     with ModuleWalk(model, observer, inside) as walker:
         # The outputs are not kept: in a training loop nothing but the loss outlives the forward either.
         loss = scalar_loss(batch.run(model), loss_fn)
     observer.leave_forward(loss)
     if loss.requires_grad:
-        with backward_marks(loss, walker.stretches, observer.enter_backward):
+        with backward_marks(loss, walker.intervals, observer.enter_backward):
             observer.start_backward()
             loss.backward()
-    return walker.stretches
+    return walker.intervals
 
 
 @contextmanager
 def backward_marks(
-    loss: torch.Tensor, stretches: Sequence[Interval], enter: Callable[[int], None]
+    loss: torch.Tensor, intervals: Sequence[Interval], enter: Callable[[int], None]
 ) -> Iterator[None]:
-    """Context in which ``enter`` is called with the index of each stretch whose backward begins."""
+    """Context in which ``enter`` is called with the index of each interval whose backward begins."""
 
     def mark(index: int, grad_outputs: Any) -> None:
         enter(index)
 
     # Nodes own the saved tensors: a reference to a node kept here would delay the release of their memory.
     handles = [
-        node.register_prehook(partial(mark, index)) for index, node in _first_nodes(loss, stretches).items()
+        node.register_prehook(partial(mark, index)) for index, node in _first_nodes(loss, intervals).items()
     ]
     try:
         yield
@@ -186,9 +186,9 @@ def backward_marks(
             handle.remove()
 
 
-def _first_nodes(loss: torch.Tensor, stretches: Sequence[Interval]) -> dict[int, Node]:
-    """The node with the highest sequence number of each stretch, by the index of the stretch."""
-    starts = [stretch.node for stretch in stretches]
+def _first_nodes(loss: torch.Tensor, intervals: Sequence[Interval]) -> dict[int, Node]:
+    """The node with the highest sequence number of each interval, by the index of the interval."""
+    starts = [interval.node for interval in intervals]
     first: dict[int, tuple[int, Node]] = {}
     for node in autograd_nodes(loss):
         number = sequence_number(node)

@@ -1,4 +1,4 @@
-"""Recorder of one run: FLOPs, moved, saved and live bytes of every stretch, and the parameters it uses."""
+"""Recorder of one run: FLOPs, moved, saved and live bytes of every interval, and the parameters it uses."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from osdp.tracing.workspace import NoWorkspace, Workspace
 
 @dataclass(slots=True)
 class Tally:
-    """Running totals of one pass of a stretch.
+    """Running totals of one pass of an interval.
 
     Attributes:
         operations: Number of operations.
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records every operation of a run under the current stretch."""
+    """Dispatch mode that records every operation of a run under the current interval."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Recorder(TorchDispatchMode):
         self._saved: set[int] = set()
         self._last = 0
 
-    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
-        """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
+    def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
+        """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
-            self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(handed_on))
+            self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(outputs))
         self._last = index
         self.ledger.now = TraceMoment(False, index)
 
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self.ledger.now = TraceMoment(True, self._last)
 
     def enter_backward(self, index: int) -> None:
-        """The backward of a stretch begins."""
+        """The backward of an interval begins."""
         self.ledger.now = TraceMoment(True, index)
 
     def saving(self) -> AbstractContextManager[None]:

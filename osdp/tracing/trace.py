@@ -18,10 +18,10 @@ from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import supported_slicing
 from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import forward_failure
-from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import TraceMoment, Usage
-from osdp.tracing.module_walk import Interval, walk
+from osdp.tracing.module_walk import Interval, walk_modules
 from osdp.tracing.op_recorder import Recorder, Tally
 from osdp.tracing.operators import Use, find_operators, find_parameters
 from osdp.tracing.sample_batch import SampleBatch
@@ -40,7 +40,7 @@ class _PassTrace:
 class _SegmentTrace:
     """One segment at one batch size."""
 
-    stretch: Interval
+    interval: Interval
     forward: _PassTrace
     backward: _PassTrace
     outputs: tuple[TensorSpec, ...]
@@ -75,13 +75,13 @@ def describe(
     # 1. Two fake runs. Constants of the model that are neither parameters nor buffers stay real tensors,
     # which FakeTensors accepts among fake ones.
     with FakeTensors():
-        twin = skeleton(model, on_fake_cpu)
+        twin = copy_without_weights(model, on_fake_cpu)
         trace = largest_run(
             twin, lambda draws: _fake_run(twin, batch, loss_fn, draws), lambda run: len(run.modules)
         )
         double = _other_batch(twin, batch, loss_fn, trace)
     # 2. Blocks, then operators.
-    uses = [Use(segment.stretch.stack, _parameters(segment)) for segment in trace.segments]
+    uses = [Use(segment.interval.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
     operators = tuple(replace(operator, cut=_slice_spec(model, operator)) for operator in found)
@@ -118,7 +118,7 @@ def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, tr
         double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
     except ValueError:
         return None
-    same = [s.stretch.key for s in double.segments] == [s.stretch.key for s in trace.segments]
+    same = [s.interval.key for s in double.segments] == [s.interval.key for s in trace.segments]
     return double if same else None
 
 
@@ -129,44 +129,44 @@ def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
     try:
         with draws, torch.enable_grad(), recorder.saving(), recorder:
-            stretches = walk(twin, fake, recorder, loss_fn=loss_fn)
+            intervals = walk_modules(twin, fake, recorder, loss_fn=loss_fn)
     except Exception as error:
         raise forward_failure(error, batch.specs) from error
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
-    return _trace(stretches, recorder, draws)
+    return _trace(intervals, recorder, draws)
 
 
-def _trace(stretches: Sequence[Interval], recorder: Recorder, draws: SingleDraws) -> _Trace:
-    """Build the trace; stretches in which nothing ran are folded into the segment before them."""
-    filled = [index for index in range(len(stretches)) if TraceMoment(False, index) in recorder.tallies]
+def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws) -> _Trace:
+    """Build the trace; intervals in which nothing ran are folded into the segment before them."""
+    filled = [index for index in range(len(intervals)) if TraceMoment(False, index) in recorder.tallies]
     if not filled:
         raise ValueError("the model's forward runs no operation")
-    # A stretch without operations may still free memory, so its usage counts for the segment before it.
-    place = fold(filled, len(stretches))
+    # An interval without operations may still free memory, so its usage counts for the segment before it.
+    place = fold(filled, len(intervals))
     usages = recorder.ledger.usage(place)
     tallies: dict[TraceMoment, Tally] = {}
     for moment, tally in recorder.tallies.items():
-        tallies.setdefault(TraceMoment(moment.backward, place[moment.stretch]), Tally()).add(tally)
+        tallies.setdefault(TraceMoment(moment.backward, place[moment.interval]), Tally()).add(tally)
 
     def pass_trace(moment: TraceMoment) -> _PassTrace:
         return _PassTrace(tallies.get(moment, Tally()), usages.get(moment, Usage(0, 0)))
 
     segments = [
         _SegmentTrace(
-            stretches[index],
+            intervals[index],
             pass_trace(TraceMoment(False, place)),
             pass_trace(TraceMoment(True, place)),
             recorder.outputs.get(index, ()),
         )
         for place, index in enumerate(filled)
     ]
-    modules = dict.fromkeys(stretch.module for stretch in stretches)
+    modules = dict.fromkeys(interval.module for interval in intervals)
     return _Trace(segments, tuple(modules), draws.largest)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:
-    """For each of ``count`` stretches, the position in ``filled`` of the last stretch not after it.
+    """For each of ``count`` intervals, the position in ``filled`` of the last interval not after it.
 
     >>> fold([1, 3], 5)
     [0, 0, 0, 1, 1]
@@ -187,7 +187,7 @@ def _digests(trace: _Trace) -> dict[str, str]:
     """For each module that ran, a hash of all operations under it."""
     hashes: dict[str, Any] = {name: hashlib.sha256() for name in trace.modules}
     for segment in trace.segments:
-        for frame in segment.stretch.stack:
+        for frame in segment.interval.stack:
             hashes[frame].update(segment.forward.tally.digest.digest())
     return {name: value.hexdigest() for name, value in hashes.items()}
 
@@ -203,9 +203,9 @@ def _segments(
     others = double.segments if double else trace.segments
     return tuple(
         Segment(
-            module=one.stretch.module,
-            call=one.stretch.call,
-            part=one.stretch.part,
+            module=one.interval.module,
+            call=one.interval.call,
+            part=one.interval.part,
             operators=tuple(dict.fromkeys(held[name] for name in use.parameters)),
             signature=_signature(one),
             outputs=one.outputs,

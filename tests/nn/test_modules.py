@@ -11,7 +11,7 @@ from osdp.nn.modules import (
     SplitEmbedding,
     SplitLinear,
     kind_of,
-    sliced,
+    make_sliced,
     sliced_dim,
 )
 
@@ -45,11 +45,11 @@ def test_a_module_of_a_model_keeps_its_parameters_type_and_hooks(by: str) -> Non
         module.register_forward_hook(lambda *_: calls.append("hook"))
         x = torch.randn(3, 4)
         want = module(x)
-        new = sliced(module, SliceSetting(3, by))
+        new = make_sliced(module, SliceSetting(3, by))
         assert isinstance(new, type(module)) and new.weight is module.weight and new.bias is module.bias
         assert kind_of(new) == kind_of(module)
         torch.testing.assert_close(new(x), want)
-        again = sliced(new, SliceSetting(2, by))
+        again = make_sliced(new, SliceSetting(2, by))
         assert type(again) is type(new)
         torch.testing.assert_close(again(x), want)
     assert len(calls) == 6
@@ -86,7 +86,7 @@ def test_a_head_with_its_loss_keeps_the_tie() -> None:
 )
 def test_what_cannot_run_in_slices_is_refused(module: nn.Module, slicing: SliceSetting, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sliced(module, slicing)
+        make_sliced(module, slicing)
 
 
 def test_a_head_with_a_bias_is_refused() -> None:

@@ -41,7 +41,7 @@ def counted(calls: list[str], value: PointToPointLink = LINK) -> Callable[[], Po
 
 def kept(folder: Path, *facts: Any, calls: list[str] | None = None) -> PointToPointLink:
     calls = [] if calls is None else calls
-    return MeasurementCache(folder).measured("link", PointToPointLink, facts, counted(calls))
+    return MeasurementCache(folder).get_or_measure("link", PointToPointLink, facts, counted(calls))
 
 
 def test_the_same_facts_are_measured_once(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_none_reads_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OSDP_CACHE_DIR", str(tmp_path))
     calls: list[str] = []
     for _ in range(2):
-        MeasurementCache(None).measured("link", PointToPointLink, [], counted(calls))
+        MeasurementCache(None).get_or_measure("link", PointToPointLink, [], counted(calls))
     assert len(calls) == 2 and not list(tmp_path.iterdir())
 
 
@@ -71,7 +71,7 @@ def test_the_default_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert user_folder() == Path("/scratch/osdp")
     monkeypatch.setenv("OSDP_CACHE_DIR", "~/mine")
     assert user_folder() == tmp_path / "mine"
-    MeasurementCache(DEFAULT_CACHE_DIR).measured("link", PointToPointLink, [], counted([]))
+    MeasurementCache(DEFAULT_CACHE_DIR).get_or_measure("link", PointToPointLink, [], counted([]))
     assert len(list(Path(tmp_path, "mine").iterdir())) == 1
     monkeypatch.setenv("OSDP_CACHE_DIR", "")
     assert user_folder() is None
@@ -108,7 +108,7 @@ def test_a_folder_of_others_is_not_used(
     with mock.patch("os.geteuid", return_value=os.geteuid() + owner):
         cache = MeasurementCache(folder)
         for name in ("link", "other"):
-            assert cache.measured(name, PointToPointLink, [], counted(calls)) == LINK
+            assert cache.get_or_measure(name, PointToPointLink, [], counted(calls)) == LINK
     assert len(calls) == 3
     assert [path.read_text() for path in folder.iterdir()] == [content]
     (record,) = caplog.records
@@ -190,7 +190,7 @@ def test_what_was_saved_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     for _ in range(2):
         cache = MeasurementCache(tmp_path)
         for name in ("links", "segments"):
-            cache.measured(name, PointToPointLink, [], counted([]))
+            cache.get_or_measure(name, PointToPointLink, [], counted([]))
         cache.report()
         cache.report()
     (record,) = caplog.records
@@ -213,7 +213,7 @@ def _folder_of_its_own(folders: str, filled: int) -> tuple[float, int]:
         dist.barrier()
         return LINK
 
-    found = MeasurementCache(folder).measured("link", PointToPointLink, [], together)
+    found = MeasurementCache(folder).get_or_measure("link", PointToPointLink, [], together)
     return found.latency, len(calls)
 
 
@@ -227,7 +227,7 @@ def test_ranks_measure_together_or_not_at_all(
 
 def _one_rank_without(folder: str, without: int) -> float:
     cache = MeasurementCache(None if dist.get_rank() == without else folder)
-    return cache.measured("link", PointToPointLink, [], lambda: LINK).latency
+    return cache.get_or_measure("link", PointToPointLink, [], lambda: LINK).latency
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -264,7 +264,7 @@ def _three_starts(folder: str) -> list[tuple[list[str], str]]:
     for cache_dir in (folder, folder, None):
         calls = _Calls()
         with (
-            calls.counting(collectives, "_measured", devices),
+            calls.counting(collectives, "_measure_groups", devices),
             calls.counting(segments, "profile_segments"),
             calls.counting(optimizer, "profile_optimizer"),
         ):
@@ -278,7 +278,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     answers = run(2, _three_starts, str(tmp_path))
     assert answers[0] == answers[1]
     (first, device), (second, same), (anew, _) = answers[0]
-    assert first == anew == ["_measured", "profile_segments", "profile_optimizer"]
+    assert first == anew == ["_measure_groups", "profile_segments", "profile_optimizer"]
     assert (second, same) == ([], device)
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {
         "devices", "segments", "optimizer",
@@ -291,14 +291,14 @@ def _starts_on_a_busy_machine(folder: str) -> list[str]:
         memory_limit=1, devices_per_node=2, links=(Link("all_reduce", "world", 2, latency, bandwidth),)
     )
     calls = _Calls()
-    with calls.counting(collectives, "_measured", devices):
+    with calls.counting(collectives, "_measure_groups", devices):
         for _ in range(2):
             DeviceInfo.detect("1GiB", cache_dir=folder)
     return calls.names
 
 
 def test_links_that_noise_has_spoilt_are_not_kept(tmp_path: Path) -> None:
-    assert run(2, _starts_on_a_busy_machine, str(tmp_path)) == [["_measured"] * 2] * 2
+    assert run(2, _starts_on_a_busy_machine, str(tmp_path)) == [["_measure_groups"] * 2] * 2
     assert not list(tmp_path.iterdir())
 
 
@@ -307,7 +307,7 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
     for _ in range(2):
         calls = _Calls()
         with (
-            calls.counting(collectives, "_single"),
+            calls.counting(collectives, "_measure_single"),
             calls.counting(segments, "profile_segments"),
             calls.counting(optimizer, "profile_optimizer"),
             calls.counting(axis_links, "measure_stage_link"),
@@ -320,7 +320,9 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
 
 def test_a_second_start_in_stages_measures_nothing(tmp_path: Path) -> None:
     answers = run(2, _two_starts_in_stages, str(tmp_path))
-    assert all({"_single", "measure_stage_link", "profile_segments"} <= set(first) for first, _ in answers)
+    assert all(
+        {"_measure_single", "measure_stage_link", "profile_segments"} <= set(first) for first, _ in answers
+    )
     assert all(second == [] for _, second in answers)
 
 

@@ -21,7 +21,7 @@ from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.reduced_model import reduced_model
 from osdp.profiler.repeats import find_repeats
 from osdp.profiler.segments import cached_segments, profile_segments
-from osdp.profiler.stopwatch import Clock, timed
+from osdp.profiler.stopwatch import Clock, time_call
 from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
 from osdp.tracing.sample_batch import SampleBatch
@@ -201,7 +201,7 @@ def _whole_seconds(model: nn.Module, sample: Any, clock: Clock) -> float:
     seconds = []
     for _ in range(5):
         swept.mul_(1.0)  # a step begins with the caches that an optimizer left
-        seconds.append(timed(clock, step)[0])
+        seconds.append(time_call(clock, step)[0])
     return median(seconds)
 
 

@@ -35,8 +35,8 @@ def test_what_is_timed_is_the_whole_backward(name: str, monkeypatch: pytest.Monk
     x = torch.randn(2, 24, 32, dtype=torch.float64)
     whole(inputs_embeds=x)[0].sum().backward()
     parts = iter(x.split([11, 8, 5], dim=1))
-    monkeypatch.setattr(token_latency, "_hidden", lambda *_: next(parts).clone())
-    token_latency._sequence(stage, TokenSlices((11, 8, 5)), 2, Clock(torch.device("cpu")))
+    monkeypatch.setattr(token_latency, "_random_hidden", lambda *_: next(parts).clone())
+    token_latency._run_sequence(stage, TokenSlices((11, 8, 5)), 2, Clock(torch.device("cpu")))
     wanted = dict(whole.named_parameters())
     for fqn, parameter in stage.module.named_parameters():
         if wanted[fqn].grad is not None:

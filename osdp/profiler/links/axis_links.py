@@ -1,7 +1,6 @@
 """Links along the pipeline and the tensor axis of a mesh, measured in all groups of that axis at once."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -14,7 +13,7 @@ from osdp.comm.groups import device_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
@@ -35,13 +34,15 @@ def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measurem
     """
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
         return device
-    device = _agreed(device, mesh)
+    device = _agree_on_device(device, mesh)
     where, pipeline = device_of(mesh), mesh["pp"].get_group()
     facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
-    link = cache.measured("stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where))
+    link = cache.get_or_measure(
+        "stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where)
+    )
     slowdowns = device.slowdowns
     if device.ranks_per_core == 1 and not slowdowns:
-        slowdowns = cache.measured(
+        slowdowns = cache.get_or_measure(
             "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
         )
     return replace(device, stage_link=link, slowdowns=slowdowns)
@@ -53,7 +54,7 @@ def with_tensor_links(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measur
         return device
     where, group = device_of(mesh), mesh["tp"].get_group()
     facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
-    links = cache.measured(
+    links = cache.get_or_measure(
         "tensor_links", tuple[Link, ...], facts, lambda: measure_tensor_links(group, where)
     )
     return replace(device, tensor_links=links)
@@ -66,7 +67,7 @@ def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointT
     counts.
     """
     sizes, seconds = _measure(
-        lambda nbytes: _shift(nbytes, group, device), _MESSAGES, _MESSAGE_REPEATS, group, device
+        lambda nbytes: _make_message(nbytes, group, device), _MESSAGES, _MESSAGE_REPEATS, group, device
     )
     bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
     return PointToPointLink(max(seconds[0] - sizes[0] / bandwidth, 0.0), bandwidth)
@@ -76,13 +77,13 @@ def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tupl
     """Measure the collectives of a tensor-parallel ``group``; every rank of it must call this."""
     links = []
     for collective in COLLECTIVES:
-        make = functools.partial(_collective, collective, group=group, device=device)
+        make = functools.partial(_make_collective, collective, group=group, device=device)
         latency, bandwidth, residual = fit(*_measure(make, _TENSORS, _TENSOR_REPEATS, group, device))
         links.append(Link(collective, "tensor", group.size(), latency, bandwidth, residual))
     return tuple(links)
 
 
-def _agreed(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
+def _agree_on_device(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
     """The devices with the least memory and the busiest cores of any stage: each measured its own."""
     limits = [device.memory_limit, -device.ranks_per_core]
     least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
@@ -104,7 +105,7 @@ def _measure(
     for nbytes in sizes:
         run = make(nbytes)
         run()
-        samples = [_timed(run, group, device) for _ in range(repeats)]
+        samples = [time_run(run, device, group) for _ in range(repeats)]
         slowest = torch.tensor([median(samples)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         seconds.append(max(float(slowest.item()), 1e-9))
@@ -113,16 +114,7 @@ def _measure(
     return list(sizes[: len(seconds)]), seconds
 
 
-def _timed(run: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    dist.barrier(group)
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def _shift(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
+def _make_message(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], None]:
     """A message of ``nbytes`` from each rank to the next one."""
     rank, size = group.rank(), group.size()
     payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -141,7 +133,7 @@ def _shift(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Calla
     return run
 
 
-def _collective(
+def _make_collective(
     name: str, nbytes: int, *, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
     """The collective called ``name`` on a whole tensor of ``nbytes``."""

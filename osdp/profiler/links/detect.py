@@ -81,8 +81,8 @@ def detect(
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     alone = mesh is None and not dist.is_initialized()
-    where = _device(device, mesh)
-    nodes, per_node = _shape(mesh, devices_per_node)
+    where = _resolve_device(device, mesh)
+    nodes, per_node = _resolve_shape(mesh, devices_per_node)
     if limit is None:
         limit = available_memory(where, per_node)
     size = nodes * per_node
@@ -94,25 +94,25 @@ def detect(
     else:
         world = _world_mesh(mesh, where.type, size)
         group = world.get_group()
-        _check(group_sizes, sizes, size)
+        _check_sizes(group_sizes, sizes, size)
     found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
     if found.is_on:
         facts += hardware(where) if world is None else placement(where, group)
 
     def measure() -> DeviceInfo:
         if world is None:
-            return _single(limit, where)
+            return _measure_single(limit, where)
         groups = _groups(world, group_sizes)
-        return _measured(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
+        return _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
 
-    info = found.measured("devices", DeviceInfo, facts, measure, _grows_with_size)
+    info = found.get_or_measure("devices", DeviceInfo, facts, measure, _grows_with_size)
     info = _with_memory(info, limit, where, world)
     if found is not cache_dir:
         found.report()
     return info
 
 
-def _measured(
+def _measure_groups(
     groups: Mapping[str, "_Group"],
     limit: int,
     where: torch.device,
@@ -127,12 +127,12 @@ def _measured(
     world = groups["world"].mesh.get_group()
     for name, group in groups.items():
         by_route = {
-            route: _samples(group, route, world, where, sizes, repeats, seconds / len(group.routes))
+            route: _time_units(group, route, world, where, sizes, repeats, seconds / len(group.routes))
             for route in group.routes
         }
-        links += _links(name, group.mesh.size(), by_route)
+        links += _fit_links(name, group.mesh.size(), by_route)
         overheads[name] = min(times.hooks for samples in by_route.values() for times in samples.values())
-    nbytes = _affordable(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
+    nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
     mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
@@ -203,7 +203,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     return latency, 1 / per_byte, residual
 
 
-def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+def _resolve_device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
     if device is None:
         if mesh is not None:
             return device_of(mesh)
@@ -217,7 +217,7 @@ def _device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch
     return where
 
 
-def _shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
+def _resolve_shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
     """Nodes and devices per node."""
     if mesh is not None and mesh.ndim == 2:
         nodes, per_node = mesh.size(0), mesh.size(1)
@@ -265,7 +265,7 @@ def _world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
     return DeviceMesh(kind, torch.arange(size) if mesh is None else mesh.mesh.flatten())
 
 
-def _check(group_sizes: Sequence[int], sizes: Sequence[int], world_size: int) -> None:
+def _check_sizes(group_sizes: Sequence[int], sizes: Sequence[int], world_size: int) -> None:
     """Refuse groups that do not fit the ranks, and too few sizes."""
     wrong = [size for size in group_sizes if world_size % size or not 1 < size < world_size]
     if wrong:
@@ -294,7 +294,7 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
     return found
 
 
-def _samples(
+def _time_units(
     ranks: _Group,
     route: Route,
     world: dist.ProcessGroup,
@@ -331,7 +331,7 @@ def _affordable_counts(
         probe.step()
         start = time.perf_counter()
         probe.step()
-        costs[probe] = _most(time.perf_counter() - start, world, device)
+        costs[probe] = _maximum(time.perf_counter() - start, world, device)
         left -= 2 * costs[probe]
         growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
         if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
@@ -345,16 +345,16 @@ def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:
-    return UnitTimes(*(_most(getattr(times, name), group, device) for name in UnitTimes.__slots__))
+    return UnitTimes(*(_maximum(getattr(times, name), group, device) for name in UnitTimes.__slots__))
 
 
-def _most(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+def _maximum(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
     agreed = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     return float(agreed)
 
 
-def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
+def _fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
     """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
 
     Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
@@ -366,7 +366,7 @@ def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]
 
     fastest, first = min(by_route, key=total), next(iter(by_route))
     links = [
-        _fitted(
+        _fit_link(
             collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
         )
         for collective, name, route in (
@@ -377,11 +377,11 @@ def _links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]
     ]
     if group == "world" and fastest is not first:
         own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
-        links.append(_fitted("reduce_scatter", group, size, first, own))
+        links.append(_fit_link("reduce_scatter", group, size, first, own))
     return links
 
 
-def _fitted(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
+def _fit_link(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
     # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
     left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
     if len(left) < 2:
@@ -390,7 +390,7 @@ def _fitted(collective: str, group: str, size: int, route: Route, seen: Mapping[
     return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
 
 
-def _affordable(all_reduce: Link) -> int:
+def _affordable_bytes(all_reduce: Link) -> int:
     """Bytes of an all-reduce that takes some milliseconds, or up to a tenth of a second on slow networks."""
     nbytes = 2**22
     while nbytes > 2**16 and all_reduce.seconds(nbytes) > 0.1:
@@ -398,7 +398,7 @@ def _affordable(all_reduce: Link) -> int:
     return nbytes
 
 
-def _single(limit: int, device: torch.device) -> DeviceInfo:
+def _measure_single(limit: int, device: torch.device) -> DeviceInfo:
     copy = measure_copy(device)
     return DeviceInfo(
         memory_limit=limit,

@@ -37,6 +37,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def time_run(
+    run: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Seconds of ``run`` on ``device``, which is idle before and after; ranks of ``group`` start together."""
+    synchronize(device)
+    if group is not None:
+        dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
     """Seconds of one unit in one step.
@@ -171,7 +184,7 @@ class Probe:
         kept = self._pass(reshard=False)
         resharded = self._pass(reshard=True)
         dist.barrier(self._group)
-        all_reduce = self._timed(self._all_reduce)
+        all_reduce = time_run(self._all_reduce, self._device)
         # Forward: with the gather, less without it. Backward: after resharding, less without.
         gathers = (resharded.forward - kept.again, resharded.backward - kept.backward)
         return UnitTimes(
@@ -186,14 +199,14 @@ class Probe:
         cast(FSDPModule, self._model).set_reshard_after_forward(reshard)
         outputs: list[torch.Tensor] = []
         dist.barrier(self._group)
-        forward = self._communicated(lambda: outputs.append(self._model(self._input)))
+        forward = self._time_communication(lambda: outputs.append(self._model(self._input)))
         again = 0.0
         if not reshard:
             outputs.clear()
-            again = self._communicated(lambda: outputs.append(self._model(self._input)))
+            again = self._time_communication(lambda: outputs.append(self._model(self._input)))
         loss = outputs.pop().sum()
         dist.barrier(self._group)
-        backward = self._communicated(loss.backward)
+        backward = self._time_communication(loss.backward)
         for parameter in self._model.parameters():
             parameter.grad = None
         return _Pass(forward, again, backward)
@@ -204,12 +217,5 @@ class Probe:
             if work is not None:
                 work.wait()
 
-    def _communicated(self, run: Callable[[], object]) -> float:
-        return self._timed(run) - self._clock.take()
-
-    def _timed(self, run: Callable[[], object]) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        run()
-        synchronize(self._device)
-        return time.perf_counter() - start
+    def _time_communication(self, run: Callable[[], object]) -> float:
+        return time_run(run, self._device) - self._clock.take()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from osdp.hardware.device_info import HostLink
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -87,14 +87,14 @@ def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> f
     """Measure the FLOP/s of a matrix product."""
     side = _MATMUL_SIDE.get(device.type, _MATMUL_SIDE_ACCELERATOR)
     a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device)
+    return 2 * side**3 / _time(lambda: torch.mm(a, b), device)
 
 
 def measure_copy(device: torch.device) -> float:
     """Measure the bytes per second of a copy inside the device, which reads and writes each byte once."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+    return _COPY_BYTES / _time(lambda: target.copy_(source), device)
 
 
 def measure_host_link(
@@ -112,8 +112,8 @@ def measure_host_link(
         dist.barrier(group)
     found = torch.tensor(
         [
-            _COPY_BYTES / _seconds(lambda: here.copy_(there, non_blocking=True), device),
-            _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), device),
+            _COPY_BYTES / _time(lambda: here.copy_(there, non_blocking=True), device),
+            _COPY_BYTES / _time(lambda: there.copy_(here, non_blocking=True), device),
             available_memory(torch.device("cpu"), devices_per_node),
             2 * measure_copy(torch.device("cpu")),  # a copy reads and writes each byte
         ],
@@ -144,13 +144,6 @@ def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> in
     return max(1, round(float(total) / dist.get_world_size(group)))
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def _time(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     run()
-    samples = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return median(samples)
+    return median(time_run(run, device) for _ in range(repeats))

@@ -1,13 +1,12 @@
 """Measured overlap: the fraction of an asynchronous all-reduce that backward-like compute hides."""
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.fsdp_probe import time_run
 
 #: Side of the square matrices multiplied: small enough for compute of any duration.
 _SIDE = 256
@@ -47,7 +46,7 @@ def measure_overlap(
         _wait(work)
 
     compute = _compute_lasting(2, communicate, group, device)
-    return _hidden(compute, communicate, lambda: communicate(compute), group, device, repeats)
+    return _measure_hidden_part(compute, communicate, lambda: communicate(compute), group, device, repeats)
 
 
 def measure_mixed_overlap(
@@ -81,7 +80,7 @@ def measure_mixed_overlap(
         _wait(work)
 
     compute = _compute_lasting(1, communicate, group, device)
-    return _hidden(backward, communicate, beside, group, device, repeats)
+    return _measure_hidden_part(backward, communicate, beside, group, device, repeats)
 
 
 def _wait(work: dist.Work | None) -> None:
@@ -100,13 +99,13 @@ def _compute_lasting(
         for _ in range(products):
             torch.mm(a, a, out=out)
 
-    rounds = _rounds((communicate, lambda: multiply(8)), group, device, 5)
+    rounds = _time_rounds((communicate, lambda: multiply(8)), group, device, 5)
     goal, eight = (median(samples) for samples in zip(*rounds, strict=True))
     products = max(1, round(times * goal / eight * 8))
     return lambda: multiply(products)
 
 
-def _hidden(
+def _measure_hidden_part(
     compute: Callable[[], None],
     communicate: Callable[[], None],
     both: Callable[[], None],
@@ -115,27 +114,18 @@ def _hidden(
     repeats: int,
 ) -> float:
     """Median hidden fraction over rounds; the times of a round are measured under similar conditions."""
-    rounds = _rounds((compute, communicate, both), group, device, repeats)
+    rounds = _time_rounds((compute, communicate, both), group, device, repeats)
     return median(hidden_part(*times) for times in rounds)
 
 
-def _rounds(
+def _time_rounds(
     runs: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, repeats: int
 ) -> list[list[float]]:
     """Seconds of all ``runs``, in turn, on the slowest rank: one list per round."""
     for run in runs:
         run()
-    samples = [[_once(run, group, device) for run in runs] for _ in range(repeats)]
+    samples = [[time_run(run, device, group) for run in runs] for _ in range(repeats)]
     slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
     dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
     found: list[list[float]] = slowest.tolist()
     return found
-
-
-def _once(run: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
-    synchronize(device)
-    dist.barrier(group)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start

@@ -29,7 +29,7 @@ def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ..
     Returns:
         One factor for each rank of a pipeline; empty if all are within 10 % of 1.
     """
-    per_second, share = _speed(mesh, device)
+    per_second, share = _measure_speed(mesh, device)
     mine = torch.tensor([per_second, share], dtype=torch.float64, device=device)
     first = mine.clone()
     for axis in mesh.mesh_dim_names or ():
@@ -44,7 +44,7 @@ def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ..
     return () if all(abs(value - 1) < _ALIKE for value in values) else values
 
 
-def _speed(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]:
+def _measure_speed(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]:
     """Matrix products per second of this thread's time, and wall-clock seconds per second of that time."""
     side = _SIDE.get(device.type, _SIDE_ACCELERATOR)
     a = torch.rand(side, side, device=device)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from osdp.comm.shards import joined, part_of
+from osdp.comm.shards import join_parts, part_of
 from osdp.torch_private.distributed import all_gather
 from osdp.torch_private.dtensor import blocked_shard, blocks_of_shard, sharded_dim
 
@@ -81,7 +81,7 @@ def _relaid(value: DTensor, dim: int, before: int, after: int) -> DTensor:
     local = value.to_local().detach().contiguous()
     gathered = local.new_empty(mesh.size(axis) * local.numel())
     all_gather(gathered, local.view(-1), group=mesh.get_group(axis))
-    whole = joined(gathered.view(mesh.size(axis), *local.shape).unbind(), dim, before)
+    whole = join_parts(gathered.view(mesh.size(axis), *local.shape).unbind(), dim, before)
     part = part_of(whole, dim, mesh.get_local_rank(axis), mesh.size(axis), after)
     placement: Placement = Shard(dim) if after == 1 else blocked_shard(dim, after)
     return DTensor.from_local(

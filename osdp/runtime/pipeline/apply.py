@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.groups import device_of, level_groups
+from osdp.comm.groups import device_of, equalize_group_count
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
 from osdp.plan.pipeline import PipelinePlan
@@ -30,7 +30,7 @@ from osdp.runtime.pipeline.unsharded_stage import UnshardedStage, apply_alone, s
 from osdp.runtime.sharding.apply import apply
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.steps import StepRunner
-from osdp.runtime.tensor_parallel.apply import imagine, parallelize
+from osdp.runtime.tensor_parallel.apply import first_rank_part, parallelize
 
 
 class PipelinedModel:
@@ -99,7 +99,7 @@ class PipelinedModel:
         return ordered_channels(self.plan, self.plan.make_schedule().placement, group, self._level)
 
     def _level(self) -> None:
-        level_groups(self.mesh, device_of(self.mesh))
+        equalize_group_count(self.mesh, device_of(self.mesh))
 
     def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
         schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
@@ -233,7 +233,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Pi
     # 2. Shard each stage under its own plan.
     stages: dict[int, StageRuntime] = {}
     homes: dict[str, StageModule] = {}
-    level_groups(mesh, device_of(mesh))
+    equalize_group_count(mesh, device_of(mesh))
     taken: set[int] = set()
     shared = _shared(built)
     for stage in built:
@@ -241,7 +241,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Pi
         if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
             _hold_apart(stage.model, taken)
         stages[stage.index] = StageRuntime(stage, _applied(stage, plan, mesh))
-        level_groups(mesh, device_of(mesh))
+        equalize_group_count(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
     if all(isinstance(running.applied, UnshardedStage) for running in stages.values()):
@@ -264,7 +264,7 @@ def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     # Values passed between stages are whole even with sequence parallelism inside blocks.
-    part, _ = imagine(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
+    part, _ = first_rank_part(copy.deepcopy(model, memo), replace(plan.tensor, sequence=None))
     return part
 
 

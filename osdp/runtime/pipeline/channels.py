@@ -29,7 +29,8 @@ def ordered_channels(
         plan: The plan.
         placement: The rank of each stage in its pipeline.
         group: The ranks of this pipeline.
-        level: Called by all ranks, members or not, after each group (:func:`osdp.comm.groups.level_groups`).
+        level: Called by all ranks, members or not, after each group: it is
+            :func:`osdp.comm.groups.equalize_group_count`.
     """
     forward = {(transfer.source, transfer.target) for transfer in plan.transfers}
     backward = {(transfer.target, transfer.source) for transfer in plan.transfers if transfer.differentiable}

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.groups import device_of, level_groups
+from osdp.comm.groups import device_of, equalize_group_count
 from osdp.torch_private.distributed import all_gather, store_of
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Control:
             return None
         made = _MADE.get(group)
         if made is None:
-            level_groups(mesh, device_of(mesh))  # some ranks may have made groups of their own
+            equalize_group_count(mesh, device_of(mesh))  # some ranks may have made groups of their own
             ranks = dist.get_process_group_ranks(group)
             own: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             made = _MADE[group] = cls(own, blocks=backend == "gloo")

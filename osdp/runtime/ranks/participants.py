@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.collectives import ReduceOp, scatter_sum
 from osdp.model.fqn import is_inside
-from osdp.nn.modules import kind_of
+from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import fsdp_units
@@ -24,10 +24,10 @@ from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, Redu
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.fsdp_comms import (
     comms_of,
+    discard_gather,
     finalize_reduction,
-    gather_along,
-    give_up_gather,
-    reduce_along,
+    join_gather,
+    join_reduction,
     set_comms,
 )
 
@@ -81,18 +81,18 @@ class UnitCollectives:
     def join(self, code: int, *, in_backward: bool) -> None:
         """Take part in a collective without running the unit."""
         if code == GATHER:
-            gather_along(self.module, in_backward=in_backward)
+            join_gather(self.module, in_backward=in_backward)
         else:
-            reduce_along(self.module)
+            join_reduction(self.module)
 
     def end_forward(self) -> None:
         """Free the gathered parameters after a forward without gradients that this rank only joined."""
-        give_up_gather(self.module)
+        discard_gather(self.module)
 
     def end_joined(self) -> bool:
         """Return to idle after a joined backward; ``False`` if a gradient came after the reduction."""
         is_whole = finalize_reduction(self.module)
-        give_up_gather(self.module)
+        discard_gather(self.module)
         return is_whole
 
     def forward_code(self) -> int:
@@ -172,7 +172,7 @@ class SliceCollectives:
         sliced = self._slices(weight, _DTYPES[code >> 4])
         with torch.no_grad():
             if not code & _BACKWARD:
-                for _ in sliced.whole_slices(local):
+                for _ in sliced.gather_slices(local):
                     pass
                 return
             self._join_backward(code, weight, local, sliced)
@@ -182,7 +182,7 @@ class SliceCollectives:
         kept = {i: local for i in range(count - self._num_kept, count)} if code & _KEPT else {}
         gradient = torch.zeros_like(local) if code & _NEEDS_WEIGHT else None
         slices: Any = (
-            sliced.whole_again(local, kept)
+            sliced.regather_slices(local, kept)
             if code & _NEEDS_X
             else [(index, *bounds, None) for index, bounds in enumerate(sliced.bounds)]
         )
@@ -208,16 +208,12 @@ class SliceCollectives:
 
     def _slices(self, weight: DTensor, dtype: torch.dtype) -> SlicedWeight:
         slicing = self._slicing
-        dim = 1 if self._kind == "conv1d" else 0
         return SlicedWeight.of(
             weight,
             slicing.num_slices,
-            1 - dim if slicing.by == "input" else dim,
+            sliced_dim(self.module, slicing.by),
             dtype=dtype,
-            reduce_dtype=slicing.reduce_dtype,
-            prefetch=slicing.prefetch,
-            by_exchange=slicing.by_exchange,
-            turns=self,
+            **(slicing.options | {"turns": self}),
         )
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp.model.fqn import is_inside
-from osdp.nn.modules import SliceSetting, check_slicing, kind_of, slice_along, sliced, sliced_dim
+from osdp.nn.modules import SliceSetting, check_slicing, kind_of, make_sliced, slice_along, sliced_dim
 from osdp.nn.sliced_weight import compute_with
 from osdp.plan.plan import Decision, Plan
 from osdp.plan.shard_math import shard_numel
@@ -81,7 +81,7 @@ def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy)
                 reduce_dtype=policy.reduce_dtype,
                 by_exchange=routes[decision.operator].by_exchange,
             )
-            made[module] = sliced(module, slicing)
+            made[module] = make_sliced(module, slicing)
     for parent in list(model.modules()):
         # Not named_children(), which leaves out what is registered twice.
         for name, child in list(parent._modules.items()):

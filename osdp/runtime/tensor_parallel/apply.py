@@ -76,7 +76,7 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     return model
 
 
-def imagine(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list[Exchange]]:
+def first_rank_part(model: nn.Module, plan: TensorParallelPlan) -> tuple[nn.Module, list[Exchange]]:
     """Change ``model`` in place into the part that the first tensor-parallel rank computes, without others.
 
     Args:

@@ -26,7 +26,7 @@ from osdp.plan.tensor_parallel import (
 )
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow, trace_features
-from osdp.tracing.tensor_parallel.regions import Region, RegionSolver, join, joint
+from osdp.tracing.tensor_parallel.regions import Region, RegionSolver, join, join_regions
 from osdp.tracing.tensor_parallel.sequence import share_sequence
 
 
@@ -142,7 +142,7 @@ class _Search:
         for alike in failed.values():
             free = [r for r in alike if not any(name in self.entries for name in r.modules)]
             if len(free) > 1:
-                self._try(joint(free))
+                self._try(join_regions(free))
 
     def _regions(self) -> Iterator[Region]:
         spaces = self.flow.spaces()

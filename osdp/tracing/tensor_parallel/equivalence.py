@@ -57,7 +57,7 @@ class ReferenceRun:
         self._tensors = flow.tensors
         generator = torch.Generator().manual_seed(0)
         memo: dict[int, Any] = {id(p): _random_parameter(p, generator) for p in module.parameters()}
-        memo |= {id(b): _filled(b, generator) for b in module.buffers()}
+        memo |= {id(b): _fill_randomly(b, generator) for b in module.buffers()}
         self.module = copy.deepcopy(module, memo).eval()
         self._matters = [flow.is_used_after(tensor, call) for tensor in tensors_in(call.output)]
         self._arguments = self._find_arguments(call)
@@ -73,7 +73,7 @@ class ReferenceRun:
         if len(outputs) != len(self._matters) or not any(self._matters):
             return False
         return all(
-            _same(mine, other)
+            _is_close(mine, other)
             for mine, other, matters in zip(self.outputs, outputs, self._matters, strict=True)
             if matters
         )
@@ -82,7 +82,7 @@ class ReferenceRun:
         """Random inputs; integers are 0 or 1, or only 0 where the module cannot index with 1."""
         for largest in (1, 0):
             generator = torch.Generator().manual_seed(1)
-            fill = partial(_filled_argument, generator=generator, largest=largest)
+            fill = partial(_fill_argument, generator=generator, largest=largest)
             self._arguments = map_leaves(fill, (call.args, call.kwargs))
             try:
                 self.run(self.module)
@@ -149,7 +149,7 @@ class ShardedRun:
         """Divide the attributes of one rank by the degree; returns functions that restore them."""
         restores: list[Callable[[], None]] = []
         for fqn, name in divided:
-            module = rank.get_submodule(_relative(fqn, self.whole.name))
+            module = rank.get_submodule(_relative_error(fqn, self.whole.name))
             value = getattr(module, name)
             setattr(module, name, value // self.degree)
             restores.append(partial(setattr, module, name, value))
@@ -162,13 +162,13 @@ class ShardedRun:
         memo |= {id(b): b for b in self.whole.module.buffers()}
         local = copy.deepcopy(self.whole.module, memo)
         for fqn, entry in self.slices.items():
-            module = local.get_submodule(_relative(fqn, self.whole.name))
+            module = local.get_submodule(_relative_error(fqn, self.whole.name))
             self._shard(module, entry, rank)
             if entry.closes:
                 module.register_forward_hook(partial(self._close, rank))
         for fqn, leaves in self.gathers.items():
             hook = partial(self._gather, rank, leaves)
-            inside = local.get_submodule(_relative(fqn, self.whole.name))
+            inside = local.get_submodule(_relative_error(fqn, self.whole.name))
             inside.register_forward_pre_hook(hook, with_kwargs=True)
         if self.gathers:
             local.register_forward_pre_hook(partial(self._cut, rank), with_kwargs=True)
@@ -240,11 +240,11 @@ class _Rendezvous:
         return found
 
 
-def _relative(fqn: str, ancestor: str) -> str:
+def _relative_error(fqn: str, ancestor: str) -> str:
     return fqn[len(ancestor) :].removeprefix(".")
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     one, other = one.detach().double(), other.detach().double()
@@ -259,7 +259,7 @@ def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn
     return nn.Parameter(values)
 
 
-def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _fill_randomly(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer; random ones, or ones for integers, if it is on ``meta``."""
     if tensor.is_meta:
         values = torch.ones(tensor.shape, dtype=tensor.dtype)
@@ -267,7 +267,7 @@ def _filled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _filled_argument(leaf: Any, generator: torch.Generator, largest: int) -> Any:
+def _fill_argument(leaf: Any, generator: torch.Generator, largest: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_floating_point():

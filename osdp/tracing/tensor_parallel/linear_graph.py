@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import kind_of
 from osdp.tracing.failures import forward_failure
-from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.tensors import map_leaves, storage_key, tensors_in
@@ -118,7 +118,7 @@ def trace_features(model: nn.Module, batch: SampleBatch) -> FeatureFlow:
         ValueError: The model rejects the batch, or its forward depends on values of tensors.
     """
     with FakeTensors():
-        twin = skeleton(model, on_fake_cpu)
+        twin = copy_without_weights(model, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
 
         def run(draws: SingleDraws) -> FeatureFlow:

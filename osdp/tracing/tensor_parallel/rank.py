@@ -11,9 +11,9 @@ from osdp.nn.fake_tensors import FakeTensors
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key, rank_desc
 from osdp.tracing.failures import forward_failure
-from osdp.tracing.fake_copy import on_fake_cpu, skeleton
+from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
-from osdp.tracing.module_walk import Interval, Key, walk
+from osdp.tracing.module_walk import Interval, Key, walk_modules
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws, largest_run
 from osdp.tracing.trace import describe
@@ -44,7 +44,7 @@ def describe_rank(
     batch = SampleBatch.of(sample_inputs)
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms)
     with FakeTensors(), torch.enable_grad():
-        twin = skeleton(part, on_fake_cpu)
+        twin = copy_without_weights(part, on_fake_cpu)
         fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
 
         def run(draws: SingleDraws) -> tuple[list[Interval], _Watcher]:
@@ -52,25 +52,25 @@ def describe_rank(
             watcher = _Watcher(log)
             try:
                 with draws:
-                    return walk(twin, fake, watcher, loss_fn=loss_fn), watcher
+                    return walk_modules(twin, fake, watcher, loss_fn=loss_fn), watcher
             except Exception as error:
                 raise forward_failure(error, batch.specs) from error
 
-        stretches, watcher = largest_run(twin, run, lambda found: len(found[0]))
+        intervals, watcher = largest_run(twin, run, lambda found: len(found[0]))
     log.clear()
-    return rank_desc(whole, desc, plan, watcher.by_segment(stretches, {key(s) for s in desc.segments}))
+    return rank_desc(whole, desc, plan, watcher.by_segment(intervals, {key(s) for s in desc.segments}))
 
 
 class _Watcher:
-    """Assigns the entries of a log of collectives to the stretches in which they were appended."""
+    """Assigns the entries of a log of collectives to the intervals in which they were appended."""
 
     def __init__(self, log: list[Exchange]) -> None:
         self._log = log
         self._begins: list[int] = []
         self._all: list[Exchange] = []
 
-    def enter_forward(self, index: int, stretch: Interval, handed_on: Any) -> None:
-        """A stretch begins; see :class:`osdp.tracing.module_walk.Observer`."""
+    def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
+        """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         self._begins.append(len(self._log))
 
     def leave_forward(self, loss: torch.Tensor) -> None:
@@ -85,14 +85,14 @@ class _Watcher:
         """Nothing is recorded in backward."""
 
     def by_segment(
-        self, stretches: Sequence[Interval], segments: set[Key]
+        self, intervals: Sequence[Interval], segments: set[Key]
     ) -> dict[Key, tuple[Exchange, ...]]:
-        """Collectives of each segment; stretches that are no segment belong to the segment before them."""
+        """Collectives of each segment; intervals that are no segment belong to the segment before them."""
         found: dict[Key, tuple[Exchange, ...]] = {}
-        now = next(stretch.key for stretch in stretches if stretch.key in segments)
-        for index, stretch in enumerate(stretches):
-            now = stretch.key if stretch.key in segments else now
-            stop = self._begins[index + 1] if index + 1 < len(stretches) else len(self._all)
+        now = next(interval.key for interval in intervals if interval.key in segments)
+        for index, interval in enumerate(intervals):
+            now = interval.key if interval.key in segments else now
+            stop = self._begins[index + 1] if index + 1 < len(intervals) else len(self._all)
             entries = tuple(self._all[self._begins[index] : stop])
             if entries:
                 found[now] = found.get(now, ()) + entries

@@ -59,7 +59,7 @@ class Solution:
     summed: tuple[str, ...]
 
 
-def joint(regions: Sequence[Region]) -> Region:
+def join_regions(regions: Sequence[Region]) -> Region:
     """The union of several regions."""
     return Region(
         tuple(name for region in regions for name in region.columns),

@@ -46,7 +46,7 @@ def share_sequence(model: nn.Module, flow: FeatureFlow, plan: TensorParallelPlan
     """
     search = _Search(model, flow, plan)
     reasons: dict[str, None] = {}
-    for run in _runs(model, plan):
+    for run in _find_runs(model, plan):
         fault = search.fault(run)
         if fault is not None:
             reasons[fault] = None
@@ -58,7 +58,7 @@ def share_sequence(model: nn.Module, flow: FeatureFlow, plan: TensorParallelPlan
     return SequenceParallel(tuple(search.runs), tuple(search.gathers), tuple(search.summed))
 
 
-def _runs(model: nn.Module, plan: TensorParallelPlan) -> list[tuple[str, ...]]:
+def _find_runs(model: nn.Module, plan: TensorParallelPlan) -> list[tuple[str, ...]]:
     """The blocks of each outermost ``nn.ModuleList`` that contains sharded regions."""
     runs: list[tuple[str, ...]] = []
     for name, module in model.named_modules():
@@ -123,8 +123,8 @@ class _Search:
         if beyond:
             return f"a region of {block} reaches to {beyond[0]}"
         # 3. Where regions gather, and whose gradients are summed.
-        gathers = list(self._gathers(block, entries, hidden))
-        summed = self._summed(block, entries)
+        gathers = list(self._find_gathers(block, entries, hidden))
+        summed = self._find_summed(block, entries)
         if isinstance(summed, str):
             return summed
         # 4. The numerical check, once for all blocks that are alike.
@@ -134,7 +134,7 @@ class _Search:
         fault = self._proven[key]
         return f"{block}: {fault}" if fault is not None else (gathers, summed)
 
-    def _gathers(
+    def _find_gathers(
         self, block: str, entries: list[ShardedModule], hidden: torch.Tensor
     ) -> Iterator[SequenceGather]:
         """The module at which each region begins, and those of its arguments that are gathered."""
@@ -149,9 +149,9 @@ class _Search:
             elif len(names) == 1:
                 yield SequenceGather(around, (0,))
             else:
-                yield SequenceGather(around, _places(self.flow.calls[around], hidden))
+                yield SequenceGather(around, _positions_of(self.flow.calls[around], hidden))
 
-    def _summed(self, block: str, entries: list[ShardedModule]) -> list[str] | str:
+    def _find_summed(self, block: str, entries: list[ShardedModule]) -> list[str] | str:
         """Modules of ``block`` with whole parameters; the reason if their gradients cannot be summed."""
         found = []
         sharded = {entry.module for entry in entries}
@@ -200,7 +200,7 @@ def _innermost(names: list[str]) -> str:
     return found
 
 
-def _places(call: Call, hidden: torch.Tensor) -> tuple[int, ...]:
+def _positions_of(call: Call, hidden: torch.Tensor) -> tuple[int, ...]:
     """Leaf indices, in a call's arguments, of the computed tensors with the shape of ``hidden``."""
     computed = iter(call.computed)
     return tuple(

@@ -53,7 +53,7 @@ def test_one_odd_time_at_either_end_does_not_decide_the_fit() -> None:
 
 def test_links_take_their_times() -> None:
     samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
-    links = collectives._links("inside 8", 8, {Route.FLAT: samples})
+    links = collectives._fit_links("inside 8", 8, {Route.FLAT: samples})
     assert [(link.collective, link.group, link.size) for link in links] == [
         (name, "inside 8", 8) for name in COLLECTIVES
     ]
@@ -64,7 +64,7 @@ def test_links_take_their_times() -> None:
 def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
     slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
     fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
-    links = collectives._links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    links = collectives._fit_links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
     device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(links))
     assert device.link("reduce_scatter").by_exchange
     assert device.link("reduce_scatter").latency == pytest.approx(2e-3)
@@ -72,18 +72,18 @@ def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() 
     assert (chosen.route, chosen.searched) == (Route.EXCHANGE, True)
     assert (own.route, own.searched) == (Route.FLAT, False)
     assert own.reduce.latency == pytest.approx(4e-3)
-    inside = collectives._links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    inside = collectives._fit_links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
     assert len(inside) == 3
 
 
 def test_a_time_that_noise_swallowed_does_not_count() -> None:
     samples = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
     samples[SIZES[0]] = UnitTimes(0.0, 1e-4, 0.0, 3e-3)
-    links = collectives._links("world", 8, {Route.FLAT: samples})
+    links = collectives._fit_links("world", 8, {Route.FLAT: samples})
     assert [link.bandwidth for link in links[:2]] == pytest.approx([1e9, 2e9])
     nothing = dict.fromkeys(SIZES, UnitTimes(0.0, 0.0, 0.0, 0.0))
     assert all(
-        link.seconds(SIZES[-1]) < 1e-6 for link in collectives._links("world", 8, {Route.FLAT: nothing})
+        link.seconds(SIZES[-1]) < 1e-6 for link in collectives._fit_links("world", 8, {Route.FLAT: nothing})
     )
 
 
@@ -196,7 +196,7 @@ def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() 
 
 def _on_named_hosts(names: str) -> tuple[int, int]:
     with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
-        return collectives._shape(None, None)
+        return collectives._resolve_shape(None, None)
 
 
 def _on_all_named_hosts() -> list[tuple[int, int]]:

@@ -335,7 +335,7 @@ def test_what_stages_cannot_do_is_refused() -> None:
 def test_a_schedule_that_cannot_run_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("osdp.api.stage_devices", lambda *_: pytest.fail("devices are measured first"))
+    monkeypatch.setattr("osdp.api.resolve_stage_device", lambda *_: pytest.fail("devices are measured first"))
     with pytest.raises(ValueError, match="'1F1B' is unknown"):
         make_pipeline_plan(net(), batch(2), pp=2, dp=1, schedule="1F1B")
 
