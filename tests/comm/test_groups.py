@@ -149,10 +149,14 @@ def test_every_group_layout_of_four_ranks_trains_as_a_single_process() -> None:
 
 
 def main_cases() -> list[Case]:
+    """Each kind of groups once, groups of two and of four in turn."""
     ways = itertools.cycle((("shard each", "none"), ("mixed leaves", "keep"), ("shard each", "keep")))
+    sizes = itertools.cycle((2, 4))
     return [
-        Case(layout, accumulate=accumulate, grouping=grouping)
-        for grouping, (layout, accumulate) in zip(groupings(2) + groupings(4), ways, strict=False)
+        Case(layout, accumulate=accumulate, grouping=pair[size == 4])
+        for pair, size, (layout, accumulate) in zip(
+            zip(groupings(2), groupings(4), strict=True), sizes, ways, strict=False
+        )
     ]
 
 

@@ -2,17 +2,21 @@
 
 import pickle
 import signal
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.helpers.load import Patience
-from tests.helpers.ranks import GRACE, Call, RankPool, RankProcess
+from tests.helpers.ranks import Team
 
-_POOL = RankPool()
+#: Teams that wait for a call, by world size and backend.
+_FREE: dict[tuple[int, str], Team] = {}
+#: Seconds the other ranks get to report or to end once one has failed.
+_GRACE = 2.0
+#: World sizes of teams that are kept.
+_KEPT = (2, 4)
 #: How a rank ends that the backend's own threads have torn down.
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 
@@ -52,8 +56,9 @@ def run(
     """What ``function(*args)`` returned on each of ``world_size`` ranks.
 
     Every rank has its process group initialised and one thread; it knows its rank from ``torch.distributed``.
-    A rank that has answered stays for the next call, which finds a new process group, seeds and environment.
-    It ends after a call that failed or left a global setting, hook, mode or thread behind.
+    Ranks that have answered stay for the next call on as many: it finds the same process group, seeds,
+    environment and folder as the first, and what torch keeps of meshes and shapes. They end after a call that
+    failed, or left a global setting, hook, mode or thread behind on one of them.
 
     Args:
         world_size: Number of processes.
@@ -92,38 +97,36 @@ def run_once(
         RankCrashedError: A rank died by a signal.
     """
     payload = pickle.dumps((function, args))
-    pool = RankPool() if fresh else _POOL
-    ranks = pool.take(world_size)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for number, rank in enumerate(ranks):
-                rank.begin(Call(number, world_size, payload, backend, f"{folder}/store", timeout))
-            answers, usable = _collect(ranks, timeout)
-        except RankError as error:
-            # What its peers say of a lost connection may come first; another fault is no backend's.
-            suspect = error.error in ("EOFError", "RuntimeError", "LockstepError", "DistBackendError")
-            statuses = [rank.end(GRACE if suspect else 0.0) for rank in ranks]
-            crashed = [number for number, status in enumerate(statuses) if status in _CRASHES]
-            if suspect and crashed:
-                raise RankCrashedError(crashed[0], error.error, error.trace) from None
-            raise
-        except BaseException:
-            for rank in ranks:
-                rank.end()
-            raise
-    if usable and not fresh:
-        pool.give_back(ranks)
+    kind = (world_size, backend)
+    team = None if fresh else _FREE.pop(kind, None)
+    if team is None:
+        team = Team(*kind)
+    try:
+        team.begin(payload)
+        answers, usable = _collect(team, timeout)
+    except RankError as error:
+        # What its peers say of a lost connection may come first; another fault is no backend's.
+        suspect = error.error in ("EOFError", "RuntimeError", "LockstepError", "DistBackendError")
+        statuses = team.end(_GRACE if suspect else 0.0)
+        crashed = [rank for rank, status in enumerate(statuses) if status in _CRASHES]
+        if suspect and crashed:
+            raise RankCrashedError(crashed[0], error.error, error.trace) from None
+        raise
+    except BaseException:
+        team.end()
+        raise
+    if usable and not fresh and world_size in _KEPT:
+        _FREE[kind] = team
     else:
-        for rank in ranks:
-            rank.end()
+        team.end()
     return answers
 
 
-def _collect(ranks: Sequence[RankProcess], timeout: float) -> tuple[list[Any], bool]:
+def _collect(team: Team, timeout: float) -> tuple[list[Any], bool]:
     """The answers of all ranks, and whether all of them can be used again."""
     results: dict[int, Any] = {}
     failures: list[tuple[float, RankError]] = []
-    waiting = {rank.connection: number for number, rank in enumerate(ranks)}
+    waiting = {connection: rank for rank, connection in enumerate(team.connections)}
     all_usable, patience = True, Patience(timeout)
     while waiting:
         ready = wait(list(waiting), timeout=min(1.0, patience.left()))
@@ -131,7 +134,7 @@ def _collect(ranks: Sequence[RankProcess], timeout: float) -> tuple[list[Any], b
             break
         for receiver in ready:
             assert isinstance(receiver, Connection)
-            number = waiting.pop(receiver)
+            rank = waiting.pop(receiver)
             try:
                 succeeded, when, usable, answer = pickle.loads(receiver.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -139,14 +142,16 @@ def _collect(ranks: Sequence[RankProcess], timeout: float) -> tuple[list[Any], b
                 answer = "EOFError", "the process died without a word"
             all_usable &= usable
             if succeeded:
-                results[number] = pickle.loads(answer)
+                results[rank] = pickle.loads(answer)
                 continue
-            failures.append((when, RankError(number, *answer)))
+            failures.append((when, RankError(rank, *answer)))
             if len(failures) == 1:
-                patience = Patience(GRACE)
+                patience = Patience(_GRACE)
     if failures:
         # A failing rank makes its peers fail: the first one is the cause.
         raise min(failures, key=lambda failure: failure[0])[1]
     if waiting:
-        raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(ranks)} did not return in time")
-    return [results[number] for number in sorted(results)], all_usable
+        raise TimeoutError(
+            f"ranks {sorted(waiting.values())} of {len(team.connections)} did not return in time"
+        )
+    return [results[rank] for rank in sorted(results)], all_usable

@@ -1,7 +1,8 @@
-"""Processes that are ranks of one call after another: what they compute first costs half a second, once.
+"""Processes that answer one call after another as the ranks of a process group.
 
-They come from a forkserver that has loaded most: a plain fork hangs once the parent ran a multi-threaded
-backward, and spawn pays torch's import every time.
+What a rank computes first costs it half a second, and how torch spreads an operator over a mesh 20 ms for
+each kind and shape: both are kept. The processes come from a forkserver that has loaded most: a plain fork
+hangs once the parent ran a multi-threaded backward, and spawn pays torch's import every time.
 """
 
 import contextlib
@@ -11,23 +12,23 @@ import multiprocessing
 import os
 import pickle
 import random
+import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.helpers.load import MOST, Patience
+from tests.helpers.load import Patience
 
 _PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "pytest",
     "hypothesis",
@@ -40,106 +41,64 @@ _PRELOAD = [
         for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "mistral", "opt", "qwen2", "t5", "vit")
     ),
 ]
-#: Seconds that a rank has to end or to become free.
-GRACE = 2.0
-#: Ranks that stay while nobody needs them.
-_KEPT = 4
-_FREE = b"free"
+#: Seconds of a collective, which whoever waits for the ranks does not wait for.
+_TIMEOUT = 3600.0
+#: Files, sockets of process groups most of all, with which a rank is too full for another call.
+_MOST_FILES = 400
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a rank is to do.
+class Team:
+    """The ranks of one process group, each in a process that waits for calls.
 
     Attributes:
-        rank: Which rank it is.
-        world_size: Of how many.
-        payload: The pickled function and its arguments.
+        connections: Where the pickled answer of each rank comes from: whether it succeeded, when, whether it
+            can be used again, and the result or the name of the exception's type and the traceback.
+
+    Args:
+        world_size: Number of ranks.
         backend: Of the process group.
-        store: Path of the file over which the ranks meet.
-        timeout: Seconds that it may take on an idle machine.
     """
 
-    rank: int
-    world_size: int
-    payload: bytes
-    backend: str
-    store: str
-    timeout: float
-
-
-class RankProcess:
-    """A process that waits for calls.
-
-    Attributes:
-        connection: Where its pickled answers come from: whether it succeeded, when, whether it can be used
-            again, and the result or the name of the exception's type and the traceback.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self.connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,), daemon=True)
-        self._process.start()
-        other.close()
+        self._folder = tempfile.TemporaryDirectory()
+        self.connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, its = context.Pipe()
+            arguments = (rank, world_size, backend, f"{self._folder.name}/store", its)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            its.close()
+            self.connections.append(mine)
+            self._processes.append(process)
 
-    def begin(self, call: Call) -> None:
-        """Start it on a call; one that has ended will not answer."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(call)
+    def begin(self, payload: bytes) -> None:
+        """Start all ranks on a pickled function with its arguments; one that has ended will not answer."""
+        for connection in self.connections:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.send_bytes(payload)
 
-    def release(self) -> None:
-        """Let it leave the process group of its call: all its peers have answered."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(None)
+    def end(self, seconds: float = 0.0) -> list[int | None]:
+        """Kill ranks that do not end by themselves in so many seconds of an idle machine.
 
-    def is_free(self) -> bool:
-        """Whether it has left it, which is waited for."""
-        try:
-            patience = Patience(GRACE)
-            return self.connection.poll(patience.left()) and self.connection.recv_bytes() == _FREE
-        except (EOFError, ConnectionResetError):
-            return False
-
-    def end(self, seconds: float = 0.0) -> int | None:
-        """Kill it unless it ends by itself in so many seconds of an idle machine; returns its exit status."""
-        self.connection.close()
-        self._process.join(Patience(seconds).left())
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        return self._process.exitcode
-
-
-class RankPool:
-    """The free ranks of this process."""
-
-    def __init__(self) -> None:
-        self._free: list[RankProcess] = []
-
-    def take(self, count: int) -> list[RankProcess]:
-        """So many ranks, new ones if there are too few."""
-        taken = []
-        while self._free and len(taken) < count:
-            rank = self._free.pop()
-            if rank.is_free():
-                taken.append(rank)
-            else:
-                rank.end()
-        return taken + [RankProcess() for _ in range(count - len(taken))]
-
-    def give_back(self, ranks: Sequence[RankProcess]) -> None:
-        """Keep ranks that have all answered, as far as there is room for them."""
-        for rank in ranks:
-            rank.release()
-            if len(self._free) < _KEPT:
-                self._free.append(rank)
-            else:
-                rank.end()
+        Returns:
+            The exit status of each.
+        """
+        patience = Patience(seconds)
+        for connection in self.connections:
+            connection.close()
+        for process in self._processes:
+            process.join(patience.left())
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+        return [process.exitcode for process in self._processes]
 
 
-def _serve(connection: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, connection: Connection) -> None:
     """Answer calls until one fails or leaves something behind, or the caller is gone."""
     import torch
 
@@ -147,26 +106,52 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # What was loaded stays: a collection that walks through it takes a third of a second.
     gc.freeze()
-    environment, folder, before = dict(os.environ), os.getcwd(), _global_state()
+    size, number = str(world_size), str(rank)
+    os.environ.update(RANK=number, WORLD_SIZE=size, LOCAL_RANK=number, LOCAL_WORLD_SIZE=size)
+    environment, folder = dict(os.environ), os.getcwd()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            call = connection.recv()
+        payload = connection.recv_bytes()
+        succeeded, answer = _caught(_join, rank, world_size, backend, store)
+        before = _global_state()
+        while succeeded:
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(folder)
-            succeeded, answer = _answer(call)
+            succeeded, answer = _caught(_call, payload)
             usable = succeeded and _global_state() == before
             connection.send_bytes(pickle.dumps((succeeded, time.time(), usable, answer)))
             if not usable:
                 break
-            connection.recv()
-            _leave()
-            connection.send_bytes(_FREE)
+            gc.collect()
+            payload = connection.recv_bytes()
+        else:
+            connection.send_bytes(pickle.dumps((False, time.time(), False, answer)))
     # A hanging peer must not hold up the report of a failure: leave without the group's farewell.
     os._exit(0)
 
 
-def _answer(call: Call) -> tuple[bool, Any]:
+def _caught(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return True, function(*args)
+    except BaseException as error:
+        return False, (type(error).__name__, traceback.format_exc())
+
+
+def _join(rank: int, world_size: int, backend: str, store: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+
+
+def _call(payload: bytes) -> bytes:
     import numpy
     import torch
     import torch.distributed as dist
@@ -174,38 +159,11 @@ def _answer(call: Call) -> tuple[bool, Any]:
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
-    rank, world_size = str(call.rank), str(call.world_size)
-    os.environ.update(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            dist.init_process_group(
-                call.backend,
-                store=dist.FileStore(call.store, call.world_size),
-                rank=call.rank,
-                world_size=call.world_size,
-                # Who waits for the ranks ends them before.
-                timeout=timedelta(seconds=call.timeout * MOST),
-            )
-            function, args = pickle.loads(call.payload)
-            answer = pickle.dumps(function(*args))
-            if dist.is_initialized():
-                dist.barrier()
-        return True, answer
-    except BaseException as error:
-        return False, (type(error).__name__, traceback.format_exc())
-
-
-def _leave() -> None:
-    """Leave the process group, and forget what torch has kept of meshes over it."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import _redistribute, debug
-
+    function, args = pickle.loads(payload)
+    answer = pickle.dumps(function(*args))
     if dist.is_initialized():
-        dist.destroy_process_group()
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    gc.collect()
+        dist.barrier()
+    return answer
 
 
 def _global_state() -> tuple[Any, ...]:
@@ -226,6 +184,8 @@ def _global_state() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack,
         torch._C._len_torch_function_stack,
         threading.active_count,
+        lambda: dist.group.WORLD,
+        lambda: len(os.listdir("/dev/fd")) > _MOST_FILES,
     ]
     hooks = [
         len(value)

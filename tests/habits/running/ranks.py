@@ -24,6 +24,7 @@ from tests.habits.running.context import ALONE, Context, Record
 from tests.habits.running.habit import Habit, habits_named
 from tests.habits.running.outcome import CRASHED, EQUAL, HUNG, SKIPPED, Outcome, joined, judged
 from tests.helpers.distributed import BackendCrash, RankCrashedError, RankError, run_once
+from tests.helpers.load import slowdown
 
 #: Seconds the other ranks get to end once one has.
 GRACE = 12.0
@@ -111,13 +112,14 @@ def _work(cases: Sequence[Case], folder: str) -> None:
     references: dict[tuple[str, bool], Reference] = {}
     for index, case in enumerate(cases):
         habit = habits[case.habit]
-        with watch.over(index, habit.seconds) as report:
+        with watch.over(index, habit.seconds * slowdown()) as report:
             outcome = _outcome(habit, case, rank, world_size, references)
             report(outcome)
         # A mesh of an earlier case is nothing that a later one may lean on.
         if any(kind not in (EQUAL, SKIPPED) for kind in watch.all_outcomes(index)):
             sys.stdout.flush()
             os._exit(0)
+    watch.end()
 
 
 def _outcome(
@@ -171,7 +173,14 @@ class _Watch:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._index, self._deadline = -1, float("inf")
         self._main = threading.get_ident()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """All cases are over."""
+        self._ended.set()
+        self._thread.join()
 
     def over(self, index: int, seconds: float) -> "_Watch":
         self._index, self._deadline = index, time.monotonic() + seconds
@@ -186,7 +195,7 @@ class _Watch:
     def all_outcomes(self, index: int) -> list[str]:
         """Kinds of all ranks; waits for them."""
         paths = [self._folder / f"{index}.{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + 3 * GRACE
+        deadline = time.monotonic() + 3 * GRACE * slowdown()
         while not all(path.exists() for path in paths):
             if time.monotonic() > deadline:
                 return [HUNG]
@@ -200,11 +209,10 @@ class _Watch:
             path.with_suffix(f".{self._rank}.part").rename(path)
 
     def _look(self) -> None:
-        while True:
-            time.sleep(0.2)
+        while not self._ended.wait(0.2):
             deadline = self._deadline
             if self._someone_ended():
-                deadline = self._deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = self._deadline = min(deadline, time.monotonic() + GRACE * slowdown())
             if time.monotonic() > deadline:
                 frame = sys._current_frames().get(self._main)
                 trace = traceback.format_stack(frame) if frame is not None else []
