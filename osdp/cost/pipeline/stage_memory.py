@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from osdp.cost.pipeline.memory import StageMemory
-from osdp.cost.sharding.memory import always, root_always
+from osdp.cost.sharding.memory import always, lasting_gradients, root_always
 from osdp.cost.sharding.problem import ShardingProblem, build_situation
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, priced
@@ -189,4 +189,5 @@ def _highest(situation: ShardingProblem, found: ShardingSolution) -> dict[str, f
         # Every kind but "step" that is not of forward is of backward.
         kind = kind if kind in highest else "backward"
         highest[kind] = max(highest[kind], nbytes)
-    return highest | {"always": root_always(situation, root) + float(always(units, situation).sum())}
+    own = always(units, situation, lasting_gradients(units, situation.conditions))
+    return highest | {"always": root_always(situation, root) + float(own.sum())}

@@ -11,8 +11,9 @@ Start at :func:`osdp.cost.sharding.simulate.simulate_step`.
 - ``unit_costs``: units made of operators
 - ``sliced_costs``: operators that run in slices
 - ``offload_costs``: units that are offloaded to host memory
-- ``memory``: memory at one moment as a linear function of the units
-- ``peaks``: the highest moment of a set of units
+- ``memory``: bytes alive at each kind of moment: one formula each, with two readers
+- ``rows``: one moment as a linear function of candidate units
+- ``peaks``: the highest moment of the units of one plan
 - ``time``: time of a step on two resources, device and link
 - ``simulate``: peak memory and time of one step
 - ``solution``: units that a search chose, before they have names

@@ -1,21 +1,33 @@
-"""Memory alive at one moment of a step, as a linear function of candidate units.
+"""Memory alive at the moments of a step: one formula for each kind of moment, with two readers.
 
-Peak memory is the maximum over the moments at which a buffer appears.
-:func:`osdp.cost.sharding.peaks.step_peaks` finds the highest moment of a set of units; :func:`memory_row`
-gives one moment as a linear function of candidate units. The row never exceeds the simulated bytes of any
-plan, and equals them for plans with the same neighbours around that moment, as the search's cutting planes
-require.
+Peak memory is the maximum over the moments at which a buffer appears. A formula adds up the bytes of units by
+their place relative to a moment; a :class:`View` evaluates it, either for candidate units at one moment
+(:mod:`osdp.cost.sharding.rows`) or for the units of one plan at all moments of a kind
+(:mod:`osdp.cost.sharding.peaks`).
+
+================  ====================  =========================  ======================================
+moment            units before          unit inside                units after, in forward order
+================  ====================  =========================  ======================================
+forward           parameters they keep  parameters                 the last all-gather's output
+unshard           parameters they keep  parameters twice           the last all-gather's output
+backward          parameters they keep  parameters, gradients so   gradients, the last reduce-scatter's
+                  and prefetch          far                        input
+backward_unshard  parameters they keep  parameters twice           gradients, the last reduce-scatter's
+                                                                   input
+reduce            parameters they keep  gradients, reduce-scatter  gradients
+                  and prefetch          buffers
+================  ====================  =========================  ======================================
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
-from osdp.cost.sharding.timeline import Timeline
 from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
@@ -41,6 +53,9 @@ class PeakMoment(NamedTuple):
     trigger: int = -1
 
 
+# -- bytes that do not depend on the moment ---------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """Gradient bytes of each unit, arrays of shape ``(U,)``.
@@ -54,204 +69,214 @@ class Gradients:
     after: Floats
 
 
-def lasting_gradients(units: UnitCosts, conditions: StepSettings) -> Gradients:
+def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     """Gradients that outlive a unit's own backward."""
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
     nothing = np.zeros_like(unreduced)
-    if conditions.microbatches == 1:
+    if settings.microbatches == 1:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
-    if conditions.reduce_each:
+    if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         reused = units.sliced | (~units.in_root & (units.unsharded == 0))
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
 
-def always(units: UnitCosts, situation: ShardingProblem) -> Floats:
+def always(units: UnitCosts, problem: ShardingProblem, gradients: Gradients) -> Floats:
     """Bytes of each unit that are alive throughout forward and backward, shape ``(U,)``."""
     copies = np.where(units.sharded, 0.0, units.unsharded)
-    found = units.state + copies + lasting_gradients(units, situation.conditions).always
-    if situation.timeline.others:
+    found = units.state + copies + gradients.always
+    if problem.timeline.others:
         # The other microbatches in flight do not keep the activations that are recomputed.
-        saving = situation.timeline.recompute.saving[units.start]
-        found -= situation.timeline.others * np.where(units.recomputed, saving, 0.0)
+        saving = problem.timeline.recompute.saving[units.start]
+        found -= problem.timeline.others * np.where(units.recomputed, saving, 0.0)
     return found
 
 
-def root_always(situation: ShardingProblem, root: RootUnitCost) -> float:
+def root_always(problem: ShardingProblem, root: RootUnitCost) -> float:
     """Bytes outside the chain's units that are alive throughout forward and backward."""
-    timeline = situation.timeline
+    timeline = problem.timeline
     in_flight = timeline.others * timeline.kept
     return timeline.resident + in_flight + root.state + root.unsharded + root.low_precision + root.carried
 
 
-# -- one moment as a linear function of candidate units ---------------------------------------------------
+# -- moments of forward and backward ----------------------------------------------------------------------
 
 
-def memory_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
-) -> tuple[Floats, float]:
-    """Bytes alive at ``moment``, linear in the units.
+class View(Protocol):
+    """Units around one moment or several; results of its methods are added up."""
 
-    Args:
-        situation: The step to plan.
-        units: Candidate units; a plan takes some of them that partition the chain.
-        root: Costs of the operators outside the chain.
-        moment: A moment returned by :func:`osdp.cost.sharding.peaks.step_peaks`.
+    @property
+    def problem(self) -> ShardingProblem:
+        """The step to plan."""
 
-    Returns:
-        Bytes per unit, shape ``(U,)``, and a constant.
-    """
-    if moment.kind == "step":
-        return _step_row(situation, units, root, moment.where)
-    rows = {"forward": _forward_row, "unshard": _forward_row, "final": _final_row}
-    row, constant = rows.get(moment.kind, _backward_row)(situation, units, root, moment)
-    row = row + always(units, situation)
-    if moment.kind != "final":
-        row -= _dropped(situation.timeline, units, _region(moment))
-    return row, root_always(situation, root) + constant
+    @property
+    def units(self) -> UnitCosts:
+        """The units."""
 
+    @property
+    def root(self) -> RootUnitCost:
+        """Costs of the operators outside the chain."""
 
-def _region(moment: PeakMoment) -> int:
-    return moment.where if moment.kind in ("forward", "backward") else 2 * moment.where + 1
+    @property
+    def gradients(self) -> Gradients:
+        """The units' gradients."""
 
+    @property
+    def region(self) -> Any:
+        """Region of each moment."""
 
-def _dropped(timeline: Timeline, units: UnitCosts, region: int) -> Floats:
-    """Activations, ``(U,)``, that each unit's recomputed block does not keep at ``region`` in either pass."""
-    again = timeline.recompute
-    return np.where(units.recomputed & (again.until[units.start] < region), again.saving[units.start], 0.0)
+    def inside(self, values: NDArray[Any]) -> NDArray[Any]:
+        """``values``, shape ``(U,)``, of the unit inside; undefined where there is none."""
 
+    def at_edge(self, values: Floats, otherwise: Callable[[], Floats]) -> Floats:
+        """``values`` of a unit inside that has a moment of this kind here, else what ``otherwise`` gives."""
 
-def _forward_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
-) -> tuple[Floats, float]:
-    """Row of a moment of forward: compute of a region, or the copy-out of an unshard."""
-    timeline, is_unshard = situation.timeline, moment.kind == "unshard"
-    region = 2 * moment.where + 1 if is_unshard else moment.where
-    first, last = windows(units)
-    # 1. Parameters: kept by units that ran before, gathered by the running one.
-    running = units.sharded & (first <= region) & (region <= last)
-    kept = np.where(last < region, units.kept, 0.0)
-    # The copy-out of an unshard holds the all-gather's output next to its copy, and the previous unit's
-    # output too.
-    begins = running & (first == region) & is_unshard
-    row = kept + np.where(running, units.unsharded, 0.0) + np.where(begins, units.unsharded, 0.0)
-    if not is_unshard:
-        row += np.where((first <= region) & (region <= last), units.slice_forward, 0.0)
-    # 2. The all-gather output that is held until the next copy-out: that of the last unit gathered so far.
-    started = units.sharded & ((first < region) if is_unshard else (first <= region))
-    if moment.before < 0:
-        # No unit has been gathered yet, so it is the root unit's.
-        joined = np.where(units.in_root, units.unsharded, 0.0)
-        held = joined - np.where(started, root.unsharded + float(joined.sum()), 0.0)
-        missing = root.unsharded
-    else:
-        held, missing = _nearest(units, units.unsharded, started, moment.before, is_last=True), 0.0
-    activations = timeline.forward_start[moment.where] if is_unshard else timeline.forward_peak[region]
-    return row + held, float(activations) + missing
+    def fixed(self, values: Floats, index: Any) -> Floats:
+        """``values[index]``: bytes outside the chain's units."""
+
+    def own(self, inside: Floats) -> Floats:
+        """Bytes of the unit inside, as :meth:`inside` gives them."""
+
+    def kept_before(self) -> Floats:
+        """Parameters that units before the moment keep gathered."""
+
+    def gradients_after(self) -> Floats:
+        """Gradients that units after the moment, in forward order, have left."""
+
+    def held_output(self, *, of_inside: bool) -> Floats:
+        """The all-gather output held in forward: that of the unit gathered last, or the root unit's."""
+
+    def held_input(self) -> Floats:
+        """The reduce-scatter input held in backward: that of the nearest sharded unit after the moment."""
+
+    def prefetched(self) -> Floats:
+        """The nearest sharded unit before, if it was resharded and the backward of another has begun."""
+
+    def recomputation(self, *, excess: bool) -> Floats:
+        """Activations that recomputed blocks drop (negative); with ``excess`` also what rerunning needs."""
 
 
-def _backward_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
-) -> tuple[Floats, float]:
-    """Row of a moment of backward: compute of a region, an unshard or a reduction.
-
-    ::
-
-        forward order:   ... before | unit at `region` | after ...
-        backward goes    <------------------------------------
-                         prefetched   gathered, its      its reduce-scatter
-                                      gradients come     input is still held
-    """
-    region = moment.where if moment.kind == "backward" else 2 * moment.where + 1
-    first, last = windows(units)
-    # 1. Left of the region units still keep parameters, right of it they have left gradients.
-    left, right = last < region, first > region
-    row = np.where(left, units.kept, 0.0)
-    row += np.where(right, lasting_gradients(units, situation.conditions).after, 0.0)
-    row += np.where(left | right, 0.0, _running(situation, units, moment, region))
-    if moment.kind == "backward":
-        row += _computing_again(situation.timeline, units, region)
-    constant = _backward_constant(root, moment)
-    # 2. The reduce-scatter input of the unit whose backward ran before, held until the next reduction.
-    if moment.kind != "reduce" and moment.after >= 0:
-        row += _nearest(units, units.reduce_input, right & units.sharded, moment.after, is_last=False)
-    # 3. The unit prefetched for the next backward.
-    gathers_ahead = moment.before >= 0 and (root.has_unit or moment.trigger >= 0)
-    if moment.kind != "backward_unshard" and gathers_ahead:
-        resharded = np.where(units.mode == FULL_SHARD, units.unsharded, 0.0)
-        row += _nearest(units, resharded, left & units.sharded, moment.before, is_last=True)
-        if not root.has_unit:
-            # Nothing is prefetched before the backward of the first sharded unit has begun.
-            most = float(np.max(resharded[units.start == moment.before], initial=0.0))
-            row += np.where(~left & units.sharded & (units.start == moment.trigger), most, 0.0)
-            constant -= most
-    return row, constant
+def _forward(view: View) -> Floats:
+    """Bytes during the compute of a region in forward."""
+    units, timeline = view.units, view.problem.timeline
+    parameters = view.inside(np.where(units.sharded, units.unsharded, units.slice_forward))
+    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.own(parameters) + view.held_output(of_inside=True)
 
 
-def _computing_again(timeline: Timeline, units: UnitCosts, region: int) -> Floats:
-    """Memory that recomputing a block needs beyond its backward; it is needed first, in the last region."""
-    again = timeline.recompute
-    return np.where(
-        units.recomputed & (again.until[units.start] - 1 == region), again.excess[units.start], 0.0
+def _unshard(view: View) -> Floats:
+    """Bytes at the copy-out of an unshard in forward, next to the previous unit's all-gather output."""
+    units, timeline = view.units, view.problem.timeline
+    parameters = np.where(units.sharded, units.unsharded, 0.0)
+    # The all-gather's output and its copy.
+    copied = view.at_edge(2 * parameters, lambda: view.inside(parameters))
+    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
+
+
+def _backward(view: View) -> Floats:
+    """Bytes during the compute of a region in backward."""
+    activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
+    units = view.kept_before() + view.own(_running(view, lambda: _made(view))) + view.gradients_after()
+    return activations + units + view.held_input() + view.prefetched()
+
+
+def _backward_unshard(view: View) -> Floats:
+    """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
+    operator = view.region // 2
+    copied = view.at_edge(
+        2 * view.units.unsharded,
+        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
     )
+    activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
 
 
-def _running(situation: ShardingProblem, units: UnitCosts, moment: PeakMoment, region: int) -> Floats:
-    """Bytes of the unit whose backward runs at ``region``, shape ``(U,)``."""
-    prefix, operator = situation.prices.gradient, region // 2
-    keeps = situation.conditions.keeps_gradients
-    accrued = prefix[units.stop] - prefix[np.minimum(np.maximum(units.start, operator), units.stop)]
-    if keeps:
-        runs = (units.start <= operator) & (operator < units.stop)
-        one = np.where(runs, _gradient_at(prefix, min(operator, len(prefix) - 2)), 0.0)
+def _reduce(view: View) -> Floats:
+    """Bytes during a gradient reduction, when no earlier reduce-scatter input is held any more."""
+    units = view.units
+    peak = units.reduce_peak - (units.gradient if view.problem.conditions.keeps_gradients else 0.0)
+    reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
+    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
+
+
+def _running(view: View, more: Callable[[], Floats]) -> Floats:
+    """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients."""
+    units = view.units
+    own = np.where(units.sharded, units.unsharded, view.gradients.after + units.largest_gradient)
+    return view.inside(own) + np.where(view.inside(units.sharded), more(), 0.0)
+
+
+def _made(view: View) -> Floats:
+    """Gradients of the unit inside that exist once the backward of the region runs."""
+    units, prefix, operator = view.units, view.problem.prices.gradient, view.region // 2
+    start, stop = view.inside(units.start), view.inside(units.stop)
+    made = prefix[stop] - prefix[np.minimum(np.maximum(start, operator), stop)]
+    if view.problem.conditions.keeps_gradients:
         # Gradients are added in place as they come, unless the sum is of another dtype.
-        accrued = np.where(units.accumulated == units.gradient, one, accrued)
-    sharded = units.unsharded + accrued
-    if moment.kind == "backward_unshard":
-        begins = (units.stop == moment.where + 1) & (units.mode == FULL_SHARD)
-        sharded = units.unsharded + np.where(
-            begins, units.unsharded, accrued - _gradient_at(prefix, operator)
-        )
-    elif moment.kind == "reduce":
-        peak = units.reduce_peak - (units.gradient if keeps else 0.0)
-        sharded = np.where(units.start == moment.where, peak, sharded)
-    lasting = lasting_gradients(units, situation.conditions).after
-    return np.where(units.sharded, sharded, lasting + units.largest_gradient)
+        in_place = view.inside(units.accumulated == units.gradient)
+        made = np.where(in_place, _gradient_at(view.problem, operator), made)
+    return np.asarray(made)
 
 
-def _gradient_at(prefix: Floats, operator: int) -> float:
-    return float(prefix[operator + 1] - prefix[operator])
+def _gradient_at(problem: ShardingProblem, operator: Any) -> Floats:
+    """Gradient bytes of an operator; of the last one beyond the chain."""
+    prefix = problem.prices.gradient
+    operator = np.minimum(operator, len(prefix) - 2)
+    return np.asarray(prefix[operator + 1] - prefix[operator])
 
 
-def _backward_constant(root: RootUnitCost, moment: PeakMoment) -> float:
-    """Activations, and gradients of the operators outside the chain, at a moment of backward."""
-    backward = root.backward
-    places = {"backward": backward.peak, "backward_unshard": backward.start, "reduce": backward.end}
-    return float(places[moment.kind][moment.where])
+#: Bytes alive at the moments of each kind.
+MOMENTS: Mapping[str, Callable[[View], Floats]] = {
+    "forward": _forward,
+    "unshard": _unshard,
+    "backward": _backward,
+    "backward_unshard": _backward_unshard,
+    "reduce": _reduce,
+}
 
 
-def _final_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
+def edges(kind: str, units: UnitCosts) -> tuple[Bools, Ints]:
+    """Which units have a moment of a kind that is no region's, and at which operator; both ``(U,)``."""
+    if kind == "backward_unshard":
+        return units.mode == FULL_SHARD, units.stop - 1
+    return units.sharded, units.start
+
+
+def resharded(units: UnitCosts) -> Floats:
+    """Bytes that each unit gathers again for its backward, shape ``(U,)``."""
+    return np.where(units.mode == FULL_SHARD, units.unsharded, 0.0)
+
+
+# -- moments that are one sum over all units --------------------------------------------------------------
+
+
+def final_row(
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients
 ) -> tuple[Floats, float]:
-    """Row of the end of backward.
+    """Bytes of each unit, and a constant, at the last moment of backward beyond what is alive throughout.
 
-    The root unit reduces first, then the first unit, whose input needs no gradient.
+    These are the final reductions, while the root unit is still gathered: the root unit reduces first, then
+    the first unit, whose input needs no gradient.
     """
-    after = lasting_gradients(units, situation.conditions).after
     first = units.sharded & (units.start == 0)
-    row = np.where(first, units.unsharded + units.gradient, after)
+    row = np.where(first, units.unsharded + units.gradient, gradients.after)
     row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
-    return row, situation.timeline.final - root.unsharded + root.gradient + root.reduce_input
+    return row, problem.timeline.final - root.unsharded + root.gradient + root.reduce_input
 
 
-def _step_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, operator: int
+def step_row(
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, operator: int
 ) -> tuple[Floats, float]:
-    """Row of the optimizer step, with the temporaries of ``operator`` where these do not add up."""
-    prices, timeline = situation.prices, situation.timeline
+    """Bytes of each unit, and a constant, in the optimizer step.
+
+    Where temporaries do not add up, they are those of ``operator``, or of the root if that is negative.
+    """
+    prices, timeline = problem.prices, problem.timeline
     row = units.state + units.gradient_kept
     constant = timeline.resident + timeline.final + root.state + root.gradient_kept
     if prices.temporaries_add:
@@ -262,24 +287,3 @@ def _step_row(
     of_shards = np.array([on_wire.temporary_sharded[operator] for on_wire in prices.by_wire])
     one = np.where(units.mode != NO_SHARD, of_shards[units.wire], prices.temporary_whole[operator])
     return row + np.where(has & ~units.offloaded, one, 0.0), constant
-
-
-def windows(units: UnitCosts) -> tuple[Ints, Ints]:
-    """First and last region of each unit, two arrays of shape ``(U,)``."""
-    return 2 * units.start + 1, 2 * units.stop - 1
-
-
-def _nearest(units: UnitCosts, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
-    """``values`` of the nearest eligible unit if that unit starts at ``start``: linear, never too much.
-
-    ::
-
-        eligible units, is_last:    ... start ... nearer ... | moment
-        contribution                   + value   - largest value at `start`
-
-    A plan with a nearer eligible unit subtracts the largest value, so that its sum cannot exceed the truth.
-    """
-    chosen = eligible & (units.start == start)
-    most = float(np.max(values[chosen], initial=0.0))
-    nearer = eligible & ((units.start > start) if is_last else (units.start < start))
-    return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)

@@ -1,267 +1,190 @@
-"""Peak memory of one plan: the highest of all moments, computed at once.
+"""Peak memory of one plan: the highest of all moments, by running sums over the plan's units."""
 
-:mod:`osdp.cost.sharding.memory` gives the bytes alive at one moment as a linear function of candidate units;
-this module computes the bytes of all moments for a set of units that partition the chain, by prefix sums.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.memory import PeakMoment, always, lasting_gradients, memory_row, root_always, windows
+from osdp.cost.sharding.memory import (
+    MOMENTS,
+    Floats,
+    Ints,
+    PeakMoment,
+    always,
+    edges,
+    final_row,
+    lasting_gradients,
+    resharded,
+    root_always,
+    step_row,
+)
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
-from osdp.cost.sharding.timeline import Timeline
+from osdp.cost.sharding.strategies import NO_SHARD
 from osdp.cost.sharding.units import UnitCosts
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 def step_peaks(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost
 ) -> list[tuple[float, PeakMoment]]:
     """The highest moment of each kind, with its bytes; units partition the chain, in trace order."""
-    memory = _PlanMemory.of(situation, units, root)
-    timeline = situation.timeline
-    found = [
-        memory.forward(timeline),
-        memory.unshard(timeline),
-        memory.backward(),
-        memory.backward_unshard(),
-        memory.reduce(),
-    ]
-    for moment in (
-        PeakMoment("final"),
-        PeakMoment("step"),
-        PeakMoment("step", memory.largest_temporary(situation)),
-    ):
-        row, constant = memory_row(situation, units, root, moment)
-        found.append((float(row.sum()) + constant, moment))
+    plan = _Plan(problem, units, root)
+    found = [_highest(kind, plan) for kind in MOMENTS]
+    row, constant = final_row(problem, units, root, plan.gradients)
+    found.append((float(row.sum()) + plan.base + constant, PeakMoment("final")))
+    for operator in (-1, _largest_temporary(problem, units)):
+        row, constant = step_row(problem, units, root, operator)
+        found.append((float(row.sum()) + constant, PeakMoment("step", operator)))
     return found
 
 
 def mildest_violation(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, limit: float
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, limit: float
 ) -> PeakMoment | None:
     """The lowest moment of compute in backward that exceeds ``limit``, or ``None``.
 
     Where many equal blocks exceed the limit, the highest moment is at one end of them and this one at the
     other.
     """
-    memory = _PlanMemory.of(situation, units, root)
-    values = memory.backward_values()
+    view = _PlanView.of("backward", _Plan(problem, units, root))
+    values = MOMENTS["backward"](view)
     above = np.flatnonzero(values > limit)
-    return memory.backward_moment(int(above[np.argmin(values[above])])) if len(above) else None
+    return view.moment(int(above[np.argmin(values[above])])) if len(above) else None
 
 
-def _recomputed(timeline: Timeline, units: UnitCosts) -> tuple[Floats, Floats]:
-    """Activations that recomputed blocks drop, and memory that recomputing needs, each ``(2K + 1,)``."""
-    num_regions, again = 2 * len(timeline.chain) + 1, timeline.recompute
-    start = units.start[units.recomputed]
-    until = again.until[start]
-    begins = np.bincount(until + 1, again.saving[start], minlength=num_regions + 1)[:num_regions]
-    excess = np.bincount(np.maximum(until - 1, 0), again.excess[start], minlength=num_regions)
-    return np.cumsum(begins, dtype=np.float64), np.asarray(excess, dtype=np.float64)
+def _highest(kind: str, plan: "_Plan") -> tuple[float, PeakMoment]:
+    view = _PlanView.of(kind, plan)
+    if not len(view.region):
+        return -np.inf, PeakMoment(kind)
+    values = MOMENTS[kind](view)
+    best = int(np.argmax(values))
+    return float(values[best]), view.moment(best)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlanMemory:
-    """Running sums over the ``U`` units of a plan, for all moments at once."""
+def _largest_temporary(problem: ShardingProblem, units: UnitCosts) -> int:
+    """The operator whose optimizer step needs the largest temporaries, or -1."""
+    prices = problem.prices
+    if prices.temporaries_add or not problem.timeline.chain:
+        return -1
+    sizes = units.stop - units.start
+    sharded, offloaded, wire = (
+        np.repeat(values, sizes) for values in (units.mode != NO_SHARD, units.offloaded, units.wire)
+    )
+    of_shards = np.stack([on_wire.temporary_sharded for on_wire in prices.by_wire])
+    here = np.where(sharded, of_shards[wire, np.arange(len(wire))], prices.temporary_whole)
+    return int(np.argmax(np.where(offloaded, 0.0, here)))
 
-    units: UnitCosts
-    root: RootUnitCost
-    gathered_root: float  # the root unit's all-gather output
-    gradient_prefix: Floats  # (K + 1,): gradient bytes of the chain's operators before each
-    keeps_gradients: bool
-    after: Floats  # (U,): gradients from the unit's own backward on
-    base: float  # alive throughout forward and backward
-    kept_before: Floats  # (U + 1,): parameters that earlier units keep gathered
-    gradients_from: Floats  # (U + 1,): gradients of the units from here on
-    last_sharded: Ints  # (U + 1,): index of the nearest sharded unit before, or -1
-    next_sharded: Ints  # (U + 1,): index of the nearest sharded unit from here on, or U
-    low: Ints  # (2K + 1,): number of units before each region
-    high: Ints  # (2K + 1,): first unit after each region
-    dropped: Floats  # (2K + 1,): activations that recomputed blocks do not keep
-    computing_again: Floats  # (2K + 1,): memory that recomputing needs beyond backward
+
+class _Plan:
+    """The units of one plan, with what the moments of all kinds share."""
+
+    def __init__(self, problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> None:
+        self.problem, self.units, self.root = problem, units, root
+        self.gradients = lasting_gradients(units, problem.conditions)
+        #: Alive throughout forward and backward.
+        self.base = root_always(problem, root) + float(always(units, problem, self.gradients).sum())
+        #: Parameters that the units before each keep, and gradients of those from it on, ``(U + 1,)``.
+        self.kept_before = np.concatenate([[0.0], np.cumsum(units.kept)])
+        self.gradients_from = np.concatenate([np.cumsum(self.gradients.after[::-1])[::-1], [0.0]])
+        #: The nearest sharded unit before each, or -1, and from it on, or ``U``; both ``(U + 1,)``.
+        sharded, index, count = units.sharded, np.arange(len(units.start)), len(units.start)
+        previous = np.concatenate([[-1], np.where(sharded, index, -1)])
+        following = np.concatenate([np.where(sharded, index, count), [count]])
+        self.last_sharded = np.maximum.accumulate(previous)
+        self.next_sharded = np.minimum.accumulate(following[::-1])[::-1]
+        #: For each region the number of units before it, and the first unit after it, ``(2K + 1,)``.
+        self.regions = np.arange(2 * len(problem.timeline.chain) + 1)
+        self.low = np.searchsorted(2 * units.stop - 1, self.regions, side="left")
+        self.high = np.searchsorted(2 * units.start + 1, self.regions, side="right")
+        #: Activations that recomputed blocks drop (negative), and memory that rerunning their forward needs
+        #: beyond their backward, in each region, ``(2K + 1,)``.
+        again, start, size = problem.timeline.recompute, units.start[units.recomputed], len(self.regions)
+        begins = np.bincount(again.until[start] + 1, again.saving[start], minlength=size + 1)[:size]
+        self.dropped: Floats = -np.cumsum(begins, dtype=np.float64)
+        rerun = np.bincount(np.maximum(again.until[start] - 1, 0), again.excess[start], minlength=size)
+        self.rerun: Floats = np.asarray(rerun, dtype=np.float64)
+
+
+class _PlanView:
+    """All moments of one kind of a plan, in each of which at most one unit is inside.
+
+    Attributes:
+        region: Region of each moment.
+    """
+
+    def __init__(self, kind: str, plan: _Plan, region: Ints, low: Ints, high: Ints) -> None:
+        self.problem, self.units, self.root, self.gradients = (
+            plan.problem, plan.units, plan.root, plan.gradients,
+        )  # fmt: skip
+        self.region: Any = region
+        self._kind, self._plan = kind, plan
+        #: Number of units before each moment, and the first unit after; equal where no unit is inside.
+        self._low, self._high = low, high
 
     @classmethod
-    def of(cls, situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> "_PlanMemory":
-        conditions, count = situation.conditions, len(units.start)
-        after = lasting_gradients(units, conditions).after
-        index = np.arange(count)
-        previous = np.concatenate([[-1], np.where(units.sharded, index, -1)])
-        following = np.concatenate([np.where(units.sharded, index, count), [count]])
-        regions = np.arange(2 * len(situation.timeline.chain) + 1)
-        first, last = windows(units)
-        dropped, computing_again = _recomputed(situation.timeline, units)
-        return cls(
-            units=units,
-            root=root,
-            gathered_root=root.unsharded + float(units.unsharded[units.in_root].sum()),
-            gradient_prefix=situation.prices.gradient,
-            keeps_gradients=conditions.keeps_gradients,
-            after=after,
-            base=root_always(situation, root) + float(always(units, situation).sum()),
-            kept_before=np.concatenate([[0.0], np.cumsum(units.kept)]),
-            gradients_from=np.concatenate([np.cumsum(after[::-1])[::-1], [0.0]]),
-            last_sharded=np.maximum.accumulate(previous),
-            next_sharded=np.minimum.accumulate(following[::-1])[::-1],
-            low=np.searchsorted(last, regions, side="left"),
-            high=np.searchsorted(first, regions, side="right"),
-            dropped=dropped,
-            computing_again=computing_again,
-        )
+    def of(cls, kind: str, plan: _Plan) -> "_PlanView":
+        if kind in ("forward", "backward"):
+            return cls(kind, plan, plan.regions, plan.low, plan.high)
+        has, where = edges(kind, plan.units)
+        index = np.flatnonzero(has)
+        return cls(kind, plan, 2 * where[index] + 1, index, index + 1)
 
-    def forward(self, timeline: Timeline) -> tuple[float, PeakMoment]:
-        """The highest moment of compute in forward, over all regions."""
-        running = np.where((self.high > self.low) & self._at(self.units.sharded, self.low), 1.0, 0.0)
-        last = self.last_sharded[self.high]
-        values = (
-            # A region between units has high == low; otherwise high == low + 1 and unit `low` runs.
-            timeline.forward_peak + self.base + self.kept_before[self.low]
-            + running * self._at(self.units.unsharded, self.low) + self._held(last) - self.dropped
-        )  # fmt: skip
-        values += np.where(self.high > self.low, self._at(self.units.slice_forward, self.low), 0.0)
-        best = int(np.argmax(values))
-        return float(values[best]), PeakMoment("forward", best, before=self._start(last[best]))
+    def inside(self, values: NDArray[Any]) -> NDArray[Any]:
+        return _at(values, self._low)
 
-    def unshard(self, timeline: Timeline) -> tuple[float, PeakMoment]:
-        """The highest copy-out of a sharded unit in forward."""
-        index = np.flatnonzero(self.units.sharded)
-        last = self.last_sharded[index]
-        values = (
-            # The all-gather's output and its copy, next to the previous output, which is freed only
-            # afterwards.
-            timeline.forward_start[self.units.start[index]] + self.base + self.kept_before[index]
-            + 2 * self.units.unsharded[index] + self._held(last)
-            - self.dropped[2 * self.units.start[index] + 1]
-        )  # fmt: skip
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, PeakMoment("unshard")
-        return float(values[best]), PeakMoment(
-            "unshard", int(self.units.start[index[best]]), self._start(last[best])
-        )
+    def at_edge(self, values: Floats, otherwise: Callable[[], Floats]) -> Floats:
+        return self.inside(values)
 
-    def backward(self) -> tuple[float, PeakMoment]:
-        """The highest moment of compute in backward, over all regions."""
-        values = self.backward_values()
-        best = int(np.argmax(values))
-        return float(values[best]), self.backward_moment(best)
+    def fixed(self, values: Floats, index: Ints) -> Floats:
+        return np.asarray(self._plan.base + values[index])
 
-    def backward_moment(self, region: int) -> PeakMoment:
-        """The moment of backward compute in a region."""
-        return self._moment("backward", region, self.low[region], self.high[region])
+    def own(self, inside: Floats) -> Floats:
+        return np.where(self._high > self._low, inside, 0.0)
 
-    def backward_values(self) -> Floats:
-        """Bytes during the backward compute of each region, shape ``(2K + 1,)``."""
-        # 1. Gradients of the running unit that exist in each region: those of its operators from there on.
-        regions = np.arange(len(self.low))
-        own = self.high > self.low
-        start, stop = (
-            self._at(bound, self.low).astype(np.int64) for bound in (self.units.start, self.units.stop)
-        )
-        prefix, operator = self.gradient_prefix, np.minimum(regions // 2, len(self.gradient_prefix) - 2)
-        accrued = prefix[stop] - prefix[np.minimum(np.maximum(start, regions // 2), stop)]
-        if self.keeps_gradients:
-            in_place = self._at(self.units.accumulated == self.units.gradient, self.low)
-            accrued = np.where(in_place, prefix[operator + 1] - prefix[operator], accrued)
-        running = np.where(
-            self._at(self.units.sharded, self.low),
-            self._at(self.units.unsharded, self.low) + accrued,
-            self._at(self.after + self.units.largest_gradient, self.low),
-        )
-        # 2. Activations and root, units on either side, the held reduce-scatter input, the running unit, the
-        #    prefetch.
-        values = self.root.backward.peak + self._around(self.low, self.high) + self._waiting(self.high)
-        values += np.where(own, running, 0.0) + self._ahead(self.low, self.high, own)
-        values += self.computing_again - self.dropped
-        return np.asarray(values)
+    def kept_before(self) -> Floats:
+        return self._plan.kept_before[self._low]
 
-    def backward_unshard(self) -> tuple[float, PeakMoment]:
-        """The highest copy-out of a resharded unit in backward."""
-        index = np.flatnonzero(self.units.mode == FULL_SHARD)
-        last = self.units.stop[index] - 1
-        values = self.root.backward.start[last] + self._around(index, index + 1) + self._waiting(index + 1)
-        # The all-gather's output and its copy.
-        values += 2 * self.units.unsharded[index] - self.dropped[2 * last + 1]
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, PeakMoment("backward_unshard")
-        return float(values[best]), self._moment("backward_unshard", last[best], index[best], index[best] + 1)
+    def gradients_after(self) -> Floats:
+        return self._plan.gradients_from[self._high]
 
-    def reduce(self) -> tuple[float, PeakMoment]:
-        """The highest gradient reduction of a sharded unit."""
-        index = np.flatnonzero(self.units.sharded)
-        first = self.units.start[index]
-        ahead = self._ahead(index, index + 1, np.ones(len(index), dtype=bool))
-        values = self.root.backward.end[first] + self._around(index, index + 1) + ahead
-        values += self.units.reduce_peak[index] - self.dropped[2 * first + 1]
-        if self.keeps_gradients:
-            values -= self.units.gradient[index]
-        best = _argmax(values)
-        if best < 0:
-            return -np.inf, PeakMoment("reduce")
-        return float(values[best]), self._moment("reduce", first[best], index[best], index[best] + 1)
+    def held_output(self, *, of_inside: bool) -> Floats:
+        last = self._plan.last_sharded[self._high if of_inside else self._low]
+        unsharded = self.units.unsharded
+        of_root = self.root.unsharded + float(unsharded[self.units.in_root].sum())
+        return np.where(last >= 0, _at(unsharded, last), of_root)
 
-    def largest_temporary(self, situation: ShardingProblem) -> int:
-        """The operator whose optimizer step needs the largest temporaries, or -1."""
-        prices = situation.prices
-        if prices.temporaries_add or not situation.timeline.chain:
-            return -1
-        sizes = self.units.stop - self.units.start
-        sharded, offloaded, wire = (
-            np.repeat(values, sizes)
-            for values in (self.units.mode != NO_SHARD, self.units.offloaded, self.units.wire)
-        )
-        of_shards = np.stack([on_wire.temporary_sharded for on_wire in prices.by_wire])
-        here = np.where(sharded, of_shards[wire, np.arange(len(wire))], prices.temporary_whole)
-        return int(np.argmax(np.where(offloaded, 0.0, here)))
+    def held_input(self) -> Floats:
+        following = self._plan.next_sharded[self._high]
+        return np.where(following < len(self.units.start), _at(self.units.reduce_input, following), 0.0)
 
-    def _around(self, low: Ints, high: Ints) -> Floats:
-        """Parameters and gradients of the chain's units before ``low`` and from ``high`` on, in backward."""
-        return np.asarray(self.base + self.kept_before[low] + self.gradients_from[high])
+    def prefetched(self) -> Floats:
+        last = self._plan.last_sharded[self._low]
+        ahead = np.where(last >= 0, _at(resharded(self.units), last), 0.0)
+        return ahead if self.root.has_unit else np.where(self._trigger() < len(self.units.start), ahead, 0.0)
 
-    def _waiting(self, high: Ints) -> Floats:
-        """The reduce-scatter input still held for the unit whose backward ran before."""
-        return self._at(self.units.reduce_input, self.next_sharded[high])
+    def recomputation(self, *, excess: bool) -> Floats:
+        dropped: Floats = self._plan.dropped[self.region]
+        return dropped + self._plan.rerun[self.region] if excess else dropped
 
-    def _ahead(self, low: Ints, high: Ints, own: Bools) -> Floats:
-        """Bytes of the prefetched unit; prefetching starts with the first sharded unit's backward."""
-        last = self.last_sharded[low]
-        started = self.root.has_unit | (self._trigger(low, high, own) < len(self.units.start))
-        resharded = np.where(self.units.mode == FULL_SHARD, self.units.unsharded, 0.0)
-        return np.where(started & (last >= 0), self._at(resharded, last), 0.0)
+    def _trigger(self) -> Ints:
+        """Index of a sharded unit whose backward has begun at each moment, or ``U``."""
+        own = (self._high > self._low) & self.inside(self.units.sharded)
+        return np.where(own, self._low, self._plan.next_sharded[self._high])
 
-    def _trigger(self, low: Ints, high: Ints, own: Bools) -> Ints:
-        """Index of a sharded unit whose backward has begun, or ``U``."""
-        return np.where(own & self._at(self.units.sharded, low), low, self.next_sharded[high])
-
-    def _held(self, last: Ints) -> Floats:
-        """The all-gather output held in forward: that of unit ``last``, or the root unit's."""
-        return np.where(last >= 0, self._at(self.units.unsharded, last), self.gathered_root)
-
-    def _at(self, values: NDArray[Any], index: Ints) -> NDArray[Any]:
-        """``values`` at ``index``, zero at -1 and ``U``."""
-        return np.append(values, np.zeros(1, dtype=values.dtype))[index]
-
-    def _moment(self, kind: str, where: int, low: int, high: int) -> PeakMoment:
-        trigger = int(self._trigger(np.array([low]), np.array([high]), np.array([high > low]))[0])
-        return PeakMoment(
-            kind,
-            int(where),
-            before=self._start(self.last_sharded[low]),
-            after=self._start(self.next_sharded[high]),
-            trigger=self._start(trigger),
-        )
+    def moment(self, index: int) -> PeakMoment:
+        """One of the moments, with its neighbours."""
+        low, high, region = self._low[index], self._high[index], int(self.region[index])
+        where = region if self._kind in ("forward", "backward") else region // 2
+        last, following = self._plan.last_sharded, self._plan.next_sharded
+        if self._kind in ("forward", "unshard"):
+            return PeakMoment(self._kind, where, self._start(last[high if self._kind == "forward" else low]))
+        neighbours = (last[low], following[high], self._trigger()[index])
+        return PeakMoment(self._kind, where, *map(self._start, neighbours))
 
     def _start(self, index: int) -> int:
         return int(self.units.start[index]) if 0 <= index < len(self.units.start) else -1
 
 
-def _argmax(values: Floats) -> int:
-    return int(np.argmax(values)) if len(values) else -1
+def _at(values: NDArray[Any], index: Ints) -> NDArray[Any]:
+    """``values`` at ``index``; any of them at -1 and ``U``."""
+    return np.asarray(values.take(index, mode="clip") if len(values) else np.zeros(len(index), values.dtype))

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.memory import PeakMoment, memory_row
+from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import mildest_violation
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.simulate import StepEstimate, simulate_step
 from osdp.cost.sharding.time import CriticalMoment, time_row
 from osdp.cost.sharding.unit_costs import price_units

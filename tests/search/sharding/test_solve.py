@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osdp.cost.sharding.memory import memory_row
 from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.simulate import StepEstimate, simulate_step
 from osdp.cost.sharding.strategies import is_recomputed, kept_of
 from osdp.cost.sharding.time import time_row

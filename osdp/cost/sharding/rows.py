@@ -1,0 +1,157 @@
+"""One moment of a step as a linear function of candidate units, for the search's cutting planes.
+
+A row never exceeds the simulated bytes of any plan, and equals them for plans with the same neighbours around
+its moment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from osdp.cost.sharding.memory import (
+    MOMENTS,
+    Bools,
+    Floats,
+    Gradients,
+    PeakMoment,
+    always,
+    edges,
+    final_row,
+    lasting_gradients,
+    resharded,
+    root_always,
+    step_row,
+)
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.units import UnitCosts
+
+
+def memory_row(
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, moment: PeakMoment
+) -> tuple[Floats, float]:
+    """Bytes alive at ``moment``, linear in the units.
+
+    Args:
+        problem: The step to plan.
+        units: Candidate units; a plan takes some of them that partition the chain.
+        root: Costs of the operators outside the chain.
+        moment: A moment returned by :func:`osdp.cost.sharding.peaks.step_peaks`.
+
+    Returns:
+        Bytes per unit, shape ``(U,)``, and a constant.
+    """
+    if moment.kind == "step":
+        return step_row(problem, units, root, moment.where)
+    gradients = lasting_gradients(units, problem.conditions)
+    if moment.kind == "final":
+        row, constant = final_row(problem, units, root, gradients)
+    else:
+        values = MOMENTS[moment.kind](_RowView(problem, units, root, gradients, moment))
+        row, constant = values[:-1], float(values[-1])
+    return row + always(units, problem, gradients), root_always(problem, root) + constant
+
+
+@dataclass(frozen=True)
+class _RowView:
+    """All candidates around one moment: what each adds, and last a constant, shape ``(U + 1,)``.
+
+    Which unit is the nearest is not linear in the units. So a row counts it where the moment says it is; any
+    nearer unit subtracts the most that can have been counted, so that no sum exceeds the truth::
+
+        sharded units before     ... at `moment.before` ... nearer ... | moment
+        contribution                 + value              - largest value there
+    """
+
+    problem: ShardingProblem
+    units: UnitCosts
+    root: RootUnitCost
+    gradients: Gradients
+    moment: PeakMoment
+
+    @property
+    def region(self) -> int:
+        where = self.moment.where
+        return where if self.moment.kind in ("forward", "backward") else 2 * where + 1
+
+    @cached_property
+    def _before(self) -> Bools:
+        return 2 * self.units.stop - 1 < self.region
+
+    @cached_property
+    def _after(self) -> Bools:
+        return 2 * self.units.start + 1 > self.region
+
+    def inside(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values
+
+    def at_edge(self, values: Floats, otherwise: Callable[[], Floats]) -> Floats:
+        has, where = edges(self.moment.kind, self.units)
+        return np.where(has & (where == self.moment.where), values, otherwise())
+
+    def fixed(self, values: Floats, index: int) -> Floats:
+        return self._row(0.0, values[index])
+
+    def own(self, inside: Floats) -> Floats:
+        return self._row(np.where(self._before | self._after, 0.0, inside))
+
+    def kept_before(self) -> Floats:
+        return self._row(np.where(self._before, self.units.kept, 0.0))
+
+    def gradients_after(self) -> Floats:
+        return self._row(np.where(self._after, self.gradients.after, 0.0))
+
+    def held_output(self, *, of_inside: bool) -> Floats:
+        units = self.units
+        first = 2 * units.start + 1
+        gathered = units.sharded & ((first <= self.region) if of_inside else (first < self.region))
+        if self.moment.before >= 0:
+            return self._row(self._nearest(units.unsharded, gathered, self.moment.before, is_last=True))
+        # No unit has been gathered yet, so it is the root unit's.
+        joined = np.where(units.in_root, units.unsharded, 0.0)
+        most = self.root.unsharded + float(joined.sum())
+        return self._row(joined - np.where(gathered, most, 0.0), self.root.unsharded)
+
+    def held_input(self) -> Floats:
+        units, start = self.units, self.moment.after
+        if start < 0:
+            return self._row(0.0)
+        return self._row(self._nearest(units.reduce_input, self._after & units.sharded, start, is_last=False))
+
+    def prefetched(self) -> Floats:
+        units, moment = self.units, self.moment
+        if moment.before < 0 or not (self.root.has_unit or moment.trigger >= 0):
+            return self._row(0.0)
+        values = resharded(units)
+        found = self._nearest(values, self._before & units.sharded, moment.before, is_last=True)
+        if self.root.has_unit:
+            return self._row(found)
+        # Nothing is prefetched before the backward of the first sharded unit has begun.
+        most = float(np.max(values[units.start == moment.before], initial=0.0))
+        begun = ~self._before & units.sharded & (units.start == moment.trigger)
+        return self._row(found + np.where(begun, most, 0.0), -most)
+
+    def _row(self, of_units: Floats | float, constant: float = 0.0) -> Floats:
+        row = np.empty(len(self.units.start) + 1)
+        row[:-1], row[-1] = of_units, constant
+        return row
+
+    def recomputation(self, *, excess: bool) -> Floats:
+        again, units = self.problem.timeline.recompute, self.units
+        until = again.until[units.start]
+        row = np.where(units.recomputed & (until < self.region), -again.saving[units.start], 0.0)
+        if excess:
+            # Rerunning the block's forward comes first, in its last region.
+            row += np.where(units.recomputed & (until - 1 == self.region), again.excess[units.start], 0.0)
+        return self._row(row)
+
+    def _nearest(self, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
+        """``values`` of the nearest eligible unit if that unit starts at ``start``."""
+        begins = self.units.start
+        chosen = eligible & (begins == start)
+        most = float(np.max(values[chosen], initial=0.0))
+        nearer = eligible & ((begins > start) if is_last else (begins < start))
+        return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)
