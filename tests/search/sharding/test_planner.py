@@ -13,7 +13,8 @@ from osdp.cost.sharding.problem import build_situation
 from osdp.errors import InfeasibleError
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
-from osdp.plan.plan import UNGROUPED, Mode, Plan, Unit
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import UNGROUPED, Mode, Unit
 from osdp.search.options import SearchOptions
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, batches, best_plan
