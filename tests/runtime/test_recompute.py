@@ -239,10 +239,7 @@ def test_gradient_checkpointing_inside(use_reentrant: bool) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         if recomputed:
-            plan = replace(
-                plan_by_hand(model, Mode.NO_SHARD, 1), recomputed=("model.layers.0", "model.layers.1")
-            )
-            recompute(model, plan.recomputed, CPU)
+            recompute(model, ("model.layers.0", "model.layers.1"), CPU)
             with pytest.warns(FutureWarning, match="deprecated"):
                 model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()

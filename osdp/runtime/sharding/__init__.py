@@ -1,6 +1,6 @@
 """A model under a sharding plan, on FSDP2.
 
-Start at :func:`osdp.runtime.sharding.apply.apply`.
+Start at :func:`osdp.runtime.sharding.apply.apply_sharding`.
 
 - ``apply``: a model and a plan to a model that runs
 - ``validate``: whether a plan fits a model and a mesh: all differences at once

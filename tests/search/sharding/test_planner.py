@@ -126,8 +126,7 @@ def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
 
 def changed(plan: Plan, unit: Unit, mode: Mode) -> Plan:
     """The plan with one unit in another mode."""
-    return replace(
-        plan,
+    return plan.with_sharding(
         decisions=tuple(replace(d, mode=mode) if d.operator in unit.operators else d for d in plan.decisions),
         units=tuple(replace(u, mode=mode) if u == unit else u for u in plan.units),
     )
