@@ -9,7 +9,6 @@ limit. A second backward through the same graph failed.
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
