@@ -23,7 +23,7 @@ from osdp import OSDP
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import marked_modules, with_marked_options
 from osdp.options import defaults
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.search.options import SLICES
 from tests.helpers.distributed import run
 from tests.helpers.nets import Block, Net, tokens
