@@ -31,6 +31,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
+from osdp.runtime.running import check_backwards_of_stages
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
@@ -80,8 +81,10 @@ def make_plan(
     chosen = complete(options, make_plan)
     dims, mesh = resolve_mesh(model, mesh, chosen)
     check_together(chosen, dims)
-    if model is None or dims is None:
+    if dims is None:
         return _whole_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+    check_backwards_of_stages(find_unused_parameters=True, double_backward=chosen["double_backward"])
+    assert model is not None  # resolve_mesh refuses to cut without it
     return _cut_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
 
 

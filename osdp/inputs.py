@@ -59,7 +59,7 @@ def resolve_mesh(
 
     Returns:
         The degrees and a mesh with their axes, ``None`` without a process group; or for data parallelism
-        alone ``None`` and the mesh that was given.
+        alone ``None`` and the data-parallel axis of the mesh that was given.
 
     Raises:
         ValueError: They do not fit the ranks or the mesh, without a process group are not all given, or there
@@ -78,7 +78,7 @@ def resolve_mesh(
         found = dims_of(mesh)
         _check_degrees(found, mesh, asked)
     if found.pp == found.tp == 1:
-        return None, mesh
+        return None, mesh["dp"] if mesh is not None and mesh.ndim > 1 else mesh
     if model is None:
         raise ValueError("stages are cut, and layers sharded, as the model itself runs: pass the model, too")
     if mesh is None and dist.is_initialized():

@@ -154,8 +154,6 @@ def check_together(options: PlanOptions, dims: ParallelDims | None) -> None:
         raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
     if options["sequence_parallel"] and (dims is None or dims.tp == 1):
         raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
-    if options["double_backward"] and dims is not None:
-        raise ValueError("double_backward does not go with stages, which run their backwards apart")
 
 
 def schedule_of(options: PlanOptions) -> str | None:

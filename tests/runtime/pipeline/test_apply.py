@@ -19,6 +19,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.runtime import checkpoint
+from osdp.runtime.mesh import parallel_mesh
 from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
@@ -122,6 +123,8 @@ def stages_alone() -> None:
         check_steps({"pp": 2, "schedule": schedule})
     check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.15)
     check_steps({})
+    mesh = parallel_mesh(net(), ParallelDims(1, 2, 1))
+    check_steps({"mesh": mesh})  # data parallelism alone, on a mesh that has the other axes, too
     check_frozen_tie()
     check_autocast()
     check_means()
