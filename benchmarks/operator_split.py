@@ -32,7 +32,7 @@ from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Plan, Training
 from osdp.cost.evaluate import evaluate
-from osdp.plan.plan import Decision, Mode, Unit
+from osdp.plan.sharding import Decision, Mode, Unit
 
 WORLD_SIZE = 2
 FAKE_WORLD_SIZE = 8
@@ -83,9 +83,10 @@ def plan_with(setting: Setting, device: DeviceInfo, slices: int) -> Plan:
 
     decisions = tuple(map(decided, plan.decisions))
     units = tuple(Unit(decision.mode, (decision.operator,), decision.modules) for decision in decisions)
-    plan = replace(plan, decisions=decisions, units=units, optimal=False, notes=())
+    plan = plan.with_sharding(decisions=decisions, units=units, optimal=False)
+    plan = replace(plan, notes=())
     predicted = evaluate(plan, setting.profile, device, setting.training, setting.model_desc)
-    return replace(plan, predicted=predicted)
+    return plan.with_sharding(predicted=predicted)
 
 
 def candidate_of(target: str, slices: int, *, alone: bool) -> Candidate:

@@ -1,6 +1,6 @@
 """Claim: stages that are cut by what their modules cost beat stages of as many layers, or of as many modules.
 
-The cut of ``make_pipeline_plan`` on a measured profile, an even split by the number of layers, and one by the
+The cut of ``make_plan`` on a measured profile, an even split by the number of layers, and one by the
 number of modules without children (of the calls in a traced graph), all run by the same engine under 1F1B,
 in turn (A B A B ...). Two stages of a narrow Llama with a vocabulary of 50,257 words compute on a core each,
 and two stages of an even one on two hosts (:mod:`benchmarks.support.testbed`), one of which may use its core
@@ -34,10 +34,10 @@ from benchmarks.support.testbed import NetworkUnavailableError, hosts
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
 from osdp import DeviceInfo, Training
-from osdp.api import make_pipeline_plan
+from osdp.api import make_plan
 from osdp.hardware.profile import Profile
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.runtime.mesh import parallel_mesh
@@ -116,7 +116,7 @@ def compare(rank: int, world_size: int, *, contest: str, rounds: int) -> dict[st
     slowdowns = measure_slowdowns(mesh, torch.device("cpu")) if given.awake is None else ()
     known = replace(agreed(device), stage_link=link, slowdowns=agreed(slowdowns))
     line = Line.of(setting, known, given.ranks)
-    plan = make_pipeline_plan(
+    plan = make_plan(
         case.model(device="meta"), setting.model_desc, line.device, mesh=mesh, schedule=SCHEDULE,
         training=training, profile=setting.profile, recompute=False, slices=(),
     )  # fmt: skip
@@ -152,7 +152,7 @@ def _profile_of_sleep(case: Case, training: Training) -> Profile:
         torch.set_num_threads(1)
 
 
-def _stages(plan: PipelinePlan) -> list[list[float]]:
+def _stages(plan: Plan) -> list[list[float]]:
     return [[stage.forward_seconds, stage.backward_seconds] for stage in plan.stages]
 
 

@@ -34,7 +34,7 @@ from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec
 from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
 from osdp.hardware.device_info import PointToPointLink
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.plan.schedule import SCHEDULES, Schedule, default_stages_per_rank
 from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.roofline import estimate
@@ -111,7 +111,7 @@ def time_schedules(rank: int, world_size: int, *, microbatches: list[int], round
     return rows
 
 
-def _timed(plan: PipelinePlan, mesh: Any, outcome: PipelineOutcome, rounds: int) -> Row:
+def _timed(plan: Plan, mesh: Any, outcome: PipelineOutcome, rounds: int) -> Row:
     step = pipeline_step(EMULATED, TRAINING, plan, mesh)
     most_in_flight()
     turns = take_turns({"": step}, rounds=rounds, warmup=1)
@@ -166,10 +166,10 @@ def peaks(rank: int, world_size: int, *, plans: list[str]) -> list[int]:
     """Worker: this rank's peak under each plan."""
     del rank
     mesh = parallel_mesh(COMPUTED.model(), ParallelDims(world_size, 1, 1))
-    return [_peak(codec.from_json(PipelinePlan, text), mesh) for text in plans]
+    return [_peak(codec.from_json(Plan, text), mesh) for text in plans]
 
 
-def _peak(plan: PipelinePlan, mesh: Any) -> int:
+def _peak(plan: Plan, mesh: Any) -> int:
     batch = COMPUTED.sample(LOCAL_BATCH * plan.training.microbatches)
 
     def build() -> Step:
@@ -202,7 +202,7 @@ def memory_rows(setting: Setting, ranks: int, microbatches: Sequence[int]) -> li
     return [_memory_row(plan, [by_rank[index] for by_rank in found]) for index, plan in enumerate(plans)]
 
 
-def _memory_row(plan: PipelinePlan, measured: list[int]) -> Row:
+def _memory_row(plan: Plan, measured: list[int]) -> Row:
     errors = [predicted / peak - 1 for predicted, peak in zip(plan.peaks, measured, strict=True)]
     return {
         "name": f"{plan.schedule} on {plan.pp} ranks, {plan.training.microbatches} microbatches",

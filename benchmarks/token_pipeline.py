@@ -38,7 +38,7 @@ from osdp.hardware.token_latency import BatchLatency, PassLatency, TokenLatency,
 from osdp.integrations.huggingface import causal_lm_loss
 from osdp.integrations.huggingface.decoder_stage import decoder_stage
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.plan.schedule import make_schedule
 from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.roofline import estimate
@@ -90,7 +90,7 @@ class Contest:
     samples: str | None = None
 
 
-def staged_plan(case: Case, ranks: int, dtype: torch.dtype = torch.float32) -> PipelinePlan:
+def staged_plan(case: Case, ranks: int, dtype: torch.dtype = torch.float32) -> Plan:
     """Stages of as many blocks; the embedding in the first, the head in the last."""
     training = Training(local_batch=1, microbatches=1)
     model, sample = case.model().to(dtype), case.sample(1)

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.text_model import Wrap, build
 from examples.training_run import Settings
-from osdp import OSDP, DeviceInfo, ModelDesc, PipelinePlan, Plan, Training, make_pipeline_plan, make_plan
+from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
 from osdp.cost.evaluate import evaluate
 from osdp.plan.dims import ParallelDims
-from osdp.plan.plan import Mode, Unit
+from osdp.plan.sharding import Mode, Unit
 from osdp.profiler.measure import profile_model
 
 #: A limit that nothing exceeds, for plans whose peak is asked for.
@@ -34,7 +34,7 @@ class Planning:
     """
 
     model_desc: ModelDesc
-    plan: Plan | PipelinePlan
+    plan: Plan
     sharded: Plan | None = None
     forced: bool = False
 
@@ -75,7 +75,7 @@ def make_planning(
     )  # fmt: skip
     replicated = make_plan(None, model_desc, devices, training=training, profile=profile, strategy="NO_SHARD")
     sharded = as_fsdp2(replicated, model_desc)
-    sharded = replace(sharded, predicted=evaluate(sharded, profile, devices, training, model_desc))
+    sharded = sharded.with_sharding(predicted=evaluate(sharded, profile, devices, training, model_desc))
     low, high = sharded.predicted.peak_bytes, replicated.predicted.peak_bytes
     otherwise = available if groups else round(low + fraction * (high - low))
     devices = replace(devices, memory_limit=limit or otherwise)
@@ -109,9 +109,9 @@ def make_stage_planning(
     sample = _sample(settings, training)
     model = build(settings.size, settings.seed)
     chosen = (
-        PipelinePlan.load(plan)
+        Plan.load(plan)
         if plan
-        else make_pipeline_plan(
+        else make_plan(
             model, sample, limit, pp=layout.pp, dp=layout.dp, tp=layout.tp, schedule=schedule,
             training=training, microbatches=(microbatches,),
         )
@@ -137,4 +137,4 @@ def as_fsdp2(plan: Plan, model_desc: ModelDesc) -> Plan:
     )
     modes = {name: unit.mode for unit in units for name in unit.operators}
     decisions = tuple(replace(decision, mode=modes[decision.operator]) for decision in plan.decisions)
-    return replace(plan, units=units, decisions=decisions, optimal=False)
+    return plan.with_sharding(units=units, decisions=decisions, optimal=False)

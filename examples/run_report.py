@@ -11,7 +11,6 @@ import torch
 
 from examples.text_data import Corpus
 from examples.training_run import Run, Settings
-from osdp.plan.plan import Plan
 from osdp.report.plan_table import RunRow, comparison_table
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Results:
         entropy = self.corpus.unigram_entropy
         found = []
         plan = self.planning.plan if self.planning and not self.planning.forced else None
-        if isinstance(plan, Plan) and not plan.is_mixed:
+        if plan is not None and plan.is_whole and not plan.is_mixed:
             found.append(f"the plan is not mixed: all is {plan.units[0].mode} and whole")
         for name, run in self.runs.items():
             difference = self.difference(run)

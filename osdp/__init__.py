@@ -11,7 +11,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``wrapper``: ``OSDP``, the module that stands where ``FSDP(model)`` stood
 - ``resolve``: from the options of ``OSDP`` to a model that runs
 - ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
-- ``api``: ``make_plan`` and its sisters: describe, profile, search
+- ``api``: ``make_plan`` and ``make_tensor_plan``: describe, profile, search
 - ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``
 - ``inputs``: what callers pass, as the values that planning takes
 - ``model``: what is trained
@@ -38,7 +38,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from osdp.api import make_pipeline_plan, make_plan, make_tensor_plan
+    from osdp.api import make_plan, make_tensor_plan
     from osdp.errors import InfeasibleError, PlanMismatchError
     from osdp.hardware.device_info import DeviceInfo, HostLink, Link
     from osdp.hardware.profile import Profile
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from osdp.model.training import Training
     from osdp.nn.functional import split_cross_entropy, split_embedding, split_linear
     from osdp.nn.modules import LMHeadLoss, SplitEmbedding, SplitLinear
-    from osdp.plan.pipeline import PipelinePlan
-    from osdp.plan.plan import Mode, Plan
+    from osdp.plan.plan import Plan
+    from osdp.plan.sharding import Mode
     from osdp.plan.token_slices import TokenSlices
     from osdp.wrapper import OSDP, OptimalShardedDataParallel
 
@@ -62,7 +62,6 @@ __all__ = [
     "Mode",
     "ModelDesc",
     "OptimalShardedDataParallel",
-    "PipelinePlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -71,7 +70,6 @@ __all__ = [
     "TokenSlices",
     "Training",
     "gen_fsdp_args",
-    "make_pipeline_plan",
     "make_plan",
     "make_tensor_plan",
     "split_cross_entropy",
@@ -86,7 +84,6 @@ _HOME = {
     "OSDP": "osdp.wrapper",
     "OptimalShardedDataParallel": "osdp.wrapper",
     "make_plan": "osdp.api",
-    "make_pipeline_plan": "osdp.api",
     "make_tensor_plan": "osdp.api",
     "gen_fsdp_args": "osdp.integrations.paper_options",
     "DeviceInfo": "osdp.hardware.device_info",
@@ -95,9 +92,8 @@ _HOME = {
     "InfeasibleError": "osdp.errors",
     "PlanMismatchError": "osdp.errors",
     "ModelDesc": "osdp.model.description",
-    "Mode": "osdp.plan.plan",
+    "Mode": "osdp.plan.sharding",
     "Plan": "osdp.plan.plan",
-    "PipelinePlan": "osdp.plan.pipeline",
     "Profile": "osdp.hardware.profile",
     "TokenSlices": "osdp.plan.token_slices",
     "Training": "osdp.model.training",

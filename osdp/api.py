@@ -25,12 +25,13 @@ from osdp.inputs import (
 from osdp.integrations.fairscale import allowed_to_run
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.options import PlanOptions, complete, lists_options, schedule_of
-from osdp.plan.pipeline import PipelinePlan
+from osdp.options import PlanOptions, check_together, complete, lists_options, schedule_of
+from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
+from osdp.runtime.running import check_backwards_of_stages
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@lists_options("whole")
+@lists_options
 def make_plan(
     model: nn.Module | None,
     model_desc: ModelDesc | Any,
@@ -52,34 +53,61 @@ def make_plan(
     loss_fn: Callable[..., Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """The fastest plan that fits.
+    """The fastest plan that fits: the sharding of each operator, and with ``pp`` or ``tp`` where to cut.
 
     Every rank of the process group calls it alike: all measure together, the first rank searches, all get its
     answer.
 
     Args:
         model: The plain model; may be on ``meta``. ``None`` if ``profile`` is given, or if an estimate from
-            ``device_info``'s speeds will do.
-        model_desc: Its ModelDesc, or a sample batch to describe it with.
+            ``device_info``'s speeds will do; stages and tensor parallelism need it.
+        model_desc: Its ModelDesc, or a sample batch to describe it with: one microbatch on one data-parallel
+            rank, for stages of plain tensors.
         device_info: The DeviceInfo; or a memory limit such as ``"8GiB"``, or ``None`` for all memory there
-            is, to measure the live process group.
+            is, to measure the live process group. For stages that of one stage's data-parallel ranks, or of
+            all, of which the limit counts.
         training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
-        mesh: The data-parallel mesh; one over all ranks of a live process group if ``None``.
+        mesh: The data-parallel mesh, or one with the axes ``pp``, ``dp`` and ``tp``; one over all ranks of a
+            live process group if ``None``.
         loss_fn: How the loss is made of the model's output.
         **options: Any of these, which are among :class:`osdp.options.PlanOptions`:
 
     Raises:
         InfeasibleError: Nothing fits the memory limit.
-        TypeError: An option does not exist, or is not for a plan without stages.
-        ValueError: An argument does not fit another.
+        TypeError: An option does not exist.
+        ValueError: An argument does not fit another, the degrees do not fit the ranks, or the model cannot be
+            cut.
     """
-    chosen = complete(options, make_plan, "whole")
+    chosen = complete(options, make_plan)
+    dims, mesh = resolve_mesh(model, mesh, chosen)
+    check_together(chosen, dims)
+    if dims is None:
+        return _whole_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+    check_backwards_of_stages(find_unused_parameters=True, double_backward=chosen["double_backward"])
+    assert model is not None  # resolve_mesh refuses to cut without it
+    return _cut_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
+
+
+def _whole_plan(
+    model: nn.Module | None,
+    model_desc: ModelDesc | Any,
+    device_info: DeviceInfo | str | int | None,
+    training: Training | None,
+    mesh: "DeviceMesh | None",
+    loss_fn: Callable[..., Any] | None,
+    chosen: PlanOptions,
+) -> Plan:
+    """The plan of a model of which every rank computes all."""
     allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, chosen["profile"])
     description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
     training = resolve_training(training, description, chosen)
     group = mesh.get_group() if mesh is not None else None
     cache = MeasurementCache(chosen["cache_dir"], group)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
+    if chosen["dp"] not in (None, device.world_size):
+        raise ValueError(
+            f"dp={chosen['dp']} does not fit device_info, which describes {device.world_size} ranks"
+        )
     rules = make_search_options(allowed, chosen, device)
     measure = make_profiler(model, description, sample, device, chosen, mesh, loss_fn, cache)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
@@ -87,60 +115,40 @@ def make_plan(
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
-@lists_options("stages")
-def make_pipeline_plan(
+def _cut_plan(
     model: nn.Module,
     model_desc: ModelDesc | Any,
-    device_info: DeviceInfo | str | int | None = None,
-    *,
-    training: Training | None = None,
-    mesh: "DeviceMesh | None" = None,
-    loss_fn: Callable[..., Any] | None = None,
-    **options: Unpack[PlanOptions],
-) -> PipelinePlan:
-    """The fastest plan of stages that fits: where to cut, the schedule, and the sharding of each stage.
-
-    Every rank of the process group calls it alike; the batch is one microbatch on one data-parallel rank.
-
-    Args:
-        model: The plain model; may be on ``meta``.
-        model_desc: Its ModelDesc, or a sample batch to describe it with, which must be of plain tensors.
-        device_info: The DeviceInfo of one stage's data-parallel ranks; or one of all, or a limit, to measure.
-        training: As for :func:`make_plan`.
-        mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; one over all ranks if ``None``.
-        loss_fn: How the loss is made of the model's output.
-        **options: Any of these, which are among :class:`osdp.options.PlanOptions`:
-
-    Raises:
-        InfeasibleError: Nothing fits the memory limit.
-        TypeError: An option does not exist, or is not for stages.
-        ValueError: The degrees do not fit the ranks, or the model cannot be cut.
-    """
-    chosen = complete(options, make_pipeline_plan, "stages")
-    schedule, policy = schedule_of(chosen), chosen["auto_wrap_policy"]
-    layout, mesh = resolve_mesh(model, mesh, chosen["pp"], chosen["dp"], chosen["tp"])
+    device_info: DeviceInfo | str | int | None,
+    training: Training | None,
+    dims: ParallelDims,
+    mesh: "DeviceMesh | None",
+    loss_fn: Callable[..., Any] | None,
+    chosen: PlanOptions,
+) -> Plan:
+    """The plan of a model in stages, or whose layers several ranks compute: also cuts and schedule."""
+    policy = chosen["auto_wrap_policy"]
     data = mesh["dp"] if mesh is not None else None
     description, sample = resolve_description(model, model_desc, loss_fn, policy)
-    training = with_microbatches(resolve_training(training, description, chosen), layout)
-    names = usable_schedules(schedule, layout, training)
+    training = with_microbatches(resolve_training(training, description, chosen), dims)
+    names = usable_schedules(schedule_of(chosen), dims, training)
     cache = MeasurementCache(chosen["cache_dir"])
     device = with_tensor_links(
-        resolve_stage_device(device_info, layout, mesh, chosen["group_sizes"], cache), mesh, cache
+        resolve_stage_device(device_info, dims, mesh, chosen["group_sizes"], cache), mesh, cache
     )
     rules = replace(make_search_options(allowed_modes(chosen), chosen, device), offload=False)
     batch = sample or SampleBatch.from_desc(description)
     part = make_rank_model(
-        model, batch, description, layout.tp, chosen["sequence_parallel"], loss_fn=loss_fn, policy=policy
+        model, batch, description, dims.tp, chosen["sequence_parallel"], loss_fn=loss_fn, policy=policy
     )
     measure = make_profiler(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
     candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
     cache.report()
 
-    def search() -> PipelinePlan:
+    def search() -> Plan:
         with allowed_to_run(model):
             flow = trace_flow(model, batch)
-        return best_pipeline(description, flow, candidates, device, rules, layout, names, part.shared)
+        return best_pipeline(description, flow, candidates, device, rules, dims, names, part.shared)
 
     return on_first_rank(search)
 

@@ -20,9 +20,9 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.options import PlanOptions
 from osdp.plan.dims import ParallelDims, degrees
-from osdp.plan.plan import Mode
 from osdp.plan.schedule import split_backward_refused
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
+from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_stage_link
@@ -31,7 +31,7 @@ from osdp.profiler.links.machine import device_kind
 from osdp.profiler.measure import profile_model
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.runtime.mesh import AXES, data_parallel_mesh, parallel_mesh
+from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
 from osdp.search.options import SearchOptions
@@ -53,31 +53,50 @@ _MICROBATCHES = 4
 
 
 def resolve_mesh(
-    model: nn.Module, mesh: "DeviceMesh | None", pp: int | None, dp: int | None, tp: int | None
-) -> "tuple[ParallelDims, DeviceMesh | None]":
-    """The degrees, and the mesh of the live process group if there is one.
+    model: nn.Module | None, mesh: "DeviceMesh | None", options: PlanOptions
+) -> "tuple[ParallelDims | None, DeviceMesh | None]":
+    """The degrees and the mesh of stages and tensor parallelism.
+
+    Returns:
+        The degrees and a mesh with their axes, ``None`` without a process group; or for data parallelism
+        alone ``None`` and the data-parallel axis of the mesh that was given.
 
     Raises:
-        ValueError: They do not fit the ranks or the mesh, or without a process group are not all given.
+        ValueError: They do not fit the ranks or the mesh, without a process group are not all given, or there
+            is no model to cut.
     """
+    asked = {"pp": options["pp"], "dp": options["dp"], "tp": options["tp"]}
     if mesh is None and not dist.is_initialized():
-        if pp is None or dp is None:
+        if options["pp"] in (None, 1) and options["tp"] in (None, 1):
+            return None, None  # dp is that of the devices, which are not known yet
+        if options["pp"] is None or options["dp"] is None:
             raise ValueError("without a process group both pp= and dp= must be given")
-        return ParallelDims(pp, dp, tp or 1), None
-    if mesh is None:
-        found = degrees(dist.get_world_size(), pp, dp, tp)
-        return found, parallel_mesh(model, found)
-    names = mesh.mesh_dim_names or ()
-    if tuple(names) != AXES:
-        raise ValueError(f"stages need a mesh with the axes {AXES}, this one has {names}")
-    found = ParallelDims(*(mesh[axis].size() for axis in AXES))
-    asked = {"pp": pp, "dp": dp, "tp": tp}
+        found = ParallelDims(options["pp"], options["dp"], options["tp"] or 1)
+    elif mesh is None:
+        found = degrees(dist.get_world_size(), **asked)
+    else:
+        found = dims_of(mesh)
+        _check_degrees(found, mesh, asked)
+    if found.pp == found.tp == 1:
+        return None, mesh["dp"] if mesh is not None and mesh.ndim > 1 else mesh
+    if model is None:
+        raise ValueError("stages are cut, and layers sharded, as the model itself runs: pass the model, too")
+    if mesh is None and dist.is_initialized():
+        mesh = parallel_mesh(model, found)
+    return found, mesh
+
+
+def _check_degrees(found: ParallelDims, mesh: "DeviceMesh", asked: dict[str, int | None]) -> None:
     wrong = [f"{name}={value}" for name, value in asked.items() if value not in (None, getattr(found, name))]
+    if wrong and mesh.ndim == 1:
+        raise ValueError(
+            f"{', '.join(wrong)} does not fit a mesh with one axis of {mesh.size()} ranks: pass one with the "
+            "axes pp, dp and tp, or leave mesh= out"
+        )
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} does not fit the mesh of pp={found.pp}, dp={found.dp}, tp={found.tp}"
         )
-    return found, mesh
 
 
 def resolve_stage_device(

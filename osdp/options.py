@@ -1,8 +1,7 @@
 """What a caller may choose beside the model: each option is declared, documented and given its default here.
 
-``OSDP``, ``make_plan`` and ``make_pipeline_plan`` take ``**options: Unpack[PlanOptions]``, so that editors
-complete them and type checkers see a misspelt one; :func:`lists_options` puts what is said of them into the
-docstrings of these three.
+``OSDP`` and ``make_plan`` take ``**options: Unpack[PlanOptions]``, so that editors complete them and type
+checkers see a misspelt one; :func:`lists_options` puts what is said of them into the docstrings of both.
 """
 
 import difflib
@@ -12,18 +11,15 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
+from typing import Annotated, Any, TypedDict, TypeVar, cast
 
 import torch
 
 from osdp.hardware.profile import Profile
-from osdp.integrations.fairscale import is_same
-from osdp.plan.plan import Mode
+from osdp.plan.dims import ParallelDims
+from osdp.plan.sharding import Mode
 from osdp.profiler.cache import DEFAULT_CACHE_DIR
 from osdp.search.options import SLICES
-
-#: A plan of the whole model on data-parallel ranks, or one of stages.
-PlanKind = Literal["whole", "stages"]
 
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 
@@ -34,14 +30,10 @@ class Option:
 
     Attributes:
         default: Its value where nothing is chosen.
-        whole: Whether planning for a whole model reads it.
-        stages: Whether planning for stages reads it.
         planning: Whether it only says how to plan, so that beside a finished plan it would change nothing.
     """
 
     default: Any = None
-    whole: bool = True
-    stages: bool = True
     planning: bool = True
 
 
@@ -77,8 +69,6 @@ class PlanOptions(TypedDict, total=False):
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in; overrides the training's, as ``reduce_dtype`` does.
         reduce_dtype: Dtype gradients are reduced in.
-        find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
-            all; where ``False`` that is an error. Costs a small all-reduce a step where anything is sharded.
         double_backward: Whether backwards are differentiated themselves (``create_graph=True``), as for
             gradient penalties; everything is then replicated, and nothing sliced or recomputed.
         cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the
@@ -87,32 +77,30 @@ class PlanOptions(TypedDict, total=False):
 
     profile: Annotated[Profile | Sequence[Profile] | None, Option()]
     # What of these a finished plan was made for is compared with it (osdp.resolve.check_reuse).
-    pp: Annotated[int | None, Option(whole=False, planning=False)]
-    dp: Annotated[int | None, Option(whole=False, planning=False)]
-    tp: Annotated[int | None, Option(whole=False, planning=False)]
-    sequence_parallel: Annotated[bool, Option(False, whole=False)]
-    schedule: Annotated[str | None, Option(whole=False)]
-    mode: Annotated[str | None, Option(whole=False)]
+    pp: Annotated[int | None, Option(planning=False)]
+    dp: Annotated[int | None, Option(planning=False)]
+    tp: Annotated[int | None, Option(planning=False)]
+    sequence_parallel: Annotated[bool, Option(False)]
+    schedule: Annotated[str | None, Option()]
+    mode: Annotated[str | None, Option()]
     strategy: Annotated[str | Mode | None, Option()]
     local_batches: Annotated[Sequence[int], Option(())]
     microbatches: Annotated[Sequence[int], Option(())]
     slices: Annotated[Sequence[int], Option(SLICES)]
     recompute: Annotated[bool, Option(True)]
-    offload: Annotated[bool, Option(True, stages=False)]
+    offload: Annotated[bool, Option(True)]
     group_sizes: Annotated[Sequence[int] | None, Option()]
     two_step: Annotated[bool | None, Option()]
     auto_wrap_policy: Annotated[Callable[..., Any] | None, Option()]
     param_dtype: Annotated[str | torch.dtype | None, Option()]
     reduce_dtype: Annotated[str | torch.dtype | None, Option()]
-    find_unused_parameters: Annotated[bool, Option(True, whole=False, stages=False, planning=False)]
-    double_backward: Annotated[bool, Option(False, stages=False, planning=False)]
+    double_backward: Annotated[bool, Option(False, planning=False)]
     cache_dir: Annotated[str | Path | None, Option(DEFAULT_CACHE_DIR, planning=False)]
 
 
-def declared(kind: PlanKind | None = None) -> dict[str, Option]:
-    """The options by name, of one kind of plan or all."""
-    known = {name: hint.__metadata__[0] for name, hint in PlanOptions.__annotations__.items()}
-    return {name: option for name, option in known.items() if kind is None or getattr(option, kind)}
+def declared() -> dict[str, Option]:
+    """All options, by name."""
+    return {name: hint.__metadata__[0] for name, hint in PlanOptions.__annotations__.items()}
 
 
 def defaults() -> dict[str, Any]:
@@ -120,46 +108,35 @@ def defaults() -> dict[str, Any]:
     return {name: option.default for name, option in declared().items()}
 
 
-def complete(options: PlanOptions, caller: Callable[..., Any], kind: PlanKind | None = None) -> PlanOptions:
+def complete(options: PlanOptions, caller: Callable[..., Any]) -> PlanOptions:
     """``options`` with the default of each that was left out.
 
     Args:
         options: What ``caller`` was given.
         caller: A function or class that takes them.
-        kind: The kind of plan it makes; ``None`` if it makes both.
 
     Raises:
-        TypeError: Some do not exist, or say nothing of such a plan; names all of them.
+        TypeError: Some do not exist; names all of them.
     """
-    check_known(options, caller, kind)
+    check_known(options, caller)
     return cast(PlanOptions, defaults() | dict(options))
 
 
-def check_known(options: Mapping[str, Any], caller: Callable[..., Any], kind: PlanKind | None = None) -> None:
+def check_known(options: Mapping[str, Any], caller: Callable[..., Any]) -> None:
     """Refuse what ``caller`` does not take, with the name that was probably meant.
 
     Raises:
-        TypeError: As :func:`complete`; an option at its default says nothing and is never in the way.
+        TypeError: Some do not exist; names all of them.
     """
-    every, mine = declared(), declared(kind)
     parameters = inspect.signature(caller).parameters.values()
     named = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
-    known = [*named, *mine]
-    unknown = [name for name in options if name not in named and name not in every]
-    idle = {
-        name: every[name]
-        for name, value in options.items()
-        if name in every and name not in mine and not is_same(value, every[name].default)
-    }
-    faults = []
+    known = [*named, *declared()]
+    unknown = [_with_nearest(name, known) for name in options if name not in known]
     if unknown:
         nouns = "option" if len(unknown) == 1 else "options"
-        faults.append(f"has no {nouns} {', '.join(_with_nearest(name, known) for name in unknown)}")
-    if idle:
-        users = [f"{name}={options[name]!r}, which is for {_user(option)}" for name, option in idle.items()]
-        faults.append(f"has no use for {'; '.join(users)}")
-    if faults:
-        raise TypeError(f"{caller.__name__} {', and '.join(faults)}. There are {', '.join(known)}")
+        raise TypeError(
+            f"{caller.__name__} has no {nouns} {', '.join(unknown)}. There are {', '.join(known)}"
+        )
 
 
 def _with_nearest(name: str, known: Sequence[str]) -> str:
@@ -167,17 +144,16 @@ def _with_nearest(name: str, known: Sequence[str]) -> str:
     return f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name)
 
 
-def _user(option: Option) -> str:
-    """Who reads it."""
-    if option.stages:
-        return "make_pipeline_plan and OSDP"
-    return "make_plan and OSDP" if option.whole else "OSDP"
+def check_together(options: PlanOptions, dims: ParallelDims | None) -> None:
+    """Refuse options that do not go with the degrees of parallelism; ``None`` is data parallelism alone.
 
-
-def taken_by(kind: PlanKind, options: PlanOptions) -> PlanOptions:
-    """What of ``options`` planning of this ``kind`` reads."""
-    mine = declared(kind)
-    return cast(PlanOptions, {name: value for name, value in options.items() if name in mine})
+    Raises:
+        ValueError: There are some; says what would give them a meaning.
+    """
+    if schedule_of(options) is not None and dims is None:
+        raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
+    if options["sequence_parallel"] and (dims is None or dims.tp == 1):
+        raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
 
 
 def schedule_of(options: PlanOptions) -> str | None:
@@ -192,23 +168,15 @@ def schedule_of(options: PlanOptions) -> str | None:
     return schedule or mode
 
 
-def lists_options(kind: PlanKind | None = None) -> Callable[[Documented], Documented]:
-    """List the options in the docstring of what takes them, below its line ``**options``.
-
-    Args:
-        kind: The kind of plan it makes; all options are listed if ``None``.
-    """
-
-    def listed(documented: Documented) -> Documented:
-        # There are no docstrings under ``python -OO``.
-        head, mark, rest = (documented.__doc__ or "").partition("**options:")
-        if mark:
-            line, newline, rest = rest.partition("\n")
-            entries = textwrap.indent("\n".join(_documentation(kind)), " " * (_indent(head) + 4))
-            documented.__doc__ = f"{head}{mark}{line}\n{entries}{newline}{rest}"
-        return documented
-
-    return listed
+def lists_options(documented: Documented) -> Documented:
+    """List the options in the docstring of what takes them, below its line ``**options``."""
+    # There are no docstrings under ``python -OO``.
+    head, mark, rest = (documented.__doc__ or "").partition("**options:")
+    if mark:
+        line, newline, rest = rest.partition("\n")
+        entries = textwrap.indent("\n".join(_documentation()), " " * (_indent(head) + 4))
+        documented.__doc__ = f"{head}{mark}{line}\n{entries}{newline}{rest}"
+    return documented
 
 
 def _indent(text: str) -> int:
@@ -216,9 +184,8 @@ def _indent(text: str) -> int:
     return len(text) - text.rfind("\n") - 1
 
 
-def _documentation(kind: PlanKind | None) -> list[str]:
+def _documentation() -> list[str]:
     """What the docstring of :class:`PlanOptions` says of each option."""
     said = inspect.cleandoc(PlanOptions.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.split(r"^(?=\w)", textwrap.dedent(said), flags=re.MULTILINE)
-    mine = declared(kind)
-    return [entry.rstrip() for entry in entries if entry.partition(":")[0] in mine]
+    return [entry.rstrip() for entry in entries if entry.strip()]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.runtime.steps import StepRunner
 
@@ -25,7 +24,7 @@ class Stepped:
     """
 
     module: nn.Module
-    plan: Plan | PipelinePlan
+    plan: Plan
     _steps: StepRunner
 
     def train_step(
@@ -68,7 +67,7 @@ class Stepped:
                 the schedule cannot run, or the sequences cannot be cut in this way.
         """
         slicing = None
-        if token_slices is None and isinstance(self.plan, PipelinePlan):
+        if token_slices is None:
             token_slices = self.plan.token_slices
         if token_slices is not None:
             inputs = self._slicer.named(inputs)
@@ -83,9 +82,8 @@ class Stepped:
         # Imported only when used: it needs transformers.
         from osdp.integrations.huggingface.token_step import Slicer
 
-        tensor = self.plan.tensor if isinstance(self.plan, PipelinePlan) else None
-        shared = self.plan.tp if tensor is not None and tensor.sequence is not None else 1  # type: ignore[union-attr]
-        return Slicer(self.module, shared)
+        tensor = self.plan.tensor
+        return Slicer(self.module, self.plan.tp if tensor is not None and tensor.sequence is not None else 1)
 
     def eval_step(
         self,

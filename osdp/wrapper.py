@@ -15,17 +15,17 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.nn.embeddings import check_embeddings
 from osdp.options import PlanOptions, check_known, complete, lists_options
-from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
-from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
-from osdp.runtime.pipeline.apply import PipelinedModel, steps_of
+from osdp.runtime.running import RunningModel
 from osdp.runtime.sharding.module_api import PlannedModule
+from osdp.runtime.stages import StageLinks
+from osdp.runtime.steps import StepRunner
 from osdp.stepped import Stepped
 from osdp.torch_private.modules import share_registries
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from osdp.hardware.device_info import DeviceInfo
 
 
-@lists_options()
+@lists_options
 class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     """Optimal sharded data parallelism: plans for a model, shards it accordingly and runs it.
 
@@ -55,6 +55,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         mesh: A mesh with one axis; for stages and tensor parallelism one with the axes ``pp``, ``dp`` and
             ``tp``; one over all ranks if ``None``.
         loss_fn: How the loss is made of the model's output, for planning.
+        find_unused_parameters: Whether parameters may go without a gradient in a step, on some ranks or on
+            all; where ``False`` that is an error. Costs a small all-reduce a step where anything is sharded.
         **options: Any of :class:`osdp.options.PlanOptions`:
 
     Attributes:
@@ -70,8 +72,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     """
 
     module: nn.Module
-    plan: Plan | PipelinePlan
-    _applied: ShardedModel | PipelinedModel
+    plan: Plan
+    stage_links: StageLinks
+    _applied: RunningModel
     _optimizer_check: OptimizerCheck
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
@@ -89,16 +92,19 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         device_info: "DeviceInfo | str | int | None" = None,
         *,
         training: Training | None = None,
-        plan: Plan | PipelinePlan | None = None,
+        plan: Plan | None = None,
         mesh: DeviceMesh | None = None,
         loss_fn: Callable[..., Any] | None = None,
+        find_unused_parameters: bool = True,
         **options: Unpack[PlanOptions],
     ) -> None:
         super().__init__()
         chosen = complete(options, OSDP)
         check_plain(model)
         check_embeddings(model)
-        asked = Asked(model_desc, device_info, training, plan, mesh, loss_fn, chosen).beside_marks(model)
+        asked = Asked(
+            model_desc, device_info, training, plan, mesh, loss_fn, find_unused_parameters, chosen
+        ).beside_marks(model)
         check_reuse(model, asked)
         before = PlainParameters(model)
         self._own(applied_model(model, asked), before)
@@ -106,28 +112,19 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
 
-    def _own(self, applied: ShardedModel | PipelinedModel, before: PlainParameters) -> None:
+    def _own(self, applied: RunningModel, before: PlainParameters) -> None:
         # Registered as a child the model would put "module." before every name.
         self.__dict__["module"] = applied.model
         self.__dict__["plan"] = applied.plan
         self.__dict__["_applied"] = applied
-        self.__dict__["_steps"] = steps_of(applied)
-        if isinstance(applied, PipelinedModel):
-            # What checkpoints of stages need to know (osdp.runtime.checkpoint.InStages).
-            self.__dict__["owners"] = applied.owners
-            self.__dict__["stage_group"] = applied.stage_group
+        self.__dict__["_steps"] = StepRunner(applied)
+        # What checkpoints need to know of stages (osdp.runtime.checkpoint.save_load).
+        self.__dict__["stage_links"] = applied.links
         share_registries(self, applied.model)
         named = applied.model.named_parameters(remove_duplicate=False)
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
-        self.__dict__["_optimizer_check"] = OptimizerCheck(
-            stored.values(),
-            applied.plan,
-            replaced,
-            lambda: applied.awaits_backward,
-            applied.computing,
-            lambda: applied.model.named_parameters(),
-        )
+        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored.values(), replaced)
         self.training = applied.model.training
 
     @property
@@ -137,8 +134,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         ``model.mesh["dp"].get_local_rank()`` of ``model.mesh["dp"].size()`` says which batches are this
         rank's, whatever the layout, unless the mesh was given and has no axis of that name.
         """
-        mesh: DeviceMesh = self._applied.mesh
-        return mesh
+        return self._applied.mesh
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
@@ -155,17 +151,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         ``plan.reduce_each_microbatch`` says which way the plan was priced: if it is false, run all
         microbatches but the last in here; if it is true, keeping gradients takes more memory than planned.
         """
-        context: AbstractContextManager[None] = self._applied.no_sync()
-        return context
+        return self._applied.no_sync()
 
     @property
     def _osdp_applied(self) -> ShardedModel:
-        if isinstance(self._applied, PipelinedModel):
-            raise RuntimeError(
-                "the methods of FSDP2 are not for stages, which communicate as their schedule says; they "
-                "accumulate inside a step: pass train_step(..., num_microbatches=)"
-            )
-        return self._applied
+        return self._applied.sharded
 
     @property
     def _osdp_module(self) -> nn.Module:
@@ -179,8 +169,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         Raises:
             RuntimeError: The norm is infinite or NaN, and ``error_if_nonfinite`` is set.
         """
-        norm: torch.Tensor = self._applied.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        return norm
+        return self._applied.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -213,9 +202,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "assign=True would replace the parameters that the optimizer and the shards refer to; "
                 "load with assign=False, which copies into them"
             )
-        if isinstance(self._applied, PipelinedModel):
-            return self._applied.load_state_dict(state_dict, strict)
-        return load_into(self.module, state_dict, strict)
+        return self._applied.load_state_dict(state_dict, strict)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
@@ -225,9 +212,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
     def extra_repr(self) -> str:
         """The modes of the plan, or its degrees."""
-        if isinstance(self.plan, PipelinePlan):
-            return f"pp={self.plan.pp}, dp={self.plan.dp}, tp={self.plan.tp}, schedule={self.plan.schedule}"
-        return ", ".join(f"{name}={mode}" for name, mode in self.plan.modes.items())
+        return self.plan.summary
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -247,8 +232,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "OSDP":
         """Call ``fn`` with every module of the model, whose parameters are what is stored of them."""
-        if isinstance(self._applied, ShardedModel):
-            self._applied.settle()
+        self._applied.settle()
         self.module.apply(fn)
         return self
 

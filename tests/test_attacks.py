@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand
 from tests.runtime.test_optimizer_check import (

@@ -17,7 +17,9 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc
 from osdp.model.training import OPTIMIZERS, Training
-from osdp.plan.plan import PLAN_VERSION, UNGROUPED, Decision, Mode, Plan, Unit
+from osdp.plan.plan import PLAN_VERSION, Plan, StagePlan
+from osdp.plan.sharding import UNGROUPED, Decision, Mode, ShardingPlan, Unit
+from osdp.plan.token_slices import TokenSlices
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 SCALARS = {
@@ -111,7 +113,7 @@ def trainings(draw: st.DrawFn) -> Training:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def shardings(draw: st.DrawFn) -> ShardingPlan:
     names = draw(st.lists(st.text(max_size=5), unique=True, max_size=4))
     decisions = tuple(dataclasses.replace(draw(of(Decision)), operator=name) for name in names)
     cut = draw(st.integers(0, len(names)))
@@ -119,13 +121,32 @@ def plans(draw: st.DrawFn) -> Plan:
         Unit(draw(st.sampled_from(UNGROUPED)), tuple(part), tuple(part))
         for part in (names[:cut], names[cut:])
     )
-    hints = {
-        name: kind
-        for name, kind in typing.get_type_hints(Plan).items()
-        if name not in ("version", "training")
-    }
+    hints = typing.get_type_hints(ShardingPlan)
     fields = {name: draw(of(kind)) for name, kind in hints.items() if name not in ("decisions", "units")}
-    return Plan(**fields, training=draw(trainings()), decisions=decisions, units=units)
+    return ShardingPlan(**fields, decisions=decisions, units=units)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[StagePlan, ...]:
+    facts = {name: kind for name, kind in typing.get_type_hints(StagePlan).items() if name != "sharding"}
+    return tuple(
+        StagePlan(
+            **{name: draw(of(kind)) for name, kind in facts.items() if name != "modules"},
+            modules=(f"stage {index}",),
+            sharding=draw(shardings()),
+        )
+        for index in range(draw(st.integers(1, 2)))
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    given = {"training": trainings(), "stages": stages(), "pp": st.just(1), "tensor": st.none()}
+    given |= {"token_slices": st.one_of(st.none(), st.builds(TokenSlices, st.just((3, 2))))}
+    hints = typing.get_type_hints(Plan)
+    return Plan(
+        **{name: draw(given.get(name, of(hint))) for name, hint in hints.items() if name != "version"}
+    )
 
 
 VALUES = [
@@ -216,7 +237,14 @@ def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"version": 1, "optimizer": "AdamW"}')
     with pytest.raises(ValueError, match=rf"format 1 is not the supported {PLAN_VERSION}; create it again"):
-        Plan.load(path)
+        codec.load(Plan, path)
+    for old in (1, 5):
+        path.write_text(f'{{"version": {old}, "optimizer": "AdamW"}}')
+        with pytest.raises(
+            ValueError,
+            match=rf"plan\.json: a plan of format {old}, .* reads format 6: make it anew by osdp plan",
+        ):
+            Plan.load(path)
 
 
 def test_errors_of_files_name_them(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from osdp.codec import parse_json, quoted, read_text
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES
 from osdp.model.training import Training
-from osdp.plan.pipeline import PipelinePlan
 from osdp.text import parse_bytes
 
 #: Text, and what is said of it.
@@ -41,7 +40,6 @@ HOSTILE = {
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan": Plan.load,
-    "pipeline plan": PipelinePlan.load,
     "profile": Profile.load,
     "device": DeviceInfo.load,
     "description": ModelDesc.load,
@@ -237,7 +235,7 @@ def test_code_that_a_folder_names_runs_only_if_it_is_trusted(described: Path, tm
     assert not Path("ran").exists()
     run("plan", str(described), "--pp", "2", "--trust-code", "--out", "stages.json")
     assert Path("ran").exists()
-    assert len(PipelinePlan.load("stages.json").stages) == 2
+    assert len(Plan.load("stages.json").stages) == 2
 
 
 def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:

@@ -72,9 +72,7 @@ SISTERS = {
 LAZY = {
     ("osdp.model.description", "osdp.tracing.trace"): "ModelDesc.from_module",
     ("osdp.hardware.device_info", "osdp.profiler.links.detect"): "DeviceInfo.detect",
-    ("osdp.plan.plan", "osdp.plan.pipeline"): "Plan.load, which reads both kinds of plan",
     ("osdp.plan.plan", "osdp.report.plan_table"): "print(plan)",
-    ("osdp.plan.pipeline", "osdp.report.pipeline_table"): "print(plan)",
 }
 
 

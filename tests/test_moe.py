@@ -15,7 +15,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from osdp import OSDP
 from osdp.nn.fake_tensors import FakeTensors
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.tracing.ops import Operation
 from osdp.tracing.trace import describe
 from tests.helpers.distributed import run

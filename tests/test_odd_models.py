@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from osdp import OSDP, make_plan
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.module.plain import check_plain
 from osdp.tracing.trace import describe

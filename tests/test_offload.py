@@ -17,8 +17,9 @@ from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import HostLink
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES
-from osdp.plan.plan import Mode, Plan, Unit
+from osdp.plan.plan import Plan
 from osdp.plan.shard_math import shard_numel
+from osdp.plan.sharding import Mode, Unit
 from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
 from osdp.search.options import SearchOptions
@@ -82,7 +83,7 @@ def test_a_unit_in_host_memory_costs_its_way_there_and_back(seed: int) -> None:
     candidate = [Candidate(Training(), profile)]
     plan = best_plan(model_desc, candidate, device, SearchOptions(allowed=(Mode.FULL_SHARD,)))
     chosen = next(unit for unit in plan.units if unit.mode is Mode.FULL_SHARD and not unit.root)
-    away = replace(plan, units=tuple(replace(unit, offloaded=unit is chosen) for unit in plan.units))
+    away = plan.with_sharding(units=tuple(replace(unit, offloaded=unit is chosen) for unit in plan.units))
     parameters = [p for name in chosen.operators for p in model_desc.operator(name).parameters]
     shards = sum(shard_numel(p.shape, device.world_size) * DTYPE_BYTES[p.dtype] for p in parameters)
     before, after = (evaluate(p, profile, device, Training(), model_desc) for p in (plan, away))

@@ -9,13 +9,13 @@ import torch
 from mypy import api as mypy
 from torch import nn
 
-from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_pipeline_plan, make_plan
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.options import PlanOptions, complete, declared, defaults
 from osdp.search.options import SLICES
 
 NET = nn.Linear(4, 4)
-TAKERS = {OSDP: None, make_plan: "whole", make_pipeline_plan: "stages"}
+TAKERS = (OSDP, make_plan)
 
 
 def named(text: str) -> list[str]:
@@ -27,9 +27,9 @@ def named(text: str) -> list[str]:
     return [line.split(":")[0].strip() for line in section if line[indent] != " "]
 
 
-@pytest.mark.parametrize(("taker", "kind"), TAKERS.items())
-def test_help_describes_every_option_that_is_taken(taker, kind) -> None:
-    assert named(taker.__doc__) == list(declared(kind))
+@pytest.mark.parametrize("taker", TAKERS)
+def test_help_describes_every_option_that_is_taken(taker) -> None:
+    assert named(taker.__doc__) == list(declared())
     assert inspect.signature(taker).parameters["options"].kind is inspect.Parameter.VAR_KEYWORD
 
 
@@ -42,7 +42,14 @@ def test_every_option_is_described_by_the_one_that_declares_it() -> None:
 def test_help_of_the_wrapper_shows_what_is_passed_and_not_what_its_maker_forwards() -> None:
     parameters = inspect.signature(OSDP).parameters
     assert list(parameters)[:3] == ["model", "model_desc", "device_info"]
-    assert list(parameters)[3:] == ["training", "plan", "mesh", "loss_fn", "options"]
+    assert list(parameters)[3:] == [
+        "training",
+        "plan",
+        "mesh",
+        "loss_fn",
+        "find_unused_parameters",
+        "options",
+    ]
 
 
 def test_a_wrong_name_is_refused_with_the_nearest_one() -> None:
@@ -50,8 +57,8 @@ def test_a_wrong_name_is_refused_with_the_nearest_one() -> None:
         OSDP(NET, None, "8GiB", stratgy="FULL_SHARD")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"make_plan has no option 'trainig' \(did you mean 'training'\?\)"):
         make_plan(NET, None, trainig=None)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"make_pipeline_plan has no option 'shedule' \(did you mean 'sched"):
-        make_pipeline_plan(NET, None, shedule="1f1b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"make_plan has no option 'shedule' \(did you mean 'sched"):
+        make_plan(NET, None, shedule="1f1b")  # type: ignore[call-arg]
 
 
 def test_all_wrong_names_are_refused_at_once() -> None:
@@ -60,21 +67,27 @@ def test_all_wrong_names_are_refused_at_once() -> None:
     text = str(refused.value)
     assert "no options 'sharding_strategy' (did you mean 'strategy'?), 'zzz'. There are model, " in text
     assert text.endswith(", ".join(declared()))
-    with pytest.raises(TypeError, match=r"no option 'stratgy' .*, and has no use for pp=2, which is for"):
-        make_plan(NET, None, stratgy="FULL_SHARD", pp=2)  # type: ignore[call-arg]
 
 
-def test_options_of_the_other_kind_of_plan_are_refused_by_name() -> None:
-    both = {"pp": 2, "schedule": "1f1b", "find_unused_parameters": False}
-    expected = (
-        "make_plan has no use for pp=2, which is for make_pipeline_plan and OSDP; schedule='1f1b', which is "
-        "for make_pipeline_plan and OSDP; find_unused_parameters=False, which is for OSDP"
-    )
-    with pytest.raises(TypeError) as refused:
-        make_plan(NET, None, **both)
-    assert str(refused.value).startswith(expected)
-    with pytest.raises(TypeError, match="no use for offload=False, which is for make_plan and OSDP"):
-        make_pipeline_plan(NET, None, offload=False)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_measured() -> None:
+    for options, message in (
+        (
+            {"schedule": "1f1b"},
+            "schedule= orders the stages of a pipeline, of which there is one: pass pp=, too",
+        ),
+        ({"mode": "1f1b", "dp": 2}, "schedule= orders the stages of a pipeline"),
+        ({"sequence_parallel": True}, "among tensor-parallel ranks: pass tp=, too"),
+        ({"sequence_parallel": True, "pp": 2, "dp": 1}, "among tensor-parallel ranks: pass tp=, too"),
+        ({"double_backward": True, "pp": 2, "dp": 1}, "double_backward does not go with stages"),
+        ({"pp": 2}, "without a process group both pp= and dp= must be given"),
+        ({"tp": 2, "dp": 2}, "without a process group both pp= and dp= must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_plan(NET, None, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cut, and layers sharded, as the model itself runs: pass the model"):
+        make_plan(None, None, pp=2, dp=1)
+    with pytest.raises(TypeError, match="make_plan has no option 'find_unused_parameters'"):
+        make_plan(NET, None, find_unused_parameters=False)  # type: ignore[call-arg]
 
 
 def test_defaults_are_the_same_for_all_and_say_nothing_where_they_do_not_matter() -> None:
@@ -86,14 +99,13 @@ def test_defaults_are_the_same_for_all_and_say_nothing_where_they_do_not_matter(
         "slices": SLICES,
         "recompute": True,
         "offload": True,
-        "find_unused_parameters": True,
         "double_backward": False,
         "cache_dir": "default",
     }
-    for taker, kind in TAKERS.items():
-        assert complete({}, taker, kind) == defaults()
-        assert complete(PlanOptions(**defaults()), taker, kind) == defaults()
-        assert complete({"recompute": False}, taker, kind) == {**defaults(), "recompute": False}
+    for taker in TAKERS:
+        assert complete({}, taker) == defaults()
+        assert complete(PlanOptions(**defaults()), taker) == defaults()
+        assert complete({"recompute": False}, taker) == {**defaults(), "recompute": False}
 
 
 def test_a_plan_with_all_defaults_written_out_is_the_plan_without_them() -> None:
@@ -113,9 +125,9 @@ def test_a_plan_with_all_defaults_written_out_is_the_plan_without_them() -> None
 
 def test_both_names_of_the_schedule_are_one_option() -> None:
     with pytest.raises(ValueError, match="schedule='gpipe' and mode='1f1b' are two names of one option"):
-        make_pipeline_plan(NET, None, pp=1, dp=1, schedule="gpipe", mode="1f1b")
+        make_plan(NET, None, pp=2, dp=1, schedule="gpipe", mode="1f1b")
     with pytest.raises(ValueError, match="schedule 'fastest' is unknown"):
-        make_pipeline_plan(NET, torch.zeros(2, 4), pp=1, dp=1, mode="fastest")
+        make_plan(NET, torch.zeros(2, 4), pp=2, dp=1, mode="fastest")
 
 
 def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None:
@@ -123,12 +135,12 @@ def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None
     snippet.write_text(
         textwrap.dedent(
             """\
-            from osdp import OSDP, make_pipeline_plan, make_plan
+            from osdp import OSDP, make_plan
             reveal_type(OSDP(None, None, "8GiB", strategy="FULL_SHARD", recompute=False, loss_fn=print))
             OSDP(None, None, "8GiB", stratgy="FULL_SHARD")
             OSDP(None, None, "8GiB", recompute="no")
             make_plan(None, None, slises=(2,))
-            make_pipeline_plan(None, None, pp="2")
+            make_plan(None, None, pp="2")
             """
         ),
         encoding="utf8",
@@ -149,6 +161,6 @@ def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None
         '3: error: Unexpected keyword argument "stratgy" for "OSDP"; did you mean "strategy"?  [call-arg]',
         '4: error: Argument "recompute" to "OSDP" has incompatible type "str"; expected "bool"  [arg-type]',
         '5: error: Unexpected keyword argument "slises" for "make_plan"; did you mean "slices"?  [call-arg]',
-        '6: error: Argument "pp" to "make_pipeline_plan" has incompatible type "str"; expected "int | None"  '
+        '6: error: Argument "pp" to "make_plan" has incompatible type "str"; expected "int | None"  '
         "[arg-type]",
     ]

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from allpairspy import AllPairs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.plan.plan import Mode, Plan, Route
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode, Route
 from osdp.runtime import apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
@@ -171,7 +172,7 @@ def plan_of(case: Case, model: nn.Module, world_size: int) -> Plan:
         plan = offload(plan)
     if case.grouping is not None:
         plan = case.grouping(plan)
-    return replace(plan, recomputed=("blocks.0", "blocks.1")) if case.recomputed else plan
+    return plan.with_sharding(recomputed=("blocks.0", "blocks.1")) if case.recomputed else plan
 
 
 def batches(step: int, rank: int, microbatches: int) -> list[torch.Tensor]:

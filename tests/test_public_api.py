@@ -20,7 +20,6 @@ def test_the_public_names_are_these() -> None:
         "Mode",
         "ModelDesc",
         "OptimalShardedDataParallel",
-        "PipelinePlan",
         "Plan",
         "PlanMismatchError",
         "Profile",
@@ -29,7 +28,6 @@ def test_the_public_names_are_these() -> None:
         "TokenSlices",
         "Training",
         "gen_fsdp_args",
-        "make_pipeline_plan",
         "make_plan",
         "make_tensor_plan",
         "split_cross_entropy",
@@ -54,7 +52,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_or_its_values_does_not_import_torch() -> None:
-    values = "from osdp import DeviceInfo, InfeasibleError, Mode, ModelDesc, PipelinePlan, Plan, Training"
+    values = "from osdp import DeviceInfo, InfeasibleError, Mode, ModelDesc, Plan, Training"
     code = f"import sys, osdp; {values}; print(sorted({{'torch', 'numpy', 'networkx'}} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

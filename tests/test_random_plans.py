@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from osdp.model.description import ModelDesc
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.tracing.trace import describe
 from tests.helpers.architectures import NAMES, batch_of, build
 from tests.helpers.distributed import run

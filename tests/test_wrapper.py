@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, OptimalShardedDataParallel, PlanMismatchError
 from osdp.model.training import Training
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import ROOT, plan_by_hand

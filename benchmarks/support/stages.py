@@ -23,7 +23,7 @@ from benchmarks.support.models import Batch, Case, loss_of
 from osdp import OSDP, DeviceInfo, Training
 from osdp.model.dataflow import Dataflow
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
@@ -164,7 +164,7 @@ class Line:
         flow = trace_flow(case.model(device="meta"), case.sample(training.local_batch or 1))
         return cls(setting, flow, device, pp)
 
-    def cut(self, bounds: Sequence[int], schedule: str, microbatches: int) -> PipelinePlan:
+    def cut(self, bounds: Sequence[int], schedule: str, microbatches: int) -> Plan:
         """The plan with stages of these steps."""
         training = replace(self.setting.training, microbatches=microbatches)
         return plan_at(
@@ -188,7 +188,7 @@ class Line:
             bounds.append(min(free, key=lambda cut: (abs(until[cut] - share), cut)))
         return (*bounds, len(self.flow.steps))
 
-    def bounds_of(self, plan: PipelinePlan) -> tuple[int, ...]:
+    def bounds_of(self, plan: Plan) -> tuple[int, ...]:
         """The bounds of a plan's stages."""
         place = {step.module: index for index, step in reversed(list(enumerate(self.flow.steps)))}
         firsts = [min(place[m] for m in stage.modules if m in place) for stage in plan.stages]
@@ -212,7 +212,7 @@ class Line:
         return self.even(leaves, num_stages)
 
 
-def pipeline_step(case: Case, training: Training, plan: PipelinePlan, mesh: DeviceMesh) -> TrainStep:
+def pipeline_step(case: Case, training: Training, plan: Plan, mesh: DeviceMesh) -> TrainStep:
     """A fresh model under ``plan`` and its optimizer, as a function of the step's number."""
     model = OSDP(case.model(), plan=plan, mesh=mesh)
     optimizer = make_optimizer(model.parameters(), training)

@@ -18,7 +18,6 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.plan.pipeline import PipelinePlan
 from osdp.plan.plan import Plan
 from osdp.text import format_bytes, parse_bytes
 
@@ -154,7 +153,7 @@ def plan(
     out: Out = Path("plan.json"),
 ) -> None:
     """Plan for what was DESCRIBED; save the plan and print it."""
-    from osdp.api import make_pipeline_plan, make_plan
+    from osdp.api import make_plan
     from osdp.search.options import SLICES
 
     require_described(described, (MODEL, DEVICE, PROFILE, TRAINING))
@@ -173,17 +172,17 @@ def plan(
         "strategy": strategy,
         "slices": SLICES if slices else (),
         "recompute": recompute,
+        "offload": offload,
     }
-    made: Plan | PipelinePlan
     if pp > 1 or tp > 1:
         options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
         options["microbatches"] = () if microbatches is None else (microbatches,)
         model, sample = described_model(described, trust_code=trust_code)
-        made = make_pipeline_plan(model, sample, device_info, **options)
+        made = make_plan(model, sample, device_info, **options)
     elif schedule is not None:
         raise ValueError(f"--schedule {schedule} orders the stages of a pipeline: pass --pp, too")
     else:
-        made = make_plan(None, ModelDesc.load(described / MODEL), device_info, offload=offload, **options)
+        made = make_plan(None, ModelDesc.load(described / MODEL), device_info, **options)
     made.save(out)
     typer.echo(made)
 

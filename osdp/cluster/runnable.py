@@ -28,8 +28,8 @@ from osdp.inputs import make_rank_model
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.search.options import SearchOptions
@@ -57,7 +57,7 @@ def runnable_plan(
     kind: str = "cuda",
     optimizer: str = "AdamW",
     rates: Efficiencies = PUBLISHED,
-) -> Plan | PipelinePlan:
+) -> Plan:
     """Make the plan that ``OSDP(model, ..., plan=...)`` runs.
 
     Args:
@@ -93,7 +93,7 @@ def runnable_plan(
         rules = SearchOptions(allowed=modes, recompute=layout.recompute is not RecomputeLayers.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
-                made: Plan | PipelinePlan = _flat(model_desc, device, training, rules)
+                made = _flat(model_desc, device, training, rules)
             else:
                 made = _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
             return _noted(made, layout, modes)
@@ -183,9 +183,8 @@ def _require_sliceable(model: nn.Module, slices: int) -> None:
         ) from error
 
 
-def _noted(made: Plan | PipelinePlan, layout: ParallelLayout, modes: Sequence[Mode]) -> Plan | PipelinePlan:
+def _noted(made: Plan, layout: ParallelLayout, modes: Sequence[Mode]) -> Plan:
     """The plan with notes on where it differs from its layout."""
-    stages = [stage.plan for stage in made.stages] if isinstance(made, PipelinePlan) else [made]
     if layout.by_item:
         made = _with_note(
             made, "sharding and recomputation are chosen operator by operator, not layer by layer"
@@ -196,7 +195,9 @@ def _noted(made: Plan | PipelinePlan, layout: ParallelLayout, modes: Sequence[Mo
         )
     elif layout.zero in (1, 2):
         made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
-    if layout.recompute is RecomputeLayers.FULL and not all(stage.recomputed for stage in stages):
+    if layout.recompute is RecomputeLayers.FULL and not all(
+        stage.sharding.recomputed for stage in made.stages
+    ):
         made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
     return made
 
@@ -217,7 +218,7 @@ def _staged(
     device: DeviceInfo,
     training: Training,
     rules: SearchOptions,
-) -> PipelinePlan:
+) -> Plan:
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
     # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
     batch = SampleBatch.of(sample_inputs)
@@ -329,6 +330,6 @@ def _stage_link(homes: Sequence[SlotHardware]) -> PointToPointLink:
     )
 
 
-def _with_note(made: Plan | PipelinePlan, note: str) -> Plan | PipelinePlan:
+def _with_note(made: Plan, note: str) -> Plan:
     """The plan with one more note."""
     return replace(made, notes=(*made.notes, note))

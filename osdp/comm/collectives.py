@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
-from osdp.plan.plan import Route
+from osdp.plan.sharding import Route
 from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, reduce_scatter
 
 #: A reduction operation: one of c10d, or its bare type.

@@ -31,7 +31,8 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc, Operator
 from osdp.model.training import Training
-from osdp.plan.plan import Mode, Plan, Prediction, Unit
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode, Prediction, ShardingPlan, Unit
 
 
 def evaluate(
@@ -51,12 +52,14 @@ def evaluate(
 
     Raises:
         PlanMismatchError: The plan was made for another model or world size.
-        ValueError: The profile was made for another model.
+        ValueError: The profile was made for another model, or the plan has several stages.
     """
+    if plan.dp != device.world_size:
+        raise PlanMismatchError([f"the plan was made for {plan.dp} ranks, there are {device.world_size}"])
     situation = build_situation(
         model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch
     )
-    units, root = price_plan(situation, plan)
+    units, root = price_plan(situation, plan.sharding)
     return prediction(situation, simulate_step(situation, units, root))
 
 
@@ -75,7 +78,7 @@ def prediction(situation: ShardingProblem, outcome: StepEstimate) -> Prediction:
     )
 
 
-def price_plan(situation: ShardingProblem, plan: Plan) -> tuple[UnitCosts, RootUnitCost]:
+def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the plan's units over the chain, and of its operators outside it.
 
     Raises:
@@ -87,7 +90,7 @@ def price_plan(situation: ShardingProblem, plan: Plan) -> tuple[UnitCosts, RootU
     timeline = situation.timeline
     position = {operator.name: k for k, operator in enumerate(timeline.chain)}
     outside = {operator.name: operator for operator in timeline.root}
-    faults = _differences(plan, {*position, *outside}, situation)
+    faults = _differences(plan, {*position, *outside})
     slices = {decision.operator: decision.slices for decision in plan.decisions}
     kept = {decision.operator: decision.slices_kept for decision in plan.decisions}
     # 2. Each unit becomes (first operator, one past the last, strategy) in the chain, or joins the root; all
@@ -196,7 +199,9 @@ def _kept_faults(situation: ShardingProblem, units: Sequence[tuple[int, int, int
             yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
 
 
-def _again(situation: ShardingProblem, plan: Plan, unit: tuple[int, int, int]) -> tuple[int, int, int]:
+def _again(
+    situation: ShardingProblem, plan: ShardingPlan, unit: tuple[int, int, int]
+) -> tuple[int, int, int]:
     """``unit`` with the RECOMPUTED flag if its block is recomputed."""
     start, stop, way = unit
     block = situation.timeline.chain[start].block
@@ -204,7 +209,7 @@ def _again(situation: ShardingProblem, plan: Plan, unit: tuple[int, int, int]) -
 
 
 def _recompute_faults(
-    situation: ShardingProblem, plan: Plan, units: Sequence[tuple[int, int, int]]
+    situation: ShardingProblem, plan: ShardingPlan, units: Sequence[tuple[int, int, int]]
 ) -> list[str]:
     """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
     chain, again = situation.timeline.chain, situation.timeline.recompute
@@ -224,15 +229,10 @@ def _recompute_faults(
     return faults
 
 
-def _differences(plan: Plan, known: set[str], situation: ShardingProblem) -> list[str]:
+def _differences(plan: ShardingPlan, known: set[str]) -> list[str]:
     decided = set(plan.modes)
     faults = [f"the plan decides {name!r}, which the model does not have" for name in sorted(decided - known)]
-    faults += [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
-    if plan.world_size != situation.device.world_size:
-        faults.append(
-            f"the plan was made for {plan.world_size} ranks, there are {situation.device.world_size}"
-        )
-    return faults
+    return faults + [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
 
 
 def describe_moment(situation: ShardingProblem, moment: PeakMoment) -> str:

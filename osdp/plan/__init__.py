@@ -2,14 +2,14 @@
 
 Start at :class:`osdp.plan.plan.Plan`. No torch.
 
-- ``plan``: the sharding mode of each operator, the units, the prediction, the reason of each decision
-- ``pipeline``: a model cut into stages, each with a plan of its own
+- ``plan``: what holds for the whole, and the stages, each with a sharding plan of its own
+- ``sharding``: the sharding mode of each operator, the units, the prediction, the reason of each decision
 - ``dims``: degrees of pipeline, data and tensor parallelism
 - ``tensor_parallel``: which modules split their weights over the tensor-parallel ranks
 - ``tensor_parallel_rank``: what one tensor-parallel rank computes and exchanges
 - ``token_slices``: a sequence cut into slices
 - ``schedule``: actions of each rank of a pipeline, checked
 - ``schedules``: the known schedules, by name
-- ``sharded_units``: the units that FSDP2 shards, in the order they are wrapped in
+- ``sharded_units``: the order in which the units that FSDP2 shards are wrapped
 - ``shard_math``: sizes of shards, parts and slices, padding included
 """

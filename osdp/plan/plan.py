@@ -1,198 +1,91 @@
-"""Plan: the decision for each operator, its predicted cost and its reason.
+"""Plan: what holds for the whole training, and the sharding plan of each of its stages.
 
 It is the interface between planner and runtime: neither knows anything else of the other.
 """
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
-from osdp import codec
+from osdp.codec import Savable, quoted, read_json
+from osdp.model.dataflow import Transfer
 from osdp.model.training import Training
+from osdp.plan.dims import ParallelDims
+from osdp.plan.schedule import Schedule, make_schedule
+from osdp.plan.sharding import Decision, Mode, Prediction, ShardingPlan, Unit
+from osdp.plan.tensor_parallel import TensorParallelPlan
+from osdp.plan.token_slices import TokenSlices
 
-if TYPE_CHECKING:
-    from osdp.plan.pipeline import PipelinePlan
-
-PLAN_VERSION = 5
-
-
-class Mode(StrEnum):
-    """Sharding strategy of an operator over the data-parallel ranks; names as in PyTorch's ShardingStrategy.
-
-    The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
-    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
-    HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
-    """
-
-    NO_SHARD = "NO_SHARD"
-    SHARD_GRAD_OP = "SHARD_GRAD_OP"
-    FULL_SHARD = "FULL_SHARD"
-    HYBRID_SHARD = "HYBRID_SHARD"
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank stores only a shard."""
-        return self is not Mode.NO_SHARD
-
-
-#: The modes that need no groups of ranks.
-UNGROUPED = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
-
-
-class Route(StrEnum):
-    """Algorithm of the collectives of a sharded unit.
-
-    The paper's communication with groups is ``TWO_STEP``: shards are sent to the other groups once and are
-    gathered inside each group; gradients are reduced inside the groups first. ``EXCHANGE`` replaces the
-    backend's reduce-scatter by an exchange of shards and local sums, and the first step of a two-step
-    all-gather by an exchange.
-    """
-
-    FLAT = "flat"
-    EXCHANGE = "exchange"
-    TWO_STEP = "two_step"
-    TWO_STEP_EXCHANGE = "two_step_exchange"
-
-    @property
-    def in_two_steps(self) -> bool:
-        """Whether it communicates across groups and inside them in two successive steps."""
-        return self in (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
-
-    @property
-    def by_exchange(self) -> bool:
-        """Whether it reduces by an exchange of shards and local sums."""
-        return self in (Route.EXCHANGE, Route.TWO_STEP_EXCHANGE)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision for one operator.
-
-    Attributes:
-        operator: Its name.
-        modules: FQNs of the modules that use it.
-        parameters: FQNs of its parameters, the first name of each tied one.
-        nbytes: Bytes of its unsharded parameters.
-        mode: Its sharding strategy.
-        reason: Why it was chosen, with the cost of the next-best choice.
-        slices: Number of slices it runs in; 1 if it is not split.
-        sliced_by: The dimension that is cut: ``"output"`` or ``"input"`` features, or ``"rows"`` of a
-            vocabulary.
-        slices_kept: Number of slices that stay unsharded from forward to backward, as under SHARD_GRAD_OP;
-            the others are gathered again in backward.
-    """
-
-    operator: str
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-    nbytes: int
-    mode: Mode
-    reason: str = ""
-    slices: int = 1
-    sliced_by: str = ""
-    slices_kept: int = 0
-
-    def __post_init__(self) -> None:
-        if self.slices < 1 or (self.slices > 1) != bool(self.sliced_by):
-            raise ValueError(
-                f"operator {self.operator!r} has slices={self.slices} and sliced_by={self.sliced_by!r}: "
-                "slices must be at least 1, and sliced_by is set if and only if there are several"
-            )
-        if not 0 <= self.slices_kept <= (self.slices if self.slices > 1 and self.mode.sharded else 0):
-            raise ValueError(
-                f"operator {self.operator!r} ({self.mode}, {self.slices} slices) has slices_kept="
-                f"{self.slices_kept}: only a sharded operator in slices keeps slices unsharded, at most all"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Operators that share their collectives; contiguous in the trace, except for the root unit.
-
-    Attributes:
-        mode: Sharding strategy of all of them.
-        operators: Their names, in trace order.
-        modules: FQNs of the modules to wrap together: none contains another, and together they hold the
-            parameters of these operators and of no other unit that has not been wrapped before.
-        root: Whether it is the root unit: gathered before everything else and unsharded until the end.
-        offloaded: Whether its shards, their gradients and their optimizer states are kept in host memory.
-        group_size: Number of neighbouring ranks in a group: those that HYBRID_SHARD shards over, or those
-            inside which a two-step route gathers; 0 without groups.
-        route: Algorithm of its collectives.
-    """
-
-    mode: Mode
-    operators: tuple[str, ...]
-    modules: tuple[str, ...]
-    root: bool = False
-    offloaded: bool = False
-    group_size: int = 0
-    route: Route = Route.FLAT
-
-    def __post_init__(self) -> None:
-        grouped = self.mode is Mode.HYBRID_SHARD or self.route.in_two_steps
-        if grouped != (self.group_size > 1) or (self.mode is Mode.HYBRID_SHARD and self.route.in_two_steps):
-            raise ValueError(
-                f"the unit of {', '.join(self.operators)} has group_size={self.group_size} with {self.mode} "
-                f"and route {self.route}: HYBRID_SHARD and two-step routes need groups of 2 or more ranks "
-                "and exclude each other; every other unit has group_size=0"
-            )
-        if self.route is not Route.FLAT and not self.mode.sharded:
-            raise ValueError(
-                f"the unit of {', '.join(self.operators)} is NO_SHARD, which has no {self.route} route; only "
-                "sharded units have one"
-            )
-        if self.offloaded and (self.root or not self.mode.sharded):
-            where = "the root's" if self.root else self.mode.value
-            raise ValueError(
-                f"the unit of {', '.join(self.operators)} is {where}: only sharded units other than the "
-                "root's can be offloaded to host memory"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Simulated time and memory of a step; seconds and bytes on the worst rank.
-
-    Attributes:
-        step_seconds: One training step with all its microbatches.
-        compute_seconds: Forward and backward.
-        communication_seconds: Exposed communication: collectives that block compute, and the part of the
-            others that is not overlapped.
-        optimizer_seconds: The optimizer step.
-        peak_bytes: Peak of the live tensor bytes.
-        peak_moment: The moment of the step at which the peak is reached.
-        state_bytes: Parameters, gradients and optimizer states that are kept throughout the step.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    optimizer_seconds: float
-    peak_bytes: int
-    peak_moment: str
-    state_bytes: int
+#: 6 has both what format 5 was, a plan of a whole model, and what format 1 of plans with stages was.
+PLAN_VERSION = 6
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A training plan.
+class StagePlan:
+    """One pipeline stage, or the whole model if there is one.
+
+    Attributes:
+        modules: FQNs of the modules it keeps, in order; those of other stages are removed. ``("",)``, the
+            root, if the model is not cut.
+        sharding: Sharding of its operators over the data-parallel ranks, with its predicted cost.
+        loose: FQNs of its parameters that belong to none of these modules, but to the code around them.
+        forward_seconds: Compute and collectives in the forward of one microbatch.
+        backward_seconds: The same in its backward.
+        in_flight: Number of microbatches whose activations it holds at once.
+        notes: Facts about the search of this stage.
+    """
+
+    modules: tuple[str, ...]
+    sharding: ShardingPlan
+    loose: tuple[str, ...] = ()
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    in_flight: int = 1
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several stages hold a copy of.
+
+    Attributes:
+        stages: These stages, the owner first: checkpoints and gradient norms count only the owner's copy.
+        names: First FQN of the parameter in each of these stages.
+    """
+
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan(Savable):
+    """A training plan of one or more stages, each of which is sharded by itself.
+
+    A plan of one stage has what its ShardingPlan has, under the same names: ``plan.decisions`` is
+    ``plan.stages[0].sharding.decisions``. With several stages these raise ``ValueError``.
 
     Attributes:
         model: Fingerprint of the ModelDesc.
         device: Fingerprint of the DeviceInfo.
-        training: The training it was made for, with a local batch that is not ``None``.
-        world_size: Number of data-parallel ranks.
+        training: The training it was made for, with a local batch that is not ``None``; its microbatches are
+            those of the pipeline.
+        stages: All stages, in model order: ``pp`` of them or, for interleaved schedules, a multiple of it.
         memory_limit: Bytes per device it was made for.
-        reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
-        decisions: One per operator, in trace order.
-        units: All units; every operator is in exactly one.
-        predicted: Simulated time and memory of a step.
-        measured_profile: Whether the prediction is based on measured segments.
+        predicted: Simulated step; each quantity is that of the rank on which it is worst.
         optimal: Whether it is proven optimal in the decision space.
-        recomputed: FQNs of the modules whose activations are recomputed in backward.
+        measured_profile: Whether the prediction is based on measured segments.
+        dp: Number of data-parallel ranks of each stage.
+        pp: Number of ranks of a pipeline.
+        tp: Number of tensor-parallel ranks of each stage.
+        schedule: Name of the schedule.
+        transfers: Values sent between stages.
+        ties: Parameters that several stages hold a copy of.
+        bubble: Predicted fraction of the ranks' time that is idle, from 0 to 1.
+        peaks: Predicted peak bytes of each rank of a pipeline; empty if the model is not cut.
+        tensor: Tensor-parallel plan of the ``tp`` ranks; ``None`` if ``tp`` is 1.
+        token_slices: Slices into which ``train_step`` cuts sequences by default; ``None`` leaves them whole.
+            Predictions are for whole sequences.
         notes: Facts about the plan as a whole.
         version: Format version.
     """
@@ -200,15 +93,21 @@ class Plan:
     model: str
     device: str
     training: Training
-    world_size: int
+    stages: tuple[StagePlan, ...]
     memory_limit: int
-    reduce_each_microbatch: bool
-    decisions: tuple[Decision, ...]
-    units: tuple[Unit, ...]
     predicted: Prediction
-    measured_profile: bool
     optimal: bool
-    recomputed: tuple[str, ...] = ()
+    measured_profile: bool
+    dp: int
+    pp: int = 1
+    tp: int = 1
+    schedule: str = "1f1b"
+    transfers: tuple[Transfer, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    bubble: float = 0.0
+    peaks: tuple[int, ...] = ()
+    tensor: TensorParallelPlan | None = None
+    token_slices: TokenSlices | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -217,62 +116,163 @@ class Plan:
             raise ValueError(f"plan format {self.version} is not the supported {PLAN_VERSION}; plan again")
         if self.training.local_batch is None:
             raise ValueError("the training of a plan needs a local batch; set Training(local_batch=...)")
-        decided = [decision.operator for decision in self.decisions]
-        placed = [name for unit in self.units for name in unit.operators]
-        if sorted(decided) != sorted(placed) or len(set(decided)) != len(decided):
-            odd = sorted(set(decided) ^ set(placed)) or sorted({n for n in placed if placed.count(n) > 1})
+        if not self.stages or len(self.stages) % self.pp:
             raise ValueError(
-                "every operator needs exactly one decision and must be in exactly one unit; these violate "
-                f"it: {', '.join(odd)}"
+                f"{len(self.stages)} stages cannot be placed evenly on {self.pp} pipeline ranks; use a "
+                f"multiple of {self.pp} stages"
             )
-        cut = {decision.operator for decision in self.decisions if decision.slices > 1}
-        for barred, where in (("offloaded", "be offloaded"), ("group_size", "be in a unit with groups")):
-            held = [n for unit in self.units if getattr(unit, barred) for n in unit.operators if n in cut]
-            if held:
-                raise ValueError(f"operators in slices cannot {where}: {', '.join(held)}")
+        twice = sorted({module for module in self.modules if self.modules.count(module) > 1})
+        if twice:
+            raise ValueError(
+                f"every module must belong to exactly one stage; these belong to several: {', '.join(twice)}"
+            )
 
-    @cached_property
-    def modes(self) -> dict[str, Mode]:
-        """Sharding strategy of each operator, by name."""
-        return {decision.operator: decision.mode for decision in self.decisions}
+    @property
+    def dims(self) -> ParallelDims:
+        """Degrees of parallelism."""
+        return ParallelDims(self.pp, self.dp, self.tp)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank computes the whole model: one stage, and no tensor parallelism."""
+        return len(self.stages) == 1 and self.tp == 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages on each rank of a pipeline."""
+        return len(self.stages) // self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks."""
+        return self.dims.world_size
 
     @property
     def local_batch(self) -> int:
-        """Samples per device and microbatch."""
+        """Samples of a microbatch on one data-parallel rank."""
         assert self.training.local_batch is not None
         return self.training.local_batch
 
     @property
     def global_batch(self) -> int:
-        """Samples of all devices in one step."""
-        return self.world_size * self.local_batch * self.training.microbatches
+        """Samples of all ranks in one step."""
+        return self.dp * self.local_batch * self.training.microbatches
 
     @property
     def samples_per_second(self) -> float:
         """Predicted training throughput over all ranks."""
         return self.global_batch / self.predicted.step_seconds
 
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """FQNs of the modules of all stages."""
+        return tuple(module for stage in self.stages for module in stage.modules)
+
+    # What the ShardingPlan of the only stage has
+
     @property
-    def is_mixed(self) -> bool:
-        """Whether operators have different strategies, or any module is recomputed."""
-        ways = {(decision.mode, decision.slices, decision.slices_kept) for decision in self.decisions}
-        return len(ways) > 1 or len(self.recomputed) > 0
-
-    def save(self, path: str | Path) -> None:
-        """Write it to ``path`` as JSON."""
-        codec.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Plan | PipelinePlan":
-        """Load the plan saved at ``path``; a :class:`~osdp.plan.pipeline.PipelinePlan` if it has stages.
+    def sharding(self) -> ShardingPlan:
+        """The sharding plan of the only stage.
 
         Raises:
-            ValueError: The file holds no plan, or one of an unsupported version.
+            ValueError: There are several stages.
         """
-        # Imported here, since pipeline_plan imports this module: a pipeline plan holds a Plan per stage.
-        from osdp.plan.pipeline import PipelinePlan, has_stages
+        if len(self.stages) > 1:
+            raise ValueError(
+                f"the plan has {len(self.stages)} stages, each with decisions of its own: read "
+                "plan.stages[i].sharding, and print(plan.stage_table(i))"
+            )
+        return self.stages[0].sharding
 
-        return PipelinePlan.load(path) if has_stages(path) else codec.load(cls, path)
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Decisions of the only stage, one per operator, in trace order."""
+        return self.sharding.decisions
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units of the only stage."""
+        return self.sharding.units
+
+    @property
+    def modes(self) -> dict[str, Mode]:
+        """Sharding strategy of each operator of the only stage, by name."""
+        return self.sharding.modes
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """FQNs of the modules of the only stage whose activations are recomputed in backward."""
+        return self.sharding.recomputed
+
+    @property
+    def reduce_each_microbatch(self) -> bool:
+        """Whether gradients of the only stage are reduced after every microbatch, or once a step."""
+        return self.sharding.reduce_each_microbatch
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether operators of the only stage have different strategies, or any module is recomputed."""
+        return self.sharding.is_mixed
+
+    def with_sharding(self, **changes: Any) -> "Plan":
+        """This plan of one stage with changes to its ShardingPlan.
+
+        ``predicted`` and ``optimal`` become those of the plan, too; nothing is predicted anew.
+
+        Raises:
+            ValueError: There are several stages, or the changes contradict each other.
+        """
+        stage = replace(self.stages[0], sharding=replace(self.sharding, **changes))
+        own = {name: changes[name] for name in ("predicted", "optimal") if name in changes}
+        return replace(self, stages=(stage,), **own)
+
+    def make_schedule(
+        self, num_microbatches: int | None = None, name: str | None = None, *, num_slices: int = 1
+    ) -> Schedule:
+        """Make its schedule, or another one with the same number of stages per rank.
+
+        Args:
+            num_microbatches: Microbatches of a step; as planned if ``None``.
+            name: Name of the schedule; as planned if ``None``.
+            num_slices: Slices of each sequence.
+        """
+        return make_schedule(
+            name or self.schedule,
+            self.pp,
+            num_microbatches or self.training.microbatches,
+            stages_per_rank=self.stages_per_rank,
+            num_slices=num_slices,
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line: the modes of all operators or, if the model is cut, the degrees and the schedule."""
+        if self.is_whole:
+            return ", ".join(f"{name}={mode}" for name, mode in self.modes.items())
+        return f"pp={self.pp}, dp={self.dp}, tp={self.tp}, schedule={self.schedule}"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Load the plan saved at ``path``.
+
+        Raises:
+            ValueError: The file holds no plan, or one of another format.
+        """
+        content = read_json(path)
+        version = content.get("version", PLAN_VERSION) if isinstance(content, dict) else PLAN_VERSION
+        if version != PLAN_VERSION:
+            raise ValueError(
+                f"{path}: a plan of format {quoted(version)}, this version of osdp reads format "
+                f"{PLAN_VERSION}: make it anew by osdp plan, osdp cluster plan --out or make_plan(...), or "
+                "by OSDP(...) without plan="
+            )
+        return super().load(path)
+
+    def stage_table(self, stage: int) -> str:
+        """Text of one stage: its units with the reasons of their decisions."""
+        from osdp.report.plan_table import stage_table
+
+        return stage_table(self, stage)
 
     def __str__(self) -> str:
         # The table is a report; values themselves stay free of formatting.

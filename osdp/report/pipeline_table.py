@@ -1,15 +1,15 @@
-"""Text table of a pipeline plan: summary, one row per stage, and notes."""
+"""Text table of a plan with stages: summary, one row per stage, and notes."""
 
 from collections import Counter
 
-from osdp.plan.pipeline import PipelinePlan, StagePlan
+from osdp.plan.plan import Plan, StagePlan
 from osdp.text import align, format_bytes, format_seconds
 
 _HEADER = ("stage", "rank", "modules", "forward", "backward", "in flight", "sent", "peak", "operators")
 
 
-def pipeline_table(plan: PipelinePlan) -> str:
-    """Format a pipeline plan; ``print(plan.stages[0].plan)`` shows the decisions of a stage."""
+def pipeline_table(plan: Plan) -> str:
+    """Format a plan of a model that is cut; ``print(plan.stage_table(0))`` shows the decisions of a stage."""
     placement = plan.make_schedule().placement
     rows = [
         _HEADER,
@@ -22,7 +22,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
-def _facts(plan: PipelinePlan) -> list[str]:
+def _facts(plan: Plan) -> list[str]:
     predicted, training = plan.predicted, plan.training
     proven = "proven best" if plan.optimal else "not proven best"
     several = "es" * (training.microbatches > 1)
@@ -39,11 +39,11 @@ def _facts(plan: PipelinePlan) -> list[str]:
     ]
 
 
-def _row(plan: PipelinePlan, index: int, rank: int, stage: StagePlan) -> tuple[str, ...]:
-    modes = Counter(str(decision.mode) for decision in stage.plan.decisions)
+def _row(plan: Plan, index: int, rank: int, stage: StagePlan) -> tuple[str, ...]:
+    modes = Counter(str(decision.mode) for decision in stage.sharding.decisions)
     ways = [f"{count} {mode}" for mode, count in modes.items()]
-    if stage.plan.recomputed:
-        ways.append(f"{len(stage.plan.recomputed)} blocks recomputed")
+    if stage.sharding.recomputed:
+        ways.append(f"{len(stage.sharding.recomputed)} blocks recomputed")
     sent = sum(transfer.source == index for transfer in plan.transfers)
     called = stage.modules
     return (
@@ -54,6 +54,6 @@ def _row(plan: PipelinePlan, index: int, rank: int, stage: StagePlan) -> tuple[s
         format_seconds(stage.backward_seconds),
         str(stage.in_flight),
         str(sent),
-        format_bytes(stage.plan.predicted.peak_bytes),
+        format_bytes(stage.sharding.predicted.peak_bytes),
         ", ".join(ways),
     )

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from osdp.model.fqn import is_inside
-from osdp.plan.plan import Decision, Mode, Plan, Unit
+from osdp.model.training import Training
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Decision, Mode, ShardingPlan, Unit
+from osdp.report.pipeline_table import pipeline_table
 from osdp.text import align, format_bytes, format_seconds
 
 _NAME_WIDTH = 36
@@ -22,15 +25,24 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def plan_table(plan: Plan) -> str:
-    """Format a plan: summary, a row per kind of unit, totals per mode, and notes.
+    """Format a plan: its only stage with the notes of the plan or, if the model is cut, a row per stage."""
+    if not plan.is_whole:
+        return pipeline_table(plan)
+    return "\n".join([stage_table(plan, 0), *_notes(plan.notes)])
+
+
+def stage_table(plan: Plan, stage: int) -> str:
+    """Format one stage: summary, a row per kind of unit, totals per mode, and notes.
 
     The reason in a row is that of the largest operator of its first unit.
 
     Returns:
         Lines of at most about 110 columns.
     """
-    rows = [_HEADER, *(_unit_row(plan, numbers) for numbers in _alike(plan))]
-    return "\n".join([*_facts(plan), "", align(rows, right=(2, 3, 4)), "", *_totals(plan), *_notes(plan)])
+    sharding, notes = plan.stages[stage].sharding, plan.stages[stage].notes
+    rows = [_HEADER, *(_unit_row(sharding, numbers) for numbers in _alike(sharding))]
+    table = align(rows, right=(2, 3, 4))
+    return "\n".join([*_facts(plan, sharding), "", table, "", *_totals(sharding), *_notes(notes)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,48 +131,49 @@ def compress(names: Iterable[str]) -> list[str]:
     return [pattern.replace("[]", _ranges(numbers), 1) for pattern, numbers in groups.items()]
 
 
-def _facts(plan: Plan) -> list[str]:
-    nbytes = sum(decision.nbytes for decision in plan.decisions)
-    training = plan.training
+def _facts(plan: Plan, sharding: ShardingPlan) -> list[str]:
+    nbytes = sum(decision.nbytes for decision in sharding.decisions)
+    training, optimal = plan.training, plan.optimal if plan.is_whole else sharding.optimal
     microbatches = f"{training.microbatches} microbatch{'es' if training.microbatches > 1 else ''}"
     dtypes = f", computed in {training.param_dtype}" if training.param_dtype else ""
     return [
-        f"model      {format_bytes(nbytes)} of parameters{dtypes}; {len(plan.decisions)} operators in "
-        f"{len(plan.units)} units; {training.optimizer}",
-        f"devices    {plan.world_size}, each limited to {format_bytes(plan.memory_limit)}",
+        f"model      {format_bytes(nbytes)} of parameters{dtypes}; {len(sharding.decisions)} operators in "
+        f"{len(sharding.units)} units; {training.optimizer}",
+        f"devices    {plan.dp}, each limited to {format_bytes(plan.memory_limit)}",
         f"batch      {plan.global_batch} samples a step: {plan.local_batch} per device x {microbatches} x "
-        f"{plan.world_size} devices{_reduction(plan)}",
-        *_predicted(plan),
+        f"{plan.dp} devices{_reduction(training, sharding)}",
+        *_predicted(plan, sharding),
         f"basis      {'measured' if plan.measured_profile else 'estimated'} profile; "
-        f"{'proven optimal' if plan.optimal else 'not proven optimal'}",
+        f"{'proven optimal' if optimal else 'not proven optimal'}",
     ]
 
 
-def _reduction(plan: Plan) -> str:
+def _reduction(training: Training, sharding: ShardingPlan) -> str:
     """Text on how often gradients are reduced; empty with one microbatch."""
-    if plan.training.microbatches == 1:
+    if training.microbatches == 1:
         return ""
     return (
         "; gradients reduced each microbatch"
-        if plan.reduce_each_microbatch
+        if sharding.reduce_each_microbatch
         else "; gradients reduced once a step: all microbatches but the last inside no_sync()"
     )
 
 
-def _predicted(plan: Plan) -> list[str]:
-    costs = plan.predicted
+def _predicted(plan: Plan, sharding: ShardingPlan) -> list[str]:
+    costs = plan.predicted if plan.is_whole else sharding.predicted
+    rate = plan.global_batch / costs.step_seconds
     parts = {
         "compute": costs.compute_seconds,
         "communication": costs.communication_seconds,
         "optimizer": costs.optimizer_seconds,
     }
     share = costs.peak_bytes / plan.memory_limit
-    blocks = len(plan.recomputed)
+    blocks = len(sharding.recomputed)
     again = (
         [f"recomputed {blocks} block{'s' * (blocks > 1)}, whose activations are not kept"] if blocks else []
     )
     return [
-        f"predicted  {format_seconds(costs.step_seconds)} a step, {plan.samples_per_second:.1f} samples/s: "
+        f"predicted  {format_seconds(costs.step_seconds)} a step, {rate:.1f} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
         f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}",
         f"states     {format_bytes(costs.state_bytes)} of it live all the time",
@@ -168,32 +181,31 @@ def _predicted(plan: Plan) -> list[str]:
     ]
 
 
-def _alike(plan: Plan) -> list[list[int]]:
+def _alike(plan: ShardingPlan) -> list[list[int]]:
     """Indices of the units that share a row, in order of the first of each."""
-    sizes = {decision.operator: decision.nbytes for decision in plan.decisions}
     rows: dict[object, list[int]] = {}
     for number, unit in enumerate(plan.units):
-        kind = tuple((_pattern(name), sizes[name]) for name in unit.operators)
+        kind = tuple((_pattern(name), plan.by_operator[name].nbytes) for name in unit.operators)
         rows.setdefault((unit.root, _way(plan, unit), kind), []).append(number)
     return list(rows.values())
 
 
-def _unit_row(plan: Plan, numbers: Sequence[int]) -> tuple[str, ...]:
+def _unit_row(plan: ShardingPlan, numbers: Sequence[int]) -> tuple[str, ...]:
     units = [plan.units[number] for number in numbers]
-    decisions = [_by_name(plan)[name] for unit in units for name in unit.operators]
+    decisions = [plan.by_operator[name] for unit in units for name in unit.operators]
     return (
         _wrap(", ".join(_module_names(units)), _NAME_WIDTH),
         _wrap(_way(plan, units[0]), _WAY_WIDTH),
         str(len(units)),
         str(len(decisions)),
         format_bytes(sum(decision.nbytes for decision in decisions)),
-        _wrap(_reason([_by_name(plan)[name] for name in units[0].operators]), _REASON_WIDTH),
+        _wrap(_reason([plan.by_operator[name] for name in units[0].operators]), _REASON_WIDTH),
     )
 
 
-def _way(plan: Plan, unit: Unit) -> str:
+def _way(plan: ShardingPlan, unit: Unit) -> str:
     """Text of a unit's strategy: mode, slices, recomputation, offloading and shard group."""
-    decision = _by_name(plan)[unit.operators[0]]
+    decision = plan.by_operator[unit.operators[0]]
     slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
     words = [
@@ -204,10 +216,6 @@ def _way(plan: Plan, unit: Unit) -> str:
         f", two steps by {unit.group_size}" * unit.route.in_two_steps,
     ]
     return "".join([unit.mode.value, *words])
-
-
-def _by_name(plan: Plan) -> dict[str, Decision]:
-    return {decision.operator: decision for decision in plan.decisions}
 
 
 def _module_names(units: Sequence[Unit]) -> list[str]:
@@ -221,7 +229,7 @@ def _reason(decisions: Sequence[Decision]) -> str:
     return max(decisions, key=lambda decision: decision.nbytes).reason if decisions else ""
 
 
-def _totals(plan: Plan) -> list[str]:
+def _totals(plan: ShardingPlan) -> list[str]:
     rows = [("mode", "operators", "units", "bytes", "of the model")]
     total = sum(decision.nbytes for decision in plan.decisions)
     for mode in dict.fromkeys(unit.mode for unit in plan.units):
@@ -232,8 +240,8 @@ def _totals(plan: Plan) -> list[str]:
     return align(rows, right=range(1, 5)).split("\n")
 
 
-def _notes(plan: Plan) -> list[str]:
-    return [line for note in plan.notes for line in textwrap.wrap(f"note: {note}", 110)]
+def _notes(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in textwrap.wrap(f"note: {note}", 110)]
 
 
 def _wrap(text: str, width: int) -> str:

@@ -1,7 +1,9 @@
 """Runs a plan: FSDP2 for sharded units, overlapped all-reduces for replicated ones.
 
-Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not how plans are found.
+Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plans are found.
 
+- ``running``: ``apply``, and what every model under a plan can do
+- ``stages``: what a stage computes, and what stores its parameters
 - ``sharding``: a model under a sharding plan
 - ``pipeline``: a model in stages
 - ``tensor_parallel``: a model whose layers several ranks compute
@@ -21,7 +23,7 @@ Start at :func:`osdp.runtime.sharding.apply.apply`. Knows plans and torch, not h
 - ``checkpoint``: saving and loading
 """
 
-from osdp.runtime.sharding.apply import apply
+from osdp.runtime.running import RunningModel, apply
 from osdp.runtime.sharding.sharded_model import ShardedModel
 
-__all__ = ["ShardedModel", "apply"]
+__all__ = ["RunningModel", "ShardedModel", "apply"]

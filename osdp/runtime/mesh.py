@@ -22,7 +22,7 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
 
     Args:
         model: The model to wrap; its device determines the kind of mesh.
-        mesh: A mesh with one axis.
+        mesh: A mesh with one axis, or one with the axes :data:`AXES` of which only ``dp`` has several ranks.
 
     Raises:
         RuntimeError: There is no process group.
@@ -31,6 +31,8 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
     if mesh is None:
         require_process_group()
         return init_device_mesh(device_type(model), (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+    if tuple(mesh.mesh_dim_names or ()) == AXES and mesh["dp"].size() == mesh.size():
+        return mesh["dp"]
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         raise ValueError(
@@ -48,6 +50,20 @@ def parallel_mesh(model: nn.Module, layout: ParallelDims) -> DeviceMesh:
     require_process_group()
     shape = (layout.pp, layout.dp, layout.tp)
     return init_device_mesh(device_type(model), shape, mesh_dim_names=AXES)
+
+
+def dims_of(mesh: DeviceMesh) -> ParallelDims:
+    """Degrees of parallelism on ``mesh``, which has the axes :data:`AXES` or, for data parallelism, any one.
+
+    Raises:
+        ValueError: It has other axes.
+    """
+    if mesh.ndim == 1:
+        return ParallelDims(1, mesh.size(), 1)
+    names = mesh.mesh_dim_names or ()
+    if tuple(names) != AXES:
+        raise ValueError(f"stages need a mesh with the axes {AXES}, this one has {names}")
+    return ParallelDims(*(mesh[axis].size() for axis in AXES))
 
 
 def mesh_with_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:

@@ -7,7 +7,7 @@ memory than was planned; and until gradients have arrived once, whether there ar
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from osdp.errors import PlanMismatchError
 from osdp.model.training import Training, unsupported_step
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Plan
-from osdp.runtime.module.replaced import Replaced, Successor
+from osdp.runtime.module.replaced import Replaced
+from osdp.runtime.running import RunningModel
 
 logger = logging.getLogger(__name__)
 
@@ -32,28 +31,19 @@ class OptimizerCheck:
     """Checks the optimizers that step on a model.
 
     Args:
-        parameters: The model's parameters as optimizers see them.
-        plan: The plan that the model runs under.
+        running: The model under its plan.
+        parameters: Its parameters as optimizers see them.
         replaced: The parameters that the model had before it was wrapped.
-        awaits_backward: Whether the model ran with gradients and no backward has reached it since.
-        computing: Parameters that forwards compute with in place of these, for ``Replaced.exchange_in``.
-        registered: All parameters that the model has at present, by name.
     """
 
     def __init__(
         self,
+        running: RunningModel,
         parameters: Iterable[nn.Parameter],
-        plan: Plan | PipelinePlan,
         replaced: Replaced,
-        awaits_backward: Callable[[], bool],
-        computing: Callable[[], Mapping[int, Successor]],
-        registered: Callable[[], Iterable[tuple[str, nn.Parameter]]],
     ) -> None:
-        self._registered = registered
-        self._computing = computing
-        self._plan = plan
+        self._running = running
         self._replaced = replaced
-        self._awaits_backward = awaits_backward
         # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
         self._parameters = {id(p): p for p in parameters}
         #: Identities of the parameters that each optimizer had when it was checked.
@@ -76,7 +66,7 @@ class OptimizerCheck:
             self._look_for_gradients(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        self._replaced.exchange_in(optimizer, self._computing())
+        self._replaced.exchange_in(optimizer, self._running.computing())
         self._refuse_added(optimizer)
         if not any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
             return
@@ -86,7 +76,8 @@ class OptimizerCheck:
                 f"a wrapped model cannot be trained by {reason}. That does not depend on the plan; use "
                 "another optimizer, such as torch.optim.AdamW"
             )
-        training = self._plan.training
+        plan = self._running.plan
+        training = plan.training
         try:
             Training.from_optimizer(optimizer)
         except (TypeError, ValueError) as error:
@@ -94,7 +85,7 @@ class OptimizerCheck:
                 "whether the optimizer fits the plan made for %s is unknown: %s", training.optimizer, error
             )
             return
-        spare = self._plan.memory_limit - self._plan.predicted.peak_bytes
+        spare = plan.memory_limit - plan.predicted.peak_bytes
         differences = training.mismatch(optimizer, spare=spare)
         if differences:
             raise PlanMismatchError([*differences, _PLAN_AGAIN])
@@ -106,8 +97,10 @@ class OptimizerCheck:
     def _refuse_added(self, optimizer: Optimizer) -> None:
         """Raise for parameters that were added after wrapping: nothing reduces their gradients."""
         others = {id(p) for group in optimizer.param_groups for p in group["params"] if not self._is_mine(p)}
-        others -= self._computing().keys()
-        added = [name for name, parameter in self._registered() if id(parameter) in others]
+        others -= self._running.computing().keys()
+        added = [
+            name for name, parameter in self._running.model.named_parameters() if id(parameter) in others
+        ]
         if added:
             raise RuntimeError(
                 f"{len(added)} parameters came into the model after it was wrapped, the first is "
@@ -117,7 +110,7 @@ class OptimizerCheck:
 
     def _look_for_gradients(self, optimizer: Optimizer) -> None:
         self._had_gradients = any(p.grad is not None for p in self._parameters.values())
-        if self._had_gradients or not self._awaits_backward():
+        if self._had_gradients or not self._running.awaits_backward:
             return
         if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(

@@ -9,26 +9,25 @@ side effects.
 
 import logging
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from osdp.plan.plan import Plan
 from osdp.runtime.replay import KnownTensors, Snapshot
 from osdp.torch_private.checkpointing import checkpoint_forward
 
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Recompute the modules that ``plan`` names, which run on ``device``."""
-    for fqn in plan.recomputed:
+def recompute(model: nn.Module, recomputed: Collection[str], device: torch.device) -> None:
+    """Recompute the modules with the FQNs ``recomputed``, which run on ``device``."""
+    for fqn in recomputed:
         module = model.get_submodule(fqn)
-        recomputed = _Recomputed(module, device)
-        before, after = torch.compiler.disable(recomputed.before), torch.compiler.disable(recomputed.after)
+        hooks = _Recomputed(module, device)
+        before, after = torch.compiler.disable(hooks.before), torch.compiler.disable(hooks.after)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
         # Compiled as part of a larger graph, the first run would save other tensors than the second.
@@ -36,7 +35,7 @@ def recompute(model: nn.Module, plan: Plan, device: torch.device) -> None:
     # Submodules may have configurations of their own, as T5's encoder and decoder do.
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    if plan.recomputed and caching:
+    if recomputed and caching:
         # The recomputation would append to a key-value cache a second time.
         logger.warning("use_cache=True does not go with recomputation; it is set to False")
         for config in caching:

@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from osdp.comm.groups import device_of
 from osdp.plan.schedule import Schedule, generation_schedule
 from osdp.runtime.losses import LossFn
 from osdp.runtime.microbatch import Microbatch, split
-from osdp.runtime.pipeline.engine import Pipeline
+from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy
 from osdp.runtime.pipeline.generation import Generation, Sampling, Sequences
 from osdp.runtime.pipeline.messages import Messages
-from osdp.runtime.pipeline.tied_parameters import TiedCopies
+from osdp.runtime.running import RunningModel
 from osdp.runtime.token_slices.kv_prefix import KeyValues
 from osdp.runtime.token_slices.slicing import TokenSlicing
 
@@ -24,37 +25,23 @@ class StepRunner:
     """The steps of a model under a plan.
 
     Args:
-        pipeline: The stages of this rank.
-        make_schedule: Creates the schedule for a number of microbatches (``None``: as planned), a name and a
-            number of token slices.
-        parameters: Returns the parameters as the optimizer sees them.
-        data_group: The data-parallel ranks of a stage.
-        stage_group: The ranks of a pipeline; ``None`` if there is one.
-        tensor_group: The tensor-parallel ranks; ``None`` if there is one.
-        tied: Copies of parameters that other stages hold too.
-        device: This rank's device.
+        running: The model.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        make_schedule: Callable[[int | None, str | None, int], Schedule],
-        parameters: Callable[[], Sequence[nn.Parameter]],
-        *,
-        data_group: dist.ProcessGroup,
-        stage_group: dist.ProcessGroup | None = None,
-        tensor_group: dist.ProcessGroup | None = None,
-        tied: Sequence[TiedCopies] = (),
-        device: torch.device,
-    ) -> None:
-        self._pipeline = pipeline
-        self._make_schedule = make_schedule
-        self._parameters = parameters
-        self._data_group = data_group
-        self._stage_group = stage_group
-        self._tensor_group = tensor_group
-        self._tied = tuple(tied)
-        self._device = device
+    def __init__(self, running: RunningModel) -> None:
+        self._running = running
+        self._device = device_of(running.mesh)
+        self._pipeline = Pipeline(
+            running.stages,
+            running.plan.transfers,
+            running.links.stage_group,
+            self._device,
+            channels=running.links.channels,
+            reduces=ReductionPolicy.of(running.plan),
+        )
+        self._data_group = running.data_group
+        self._stage_group = running.links.stage_group
+        self._tensor_group = running.links.tensor_group
         self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
         self._compared = self._slices_compared = False
 
@@ -69,7 +56,7 @@ class StepRunner:
         slicing: TokenSlicing | None = None,
     ) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' samples; returns that loss on every rank."""
-        if any(parameter.grad is not None for parameter in self._parameters()):
+        if any(parameter.grad is not None for parameter in self._running.stored_parameters()):
             raise RuntimeError(
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
@@ -82,7 +69,7 @@ class StepRunner:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
         losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
-        for copies in self._tied:
+        for copies in self._running.links.tied:
             copies.add_gradients()
         # Data-parallel reduction has averaged the sums over ranks: multiplied by the number of ranks and
         # divided by the count they are the mean. With a count of 0 gradients are zero.
@@ -132,7 +119,7 @@ class StepRunner:
         Raises:
             ValueError: There are fewer prompts than groups.
         """
-        one = self._make_schedule(1, None, 1)
+        one = self._running.make_schedule(1, None, 1)
         count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
         parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
         for group in (self._stage_group, self._tensor_group):
@@ -174,7 +161,7 @@ class StepRunner:
     ) -> tuple[Schedule, tuple[Microbatch, ...]]:
         key = (num_microbatches, name, num_slices)
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(*key)
+            self._schedules[key] = self._running.make_schedule(*key)
         plan = self._schedules[key]
         parts = split(inputs, targets, plan.num_microbatches, self._device)
         if not self._compared:
@@ -207,7 +194,7 @@ class StepRunner:
             )
 
     def _scale_gradients(self, factor: torch.Tensor) -> None:
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._running.stored_parameters() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         with torch.no_grad():
             for device, dtype in {(grad.device, grad.dtype) for grad in local}:

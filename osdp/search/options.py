@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from osdp.plan.dims import ParallelDims
-from osdp.plan.plan import Mode
 from osdp.plan.schedule import Schedule
+from osdp.plan.sharding import Mode
 
 #: Default numbers of slices an operator may run in.
 SLICES = (2, 4, 8, 16)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import osdp
-from osdp import DeviceInfo, Mode, ModelDesc, PipelinePlan, Plan, Profile
+from osdp import DeviceInfo, Mode, ModelDesc, Plan, Profile
 from osdp.cli import main as cli
 from osdp.cli import models as cli_models
 
@@ -70,9 +70,11 @@ def test_a_plan_of_stages_is_made_and_shown(
     run("plan", str(described), "--pp", "2", "--schedule", "1f1b", "--out", str(path))
     printed = capsys.readouterr().out
     assert "pp=2 x dp=1 x tp=1 = 2 ranks, schedule 1f1b, 8 microbatches of 2" in printed
-    plan = PipelinePlan.load(path)
+    plan = Plan.load(path)
     # On one data-parallel rank there is nothing to shard: other modes were taken where they cost nothing.
-    assert {decision.mode for stage in plan.stages for decision in stage.plan.decisions} == {Mode.NO_SHARD}
+    assert {decision.mode for stage in plan.stages for decision in stage.sharding.decisions} == {
+        Mode.NO_SHARD
+    }
     run("show", str(path))
     assert capsys.readouterr().out == printed
 

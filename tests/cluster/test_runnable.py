@@ -20,8 +20,8 @@ from osdp.integrations.huggingface import masked_lm_loss, token_batch
 from osdp.integrations.huggingface.shaped_models import model_of_shape
 from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from tests.helpers import distributed
@@ -39,7 +39,7 @@ def net() -> nn.Module:
     return TiedNet()
 
 
-def plan_of(degrees: ParallelDims, zero: int | None = 0, **changes: object) -> Plan | PipelinePlan:
+def plan_of(degrees: ParallelDims, zero: int | None = 0, **changes: object) -> Plan:
     layout = replace(ParallelLayout(degrees, 2, 4 // degrees.dp, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(UNEQUAL, WORK)
     cells = cells_of(UNEQUAL, UNEQUAL.counts, degrees.tp * degrees.dp)
@@ -49,7 +49,7 @@ def plan_of(degrees: ParallelDims, zero: int | None = 0, **changes: object) -> P
     return runnable_plan(found, UNEQUAL, WORK, net(), batch(2), kind="cpu")
 
 
-def train_under(plans: list[Plan | PipelinePlan]) -> None:
+def train_under(plans: list[Plan]) -> None:
     plain = net()
     total, count = loss_fn(plain(**batch(8)), targets(8))
     expected = total.item() / count.item()
@@ -71,14 +71,13 @@ def test_unequal_stages_train_as_a_single_process() -> None:
         plan_of(degrees, None, recompute=None) for degrees in (ParallelDims(2, 2, 1), ParallelDims(1, 4, 1))
     ]
     for plan in plans[:3]:
-        assert isinstance(plan, PipelinePlan)
         held = [[m for m in stage.modules if m.count(".") == 1] for stage in plan.stages]
         # The slow node has fewer layers than the fast one.
         assert len(held[0]) + len(held[1]) == 4 and len(held[0]) != len(held[1])
     distributed.run(4, train_under, plans, timeout=120)
 
 
-def train_languages(plans: dict[str, Plan | PipelinePlan]) -> None:
+def train_languages(plans: dict[str, Plan]) -> None:
     for name, plan in plans.items():
         inputs, labels = language_batch(name, 4)
         total, count = masked_lm_loss(build(name)(**inputs), labels)
@@ -177,5 +176,3 @@ def test_any_plan_is_loaded_by_plan(tmp_path: Path) -> None:
     alone.save(tmp_path / "alone.json")
     assert Plan.load(tmp_path / "stages.json") == stages
     assert Plan.load(tmp_path / "alone.json") == alone
-    with pytest.raises(ValueError, match=r"alone\.json has no pipeline stages; use Plan\.load"):
-        PipelinePlan.load(tmp_path / "alone.json")

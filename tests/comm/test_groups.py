@@ -15,7 +15,8 @@ from osdp import OSDP, DeviceInfo, Link, ModelDesc, PlanMismatchError, Training,
 from osdp.comm.collectives import FlatReduceScatter, TwoStepAllGather, TwoStepReduceScatter, exchange
 from osdp.comm.groups import Grid, Meshes
 from osdp.hardware.device_info import COLLECTIVES
-from osdp.plan.plan import Mode, Plan, Route, Unit
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode, Route, Unit
 from osdp.runtime import apply, checkpoint
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 from tests.helpers.distributed import run

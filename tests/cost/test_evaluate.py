@@ -12,7 +12,8 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.plan.plan import UNGROUPED, Mode, Plan, Unit
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import UNGROUPED, Mode, Unit
 from osdp.search.sharding.planner import Candidate, best_plan
 from tests.helpers.problems import random_device, random_model
 
@@ -65,7 +66,7 @@ def test_the_parts_add_up() -> None:
 
 def test_units_and_modes_count_not_the_plans_own_prediction() -> None:
     plan, *rest = planned(2)
-    lying = replace(plan, predicted=replace(plan.predicted, step_seconds=1e-9, peak_bytes=1))
+    lying = plan.with_sharding(predicted=replace(plan.predicted, step_seconds=1e-9, peak_bytes=1))
     assert evaluate(lying, *rest) == plan.predicted
     sharded = forced(plan, Mode.FULL_SHARD)
     replicated = forced(plan, Mode.NO_SHARD)
@@ -76,7 +77,7 @@ def forced(plan: Plan, mode: Mode) -> Plan:
     """The plan with each operator a unit of its own in ``mode``."""
     decisions = tuple(replace(decision, mode=mode) for decision in plan.decisions)
     units = tuple(Unit(mode, (decision.operator,), decision.modules) for decision in decisions)
-    return replace(plan, decisions=decisions, units=units)
+    return plan.with_sharding(decisions=decisions, units=units)
 
 
 def regrouped(plan: Plan, mode: Mode, *groups: tuple[str, ...]) -> Plan:
@@ -84,7 +85,7 @@ def regrouped(plan: Plan, mode: Mode, *groups: tuple[str, ...]) -> Plan:
     base = forced(plan, mode)
     grouped = {name for group in groups for name in group}
     kept = [unit for unit in base.units if unit.operators[0] not in grouped]
-    return replace(base, units=(*kept, *(Unit(mode, group, group) for group in groups)))
+    return base.with_sharding(units=(*kept, *(Unit(mode, group, group) for group in groups)))
 
 
 def test_sharing_a_unit_saves_latency_in_any_order() -> None:
@@ -122,7 +123,7 @@ def test_unknown_and_missing_operators_are_all_listed() -> None:
         for unit in plan.units
     )
     with pytest.raises(PlanMismatchError) as caught:
-        evaluate(replace(plan, decisions=decisions, units=units), *rest)
+        evaluate(plan.with_sharding(decisions=decisions, units=units), *rest)
     assert caught.value.differences == (
         "the plan decides 'lookup', which the model does not have",
         "the plan decides 'tail', which the model does not have",

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.support.memory_oracle import Step, fake_group, measure_peak
 from osdp import OSDP, DeviceInfo, Link, ModelDesc
-from osdp.api import make_pipeline_plan
+from osdp.api import make_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.profiler.roofline import estimate
 from osdp.runtime.mesh import parallel_mesh
 from tests.helpers.distributed import run
@@ -46,11 +46,11 @@ def even_batch_of(name: str) -> dict[str, torch.Tensor]:
 
 def planned(
     name: str, info: DeviceInfo, layout: ParallelDims, whole: bool = True, sequence_parallel: bool = False
-) -> PipelinePlan:
+) -> Plan:
     model, batch = build(name, VOCABULARY), even_batch_of(name)
     desc = ModelDesc.from_module(model, batch)
     profile: Profile | None = estimate(desc, info, TRAINING) if whole else None
-    return make_pipeline_plan(
+    return make_plan(
         model, batch, info, pp=layout.pp, dp=layout.dp, tp=layout.tp, training=TRAINING, profile=profile,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def states_on_two_ranks(name: str, plan: PipelinePlan) -> None:
+def states_on_two_ranks(name: str, plan: Plan) -> None:
     model = OSDP(build(name, VOCABULARY), plan=plan)
     optimizer = torch.optim.AdamW(model.parameters())
     model.train_step(even_batch_of(name))
@@ -72,10 +72,10 @@ def states_on_two_ranks(name: str, plan: PipelinePlan) -> None:
         assert plan.predicted.state_bytes == stored, name
         assert gradients == sum(local(p).nbytes for p in model.parameters()), name
     whole = sum(p.numel() for p in build(name, VOCABULARY).parameters())
-    assert sum(d.nbytes for s in plan.stages for d in s.plan.decisions) == 4 * whole
+    assert sum(d.nbytes for s in plan.stages for d in s.sharding.decisions) == 4 * whole
 
 
-def states(plans: dict[str, PipelinePlan]) -> None:
+def states(plans: dict[str, Plan]) -> None:
     for name, plan in plans.items():
         states_on_two_ranks(name, plan)
 
@@ -140,4 +140,4 @@ def test_links_that_are_unknown_are_named() -> None:
 def test_a_plain_model_has_nothing_to_share() -> None:
     net = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
     with pytest.raises(ValueError, match="nothing of Sequential can be sharded over 2 ranks"):
-        make_pipeline_plan(net, torch.zeros(2, 8), device(), pp=1, dp=1, tp=2, training=TRAINING)
+        make_plan(net, torch.zeros(2, 8), device(), pp=1, dp=1, tp=2, training=TRAINING)

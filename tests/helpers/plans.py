@@ -9,7 +9,8 @@ from torch import nn
 
 from osdp.model.training import Training
 from osdp.nn.modules import supported_slicing
-from osdp.plan.plan import Decision, Mode, Plan, Prediction, Route, Unit
+from osdp.plan.plan import Plan, StagePlan
+from osdp.plan.sharding import Decision, Mode, Prediction, Route, ShardingPlan, Unit
 from osdp.runtime.module.parameter_owners import owned_parameters
 
 T = TypeVar("T")
@@ -50,18 +51,18 @@ def plan_by_hand(
         Decision(name, tuple(owners[name]), tuple(parameters), sizes[name], _mode(modes, name))
         for name, parameters in operators.items()
     )
+    units = _units(model, decisions, groups or {})
+    predicted = Prediction(1.0, 1.0, 0.0, 0.0, 1, "by hand", 1)
     return Plan(
         model="by hand",
         device="by hand",
         training=Training(local_batch=1, param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        world_size=world_size,
+        stages=(StagePlan(("",), ShardingPlan(decisions, units, predicted, optimal=False)),),
         memory_limit=2**30,
-        reduce_each_microbatch=True,
-        decisions=decisions,
-        units=_units(model, decisions, groups or {}),
-        predicted=Prediction(1.0, 1.0, 0.0, 0.0, 1, "by hand", 1),
-        measured_profile=False,
+        predicted=predicted,
         optimal=False,
+        measured_profile=False,
+        dp=world_size,
     )
 
 
@@ -81,14 +82,13 @@ def split(plan: Plan, model: nn.Module, slices: int, kept: int = 0) -> Plan:
         needed = cut[0] != "rows" or len(decision.modules) > 1
         return replace(decision, slices=slices, sliced_by=cut[0], slices_kept=kept if needed else 0)
 
-    return replace(plan, decisions=tuple(map(decided, plan.decisions)))
+    return plan.with_sharding(decisions=tuple(map(decided, plan.decisions)))
 
 
 def offload(plan: Plan) -> Plan:
     """``plan`` with the states of every unit that FSDP2 shards, but the root's, in host memory."""
     cut = {decision.operator for decision in plan.decisions if decision.slices > 1}
-    return replace(
-        plan,
+    return plan.with_sharding(
         units=tuple(
             replace(
                 unit, offloaded=unit.mode.sharded and not unit.root and not cut.intersection(unit.operators)
@@ -133,7 +133,7 @@ def in_different_groups(plan: Plan, group_size: int) -> Plan:
 def _with_units(plan: Plan, units: tuple[Unit, ...]) -> Plan:
     modes = {name: unit.mode for unit in units for name in unit.operators}
     decisions = tuple(replace(decision, mode=modes[decision.operator]) for decision in plan.decisions)
-    return replace(plan, units=units, decisions=decisions)
+    return plan.with_sharding(units=units, decisions=decisions)
 
 
 def _units(model: nn.Module, decisions: tuple[Decision, ...], groups: Mapping[str, str]) -> tuple[Unit, ...]:

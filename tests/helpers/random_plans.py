@@ -15,7 +15,7 @@ from osdp.profiler.roofline import estimate
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.cutting_planes import CostedCandidates
-from osdp.search.sharding.planner import stage_plan
+from osdp.search.sharding.planner import whole_plan
 from osdp.search.sharding.root_unit import root_choices
 
 _RULES = SearchOptions(slices=(2, 4), recompute=True)
@@ -59,7 +59,7 @@ def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
     root = price_root(situation, sharded, replicated, has_unit=bool(sharded) or joins)
     outcome = simulate_units(situation, units, root)
     found = ShardingSolution(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
-    return stage_plan(model_desc, situation, found, _RULES, gap=1.0)
+    return whole_plan(model_desc, situation, found, _RULES, gap=1.0)
 
 
 def _path(space: CandidateUnits, item: int, rng: random.Random) -> list[tuple[int, int, int]]:

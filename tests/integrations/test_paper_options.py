@@ -12,7 +12,8 @@ from torch import nn
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training, gen_fsdp_args, make_plan
 from osdp.hardware.device_info import COLLECTIVES
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from tests.helpers.distributed import run
 from tests.helpers.nets import WithLoss, tokens
 

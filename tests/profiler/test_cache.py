@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp import DeviceInfo, Link, make_pipeline_plan, make_plan
+from osdp import DeviceInfo, Link, make_plan
 from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from osdp.options import declared
 from osdp.profiler import cache as cache_module
@@ -313,7 +313,7 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
             calls.counting(axis_links, "measure_stage_link"),
             calls.counting(axis_links, "measure_slowdowns"),
         ):
-            make_pipeline_plan(_model(), torch.ones(4, 8), "64MiB", pp=2, cache_dir=folder)
+            make_plan(_model(), torch.ones(4, 8), "64MiB", pp=2, cache_dir=folder)
         found.append(calls.names)
     return found
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from osdp.model.training import Training
-from osdp.plan.plan import Decision, Mode, Plan, Prediction, Unit
+from osdp.plan.plan import Plan, StagePlan
+from osdp.plan.sharding import Decision, Mode, Prediction, ShardingPlan, Unit
 from osdp.report.plan_table import RunRow, comparison_table, compress, plan_table
 from osdp.text import align
 
@@ -24,18 +25,17 @@ def make_plan(layers: int, modes: dict[int, Mode]) -> Plan:
             reason = f"{mode} of {name}"
             decisions.append(Decision(name, (name,), (f"{name}.weight",), size * MiB, mode, reason))
         units.append(Unit(mode, tuple(names), (f"h.{layer}",)))
+    predicted = Prediction(0.5, 0.3, 0.15, 0.05, 150 * MiB, "backward of h.0", 90 * MiB)
     return Plan(
         model="m",
         device="d",
         training=Training(local_batch=2, microbatches=3),
-        world_size=4,
+        stages=(StagePlan(("",), ShardingPlan(tuple(decisions), tuple(units), predicted, optimal=True)),),
         memory_limit=200 * MiB,
-        reduce_each_microbatch=True,
-        decisions=tuple(decisions),
-        units=tuple(units),
-        predicted=Prediction(0.5, 0.3, 0.15, 0.05, 150 * MiB, "backward of h.0", 90 * MiB),
-        measured_profile=True,
+        predicted=predicted,
         optimal=True,
+        measured_profile=True,
+        dp=4,
     )
 
 

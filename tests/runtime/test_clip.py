@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, tokens

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.meta_init import blocks, check_initialisers, is_on_meta
 from tests.helpers.distributed import run

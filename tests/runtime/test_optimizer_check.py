@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osdp import OSDP
 from osdp.model.training import OPTIMIZERS, UNSUPPORTED, Training
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand, split

@@ -9,7 +9,6 @@ limit. A second backward through the same graph failed.
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.recompute import recompute
 from osdp.runtime.replay import SMALL, KnownTensors, Snapshot
@@ -161,8 +160,7 @@ def trained(step_of: Callable[[nn.Module, int], None], *, recomputed: bool) -> d
 
     model.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] + 1, *args[1:]))
     if recomputed:
-        plan = plan_by_hand(model, Mode.NO_SHARD, 1)
-        recompute(model, replace(plan, recomputed=("blocks.0", "blocks.1", "blocks.2")), CPU)
+        recompute(model, ("blocks.0", "blocks.1", "blocks.2"), CPU)
     for block in model.blocks:
         block.hooked.register_forward_hook(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -217,9 +215,7 @@ def test_large_tensors_are_copied_only_if_they_change() -> None:
         snapshot.settle()
         assert reader.table in known
     late = nn.Sequential(Reader(changes_from=2))
-    recompute(
-        late, replace(plan_by_hand(nn.Sequential(nn.Linear(1, 1)), Mode.NO_SHARD, 1), recomputed=("0",)), CPU
-    )
+    recompute(late, ("0",), CPU)
     inputs = torch.ones(WIDTH, requires_grad=True)
     late(inputs).sum().backward()
     with pytest.raises(RuntimeError, match=r"changed a tensor it holds, 262144 bytes .* recompute=False"):
@@ -242,10 +238,7 @@ def test_gradient_checkpointing_inside(use_reentrant: bool) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         if recomputed:
-            plan = replace(
-                plan_by_hand(model, Mode.NO_SHARD, 1), recomputed=("model.layers.0", "model.layers.1")
-            )
-            recompute(model, plan, CPU)
+            recompute(model, ("model.layers.0", "model.layers.1"), CPU)
             with pytest.warns(FutureWarning, match="deprecated"):
                 model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
@@ -360,7 +353,7 @@ def faults(kind: str, layout: str, wanted: nn.Module, *, recomputed: bool, twice
     model = build(kind)
     modes, groups = LAYOUTS[layout]
     plan = plan_by_hand(model, modes, 2, groups=groups)
-    apply(model, replace(plan, recomputed=("blocks.0", "blocks.1") if recomputed else ()))
+    apply(model, plan.with_sharding(recomputed=("blocks.0", "blocks.1") if recomputed else ()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(3):
         model.zero_grad()

@@ -21,7 +21,6 @@ from osdp.errors import InfeasibleError
 from osdp.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from osdp.plan.pipeline import PipelinePlan
     from osdp.plan.plan import Plan
 
 
@@ -78,7 +77,7 @@ def write_runnable(
 
 def _first_that_fits(
     plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest
-) -> tuple[ClusterPlan, "Plan | PipelinePlan", Any]:
+) -> tuple[ClusterPlan, "Plan", Any]:
     from osdp.cluster.runnable import runnable_plan
 
     for row, plan in enumerate(plans, start=1):

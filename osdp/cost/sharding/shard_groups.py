@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from osdp.hardware.device_info import DeviceInfo, Link
-from osdp.plan.plan import Route
+from osdp.plan.sharding import Route
 
 
 @dataclass(frozen=True, slots=True)

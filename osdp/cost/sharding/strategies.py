@@ -11,7 +11,7 @@
 The search mostly treats strategies as opaque labels; the functions below decode them.
 """
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 
 #: Plain modes; ``ROOT`` is a SHARD_GRAD_OP operator that joins the root unit.
 NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, ROOT = range(4)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DeviceInfo, Link
-from osdp.plan.plan import Route
+from osdp.plan.sharding import Route
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.fsdp_probe import Probe, UnitTimes
 from osdp.profiler.links.machine import (

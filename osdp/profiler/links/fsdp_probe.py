@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from osdp.comm.collectives import set_route
 from osdp.comm.groups import Grid
-from osdp.plan.plan import Route
+from osdp.plan.sharding import Route
 
 #: Number of units timed together, so that the clock and the root's hooks weigh little.
 _UNITS = 4

@@ -10,7 +10,6 @@ Start at :func:`save` and :func:`load`.
 """
 
 from osdp.runtime.checkpoint.save_load import (
-    InStages,
     load,
     load_whole_state_dict,
     save,
@@ -20,7 +19,6 @@ from osdp.runtime.checkpoint.save_load import (
 )
 
 __all__ = [
-    "InStages",
     "load",
     "load_whole_state_dict",
     "save",

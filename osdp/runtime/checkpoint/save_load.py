@@ -8,7 +8,7 @@ written under their owner's name.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from osdp.runtime.checkpoint.folder import NewCheckpoint, sentence_of, whole_che
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
+from osdp.runtime.stages import StageLinks
 
 State = dict[str, Any]
 
@@ -36,17 +37,10 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _KINDS = ("state", "param_groups")
 
 
-@runtime_checkable
-class InStages(Protocol):
-    """A model of which each rank holds some pipeline stages.
-
-    Attributes:
-        owners: Local names of parameters that another stage owns, mapped to their names there.
-        stage_group: The ranks of this pipeline.
-    """
-
-    owners: Mapping[str, str]
-    stage_group: dist.ProcessGroup
+def _links(model: nn.Module) -> StageLinks:
+    """What connects the stages of a model that is wrapped; nothing in a plain one."""
+    links: StageLinks = getattr(model, "stage_links", StageLinks())
+    return links
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -57,18 +51,16 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """
     Replaced().exchange_in(optimizer)  # it may have been made before the model was wrapped
     of_model, of_optimizer = get_state_dict(model, optimizer, options=_FLAT)
-    owners = model.owners if isinstance(model, InStages) else {}
     return {
         "model": in_one_block(of_model),
-        "optimizer": _renamed(in_one_block(dict(of_optimizer)), owners),
+        "optimizer": _renamed(in_one_block(dict(of_optimizer)), _links(model).owners),
     }
 
 
 def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Load the state dicts of :func:`train_state`, under any plan."""
     Replaced().exchange_in(optimizer)
-    owners = model.owners if isinstance(model, InStages) else {}
-    of_optimizer = _for_copies(state["optimizer"], owners, dict(model.named_parameters()))
+    of_optimizer = _for_copies(state["optimizer"], _links(model).owners, dict(model.named_parameters()))
     set_state_dict(
         model,
         optimizer,
@@ -168,12 +160,12 @@ def whole_state_dict(model: nn.Module) -> State:
     Every rank calls it. Load it into the plain model with ``load_state_dict``, and into a wrapped one with
     :func:`load_whole_state_dict`.
     """
-    if not isinstance(model, InStages):
+    group = _links(model).stage_group
+    if group is None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return dict(get_model_state_dict(model, options=options))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     mine = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
-    group = model.stage_group
     gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(mine, gathered, group=group, group_dst=0)
     if dist.get_rank() != 0 or gathered is None:
@@ -200,4 +192,4 @@ def load_whole_state_dict(
         RuntimeError: Names or shapes differ, as for ``nn.Module.load_state_dict``, the same on all ranks;
             nothing was loaded.
     """
-    return send_whole(model, state_dict or {}, model.owners if isinstance(model, InStages) else {}, strict)
+    return send_whole(model, state_dict or {}, _links(model).owners, strict)

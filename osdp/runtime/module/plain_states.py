@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import gather_objects
 from osdp.comm.shards import part_of
-from osdp.plan.pipeline import Tie
+from osdp.plan.plan import Tie
 from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
 
 

@@ -2,7 +2,7 @@
 
 Start at :func:`osdp.runtime.pipeline.apply.apply_pipeline`.
 
-- ``apply``: a model and a pipeline plan to stages that run
+- ``apply``: a model and a plan to stages that run
 - ``stage``: the original model with the modules of other stages removed
 - ``placeholders``: values of other stages: shape, dtype and device
 - ``output_shapes``: what a removed module would have returned

@@ -1,9 +1,10 @@
-"""``apply_pipeline``: run a model under a pipeline plan, each stage sharded by its own plan."""
+"""``apply_pipeline``: run a model that is cut into stages, each sharded by its own plan."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,80 +15,61 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.comm.groups import device_of, equalize_group_count
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Mode, Plan
-from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule, split_backward_refused
+from osdp.plan.plan import Plan
+from osdp.plan.schedule import Schedule, split_backward_refused
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.mesh import group_of
+from osdp.runtime.mesh import dims_of, group_of
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states, load_into_stages
 from osdp.runtime.pipeline.channels import Channel, ordered_channels
-from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy, StageRuntime
 from osdp.runtime.pipeline.output_shapes import twins_of
-from osdp.runtime.pipeline.stage import StageModule, WholeModel, build_stage, merge
+from osdp.runtime.pipeline.stage import StageModule, build_stage, merge
 from osdp.runtime.pipeline.tied_parameters import TiedCopies, tied_copies
-from osdp.runtime.pipeline.unsharded_stage import UnshardedStage, apply_alone, stands_alone
-from osdp.runtime.sharding.apply import apply
+from osdp.runtime.pipeline.unsharded_stage import apply_unsharded, stands_alone
+from osdp.runtime.sharding.apply import apply_sharding
 from osdp.runtime.sharding.sharded_model import ShardedModel
-from osdp.runtime.steps import StepRunner
+from osdp.runtime.stages import RunningStage, StageLinks, StageRuntime
 from osdp.runtime.tensor_parallel.apply import first_rank_part, parallelize
 
 
 class PipelinedModel:
-    """A model under a pipeline plan; made by :func:`apply_pipeline`.
+    """A :class:`~osdp.runtime.running.RunningModel` in stages; made by :func:`apply_pipeline`.
 
     Attributes:
         model: The model with the modules of this rank's stages, changed in place.
         plan: The plan.
         mesh: The mesh with the axes pp, dp and tp.
         stages: The stages of this rank, by index.
-        stage_group: The ranks of this pipeline.
-        steps: Runs its training, evaluation and inference steps.
+        data_group: The data-parallel ranks of a stage.
+        links: What connects its stages.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: PipelinePlan,
+        plan: Plan,
         mesh: DeviceMesh,
-        stages: Mapping[int, StageRuntime],
+        stages: Mapping[int, RunningStage],
     ) -> None:
         self.model = model
         self.plan = plan
         self.mesh = mesh
         self.stages = dict(stages)
-        group = mesh["pp"].get_group()
-        self.stage_group = group
+        group: dist.ProcessGroup = mesh["pp"].get_group()
+        self.data_group: dist.ProcessGroup = mesh["dp"].get_group()
         self._norm_group = group_of(mesh["dp", "tp"] if plan.tp > 1 else mesh["dp"])
-        self._tied = self._tie(group)
-        self.steps = StepRunner(
-            Pipeline(
-                stages,
-                plan.transfers,
-                group,
-                device_of(mesh),
-                channels=self._channels(group),
-                reduces=_reductions([stage.plan for stage in plan.stages], plan.training.microbatches),
-            ),
-            self._schedule,
-            self.stored_parameters,
-            data_group=mesh["dp"].get_group(),
+        self.links = StageLinks(
             stage_group=group,
             tensor_group=mesh["tp"].get_group() if plan.tp > 1 else None,
-            tied=self._tied,
-            device=device_of(mesh),
+            tied=self._tie(group),
+            channels=self._channels(group),
         )
 
     def _tie(self, group: dist.ProcessGroup) -> tuple[TiedCopies, ...]:
         named = {}
         for running in self.stages.values():
             for name, parameter in running.stage.model.named_parameters():
-                applied = running.applied
-
-                def stored(parameter: nn.Parameter = parameter, applied: Applied = applied) -> nn.Parameter:
-                    return applied.stored(parameter)
-
-                named[name] = stored
+                named[name] = partial(running.runtime.stored, parameter)
         copies = tied_copies(self.plan, self.plan.make_schedule().placement, named, group, self._level)
         for tied in copies:
             tied.start_equal()
@@ -101,10 +83,10 @@ class PipelinedModel:
     def _level(self) -> None:
         equalize_group_count(self.mesh, device_of(self.mesh))
 
-    def _schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+    def make_schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+        """The schedule of a step; see :class:`~osdp.runtime.running.RunningModel`."""
         schedule = self.plan.make_schedule(num_microbatches, name, num_slices=num_slices)
-        alone = all(isinstance(running.applied, UnshardedStage) for running in self.stages.values())
-        if schedule.splits_backward and not alone:
+        if schedule.splits_backward and not all(stage.runtime.is_plain for stage in self.stages.values()):
             raise split_backward_refused(schedule.name, self.plan.dp, self.plan.tp)
         return schedule
 
@@ -124,12 +106,12 @@ class PipelinedModel:
     @property
     def computes(self) -> bool:
         """Whether modules may register compute parameters at present, rather than the stored ones."""
-        return any(running.applied.computes for running in self.stages.values())
+        return any(running.runtime.computes for running in self.stages.values())
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The stored parameter (which the optimizer sees) of ``parameter``, stored or computed with."""
         for running in self.stages.values():
-            found = running.applied.stored(parameter)
+            found = running.runtime.stored(parameter)
             if found is not parameter:
                 return found
         return parameter
@@ -139,26 +121,26 @@ class PipelinedModel:
         return {
             key: found
             for running in self.stages.values()
-            for key, found in running.applied.computing().items()
+            for key, found in running.runtime.computing().items()
         }
 
     def stored_parameters(self) -> list[nn.Parameter]:
         """All parameters of this rank as the optimizer sees them, each once."""
-        found = [p for running in self.stages.values() for p in running.applied.stored_parameters()]
+        found = [p for running in self.stages.values() for p in running.runtime.stored_parameters()]
         return list({id(parameter): parameter for parameter in found}.values())
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients of all stages so that their total norm is at most ``max_norm``."""
-        copies = {id(parameter) for tied in self._tied for parameter in tied.not_owned}
+        copies = {id(parameter) for tied in self.links.tied for parameter in tied.not_owned}
         return clip_grad_norm_(
             self.stored_parameters(),
             max_norm,
             norm_type,
             group=self._norm_group,
             device=device_of(self.mesh),
-            across=self.stage_group,
+            across=self.links.stage_group,
             copies=copies,
             error_if_nonfinite=error_if_nonfinite,
         )
@@ -169,9 +151,19 @@ class PipelinedModel:
         return False
 
     @property
-    def owners(self) -> dict[str, str]:
-        """Local names of tied copies that another stage owns, mapped to their names there."""
-        return {name: tied.owner for tied in self._tied for name in tied.names if name != tied.owner}
+    def sharded(self) -> ShardedModel:
+        """Not there: FSDP2's methods are of a model that is not cut.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "the methods of FSDP2 are not for stages, which communicate as their schedule says; they "
+            "accumulate inside a step: pass train_step(..., num_microbatches=)"
+        )
+
+    def settle(self) -> None:
+        """No effect: a step contains both forwards and backwards."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Not supported for stages.
@@ -183,7 +175,7 @@ class PipelinedModel:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load a state dict of the whole model; all ranks of a pipeline call it."""
-        return load_into_stages(self.model, state_dict, strict, self.plan.ties, self.stage_group)
+        return load_into_stages(self.model, state_dict, strict, self.plan.ties, self.mesh["pp"].get_group())
 
     def train(self, mode: bool) -> None:
         """Set the training mode of all stages."""
@@ -192,13 +184,10 @@ class PipelinedModel:
         self.model.train(mode)
 
 
-Applied = ShardedModel | UnshardedStage
-
-
-def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> PipelinedModel:
+def apply_pipeline(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PipelinedModel:
     """Run ``model`` under ``plan``, changing it in place: it keeps the modules of this rank's stages.
 
-    Every rank calls it. Initial values are as for :func:`osdp.runtime.sharding.apply.apply`, stage by stage;
+    Every rank calls it. Initial values are as for :func:`osdp.runtime.running.apply`, stage by stage;
     all copies of a tied parameter start with the owner's values.
 
     Args:
@@ -231,20 +220,20 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Pi
         for index in mine
     ]
     # 2. Shard each stage under its own plan.
-    stages: dict[int, StageRuntime] = {}
+    stages: dict[int, RunningStage] = {}
     homes: dict[str, StageModule] = {}
     equalize_group_count(mesh, device_of(mesh))
     taken: set[int] = set()
     shared = _shared(built)
     for stage in built:
         modules = plan.stages[stage.index].modules
-        if plan.tp > 1 or not stands_alone(plan.stages[stage.index].plan):
+        if not stands_alone(plan):
             _hold_apart(stage.model, taken)
-        stages[stage.index] = StageRuntime(stage, _applied(stage, plan, mesh))
+        stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
         equalize_group_count(mesh, device_of(mesh))
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
-    if all(isinstance(running.applied, UnshardedStage) for running in stages.values()):
+    if stands_alone(plan):
         # Each stage moved, or created from ``meta``, a parameter of its own: share one again.
         for first, *others in shared:
             for entry in others:
@@ -256,7 +245,7 @@ def apply_pipeline(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> Pi
     return PipelinedModel(model, plan, mesh, stages)
 
 
-def _computed_by_one(model: nn.Module, plan: PipelinePlan) -> nn.Module:
+def _computed_by_one(model: nn.Module, plan: Plan) -> nn.Module:
     """The part of the model that one tensor-parallel rank computes; values between modules may be parts."""
     if plan.tensor is None:
         return model
@@ -286,63 +275,27 @@ def _hold_apart(model: nn.Module, taken: set[int]) -> None:
         taken.add(id(parameter))
 
 
-def _applied(stage: StageModule, plan: PipelinePlan, mesh: DeviceMesh) -> Applied:
+def _applied(stage: StageModule, plan: Plan, mesh: DeviceMesh) -> StageRuntime:
     """Shard a stage: its layers over the tensor-parallel ranks, then its parameters under its plan."""
-    part = plan.stages[stage.index]
     if plan.tensor is not None:
-        gone = set(plan.modules) - set(part.modules)
+        gone = set(plan.modules) - set(plan.stages[stage.index].modules)
         names = {
             name
             for name, _ in stage.model.named_modules()
             if not any(is_inside(name, module) for module in gone)
         }
         parallelize(stage.model, plan.tensor.restricted(names), mesh["tp"])
-    if plan.tp == 1 and stands_alone(part.plan):
-        return apply_alone(stage.model, part.plan, mesh["dp"])
-    return apply(stage.model, part.plan, mesh["dp"])
+    if stands_alone(plan):
+        return apply_unsharded(stage.model, plan, stage.index, mesh["dp"])
+    return apply_sharding(stage.model, plan, mesh["dp"], stage=stage.index)
 
 
-def steps_of(applied: ShardedModel | PipelinedModel) -> StepRunner:
-    """The step functions of a model, whole or in stages."""
-    if isinstance(applied, PipelinedModel):
-        return applied.steps
-    microbatches = applied.plan.training.microbatches
-    device = device_of(applied.mesh)
-    return StepRunner(
-        Pipeline(
-            {0: StageRuntime(WholeModel(applied.model), applied)},
-            (),
-            None,
-            device,
-            reduces=_reductions([applied.plan], microbatches),
-        ),
-        lambda count, name, num_slices: _of_one_stage(count or microbatches, name, num_slices),
-        applied.stored_parameters,
-        data_group=applied.mesh.get_group(),
-        device=device,
-    )
-
-
-def _reductions(plans: Sequence[Plan], microbatches: int) -> ReductionPolicy:
-    """The reduction policy: as planned; token slices keep no whole gradients where the plan keeps none."""
-    each = microbatches > 1 and any(plan.reduce_each_microbatch for plan in plans)
-    sharded = any(unit.mode is not Mode.NO_SHARD for plan in plans for unit in plan.units)
-    return ReductionPolicy(each, slices=sharded and (each or microbatches == 1))
-
-
-def _of_one_stage(num_microbatches: int, name: str | None, num_slices: int) -> Schedule:
-    """The schedule of one stage, the same under every known name; raises for unknown names."""
-    default_stages_per_rank(name or "1f1b")
-    return make_schedule("1f1b", 1, num_microbatches, num_slices=num_slices)
-
-
-def _check(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
-    sizes = {axis: mesh[axis].size() for axis in ("pp", "dp", "tp")}
-    wanted = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+def _check(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    sizes, wanted = asdict(dims_of(mesh)), asdict(plan.dims)
     faults = [
-        f"planned for {axis}={wanted[axis]}, run on {sizes[axis]}"
-        for axis in sizes
-        if sizes[axis] != wanted[axis]
+        f"planned for {axis}={wanted[axis]}, run on {size}"
+        for axis, size in sizes.items()
+        if size != wanted[axis]
     ]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     faults += [

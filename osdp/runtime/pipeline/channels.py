@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 
 #: (source stage, target stage).
 Channel = tuple[int, int]
@@ -21,7 +21,7 @@ def tokens_channel(placement: Sequence[int], rank: int) -> Channel:
 
 
 def ordered_channels(
-    plan: PipelinePlan, placement: Sequence[int], group: dist.ProcessGroup, level: Callable[[], None]
+    plan: Plan, placement: Sequence[int], group: dist.ProcessGroup, level: Callable[[], None]
 ) -> dict[Channel, dist.ProcessGroup]:
     """Create the communicators that this rank belongs to; every rank of the pipeline calls it.
 

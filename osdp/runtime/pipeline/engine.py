@@ -13,27 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from osdp.model.dataflow import Transfer
+from osdp.plan.plan import Plan
 from osdp.plan.schedule import AHEAD, Action, ActionKind, Schedule
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline.channels import Channel
 from osdp.runtime.pipeline.messages import MessageKey, Messages, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
-from osdp.runtime.pipeline.stage import StageModule, StageOutput, WholeModel
-from osdp.runtime.pipeline.unsharded_stage import UnshardedStage
-from osdp.runtime.sharding.sharded_model import ShardedModel
+from osdp.runtime.stages import RunningStage, Stage, StageOutput
 from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
-
-
-@dataclass(frozen=True)
-class StageRuntime:
-    """A stage and the plan it runs under."""
-
-    stage: StageModule | WholeModel
-    applied: ShardedModel | UnshardedStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +37,15 @@ class ReductionPolicy:
 
     microbatches: bool = False
     slices: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> "ReductionPolicy":
+        """As planned; token slices keep no whole gradients where the plan keeps none."""
+        parts = [stage.sharding for stage in plan.stages]
+        microbatches = plan.training.microbatches
+        each = microbatches > 1 and any(part.reduce_each_microbatch for part in parts)
+        sharded = any(unit.mode.sharded for part in parts for unit in part.units)
+        return cls(each, slices=sharded and (each or microbatches == 1))
 
 
 @dataclass(slots=True)
@@ -128,7 +127,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Mapping[int, StageRuntime],
+        stages: Mapping[int, RunningStage],
         transfers: Sequence[Transfer],
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -343,17 +342,16 @@ class Pipeline:
         running = self.stages[action.stage]
         last = _last_backward(step.schedule, self.rank, action.stage) == action
         each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches
-        running.applied.set_requires_gradient_sync(last or each)
-        if isinstance(running.stage.model, FSDPModule):
-            running.stage.model.set_is_last_backward(last)
+        running.runtime.set_requires_gradient_sync(last or each)
+        running.runtime.set_is_last_backward(last)
         try:
             yield
         finally:
-            running.applied.set_requires_gradient_sync(True)
+            running.runtime.set_requires_gradient_sync(True)
 
 
 def _forward(
-    stage: StageModule | WholeModel, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
+    stage: Stage, received: Sequence[torch.Tensor], part: Microbatch, more: dict[str, Any]
 ) -> StageOutput:
     return stage.forward(received, part.args, {**part.kwargs, **more})
 

@@ -15,7 +15,6 @@ Containers are copied, so that a rank can have several stages; the modules of a 
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,44 +25,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from osdp.model.dataflow import ArgumentSlot, Transfer
 from osdp.runtime.pipeline.output_shapes import ShapeTwin
 from osdp.runtime.pipeline.placeholders import Placeholder, absent
+from osdp.runtime.stages import StageOutput
 from osdp.torch_private.autograd import in_backward
 
 #: Creates the placeholder of a parameter of another stage.
 StandIn = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StageOutput:
-    """The output of a stage's forward.
-
-    Attributes:
-        sent: The tensors for other stages, one for each outgoing transfer.
-        result: The model's output in the last stage; ``None`` in others.
-    """
-
-    sent: tuple[torch.Tensor, ...]
-    result: Any
-
-
-class WholeModel:
-    """The only stage of a model that is not cut.
-
-    Attributes:
-        model: The model, unchanged.
-    """
-
-    incoming: tuple[Transfer, ...] = ()
-    outgoing: tuple[Transfer, ...] = ()
-    is_last = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def forward(
-        self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> StageOutput:
-        """Run the model; nothing is received or sent."""
-        return StageOutput((), self.model(*args, **kwargs))
 
 
 class StageModule:

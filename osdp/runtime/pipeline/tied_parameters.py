@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from osdp.plan.pipeline import PipelinePlan, Tie
+from osdp.plan.plan import Plan, Tie
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TiedCopies:
 
 
 def tied_copies(
-    plan: PipelinePlan,
+    plan: Plan,
     placement: Sequence[int],
     parameters: Mapping[str, Callable[[], nn.Parameter]],
     group: dist.ProcessGroup,
@@ -130,10 +130,10 @@ def _all(getters: Sequence[Callable[[], nn.Parameter]]) -> list[nn.Parameter]:
     return [get() for get in getters]
 
 
-def _alike(plan: PipelinePlan, tie: Tie) -> bool:
+def _alike(plan: Plan, tie: Tie) -> bool:
     ways = set()
     for stage, name in zip(tie.stages, tie.names, strict=True):
-        sharding = plan.stages[stage].plan
+        sharding = plan.stages[stage].sharding
         decision = next(d for d in sharding.decisions if name in d.parameters)
         unit = next(u for u in sharding.units if decision.operator in u.operators)
         groups = unit.group_size if decision.mode.value == "HYBRID_SHARD" else 0

@@ -22,12 +22,16 @@ class UnshardedStage:
     """
 
     computes = False
+    is_plain = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """No effect: nothing is reduced."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: FSDP2 shards nothing here."""
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself."""
@@ -43,20 +47,22 @@ class UnshardedStage:
 
 
 def stands_alone(plan: Plan) -> bool:
-    """Whether a stage under ``plan`` needs neither reductions nor mixed precision."""
-    return plan.world_size == 1 and plan.training.param_dtype is None and plan.training.reduce_dtype is None
+    """Whether the stages of ``plan`` need neither reductions nor mixed precision, nor are parallelized."""
+    training = plan.training
+    return plan.dp == plan.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
 
 
-def apply_alone(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> UnshardedStage:
-    """Run ``model`` under ``plan`` on one data-parallel rank.
+def apply_unsharded(model: nn.Module, plan: Plan, stage: int, mesh: DeviceMesh) -> UnshardedStage:
+    """Run the model of one stage of ``plan`` on one data-parallel rank.
 
     Raises:
         PlanMismatchError: The plan is for another model.
     """
-    check_plan(model, plan, 1)
+    sharding = plan.stages[stage].sharding
+    check_plan(model, plan, stage, 1)
     device = device_of(mesh)
-    exchange_modules(model, plan, MixedPrecisionPolicy())
-    recompute(model, plan, device)
+    exchange_modules(model, sharding, MixedPrecisionPolicy())
+    recompute(model, sharding.recomputed, device)
     if is_on_meta(model):
         materialise(model, owned_parameters(model), mesh, device)
     else:

@@ -45,7 +45,7 @@ def check_together(control: Control | None, check: Callable[[], None]) -> None:
     ) from error
 
 
-def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options: object) -> None:
+def check_alike(control: Control | None, model: nn.Module, plan: Plan, stage: int, **options: object) -> None:
     """Raise on all ranks unless all have the same plan, parameters and options.
 
     Costs one small exchange if they agree; the full texts are exchanged only if they do not.
@@ -54,6 +54,7 @@ def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options
         control: The ranks; ``None`` if there is one.
         model: The plain model.
         plan: The plan.
+        stage: Index of the stage that the model is.
         **options: Other options that must be the same.
 
     Raises:
@@ -61,7 +62,7 @@ def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options
     """
     if control is None:
         return
-    mine = (_plan_lines(plan), _parameters_of(model), [f"{k}={v}" for k, v in sorted(options.items())])
+    mine = (_plan_lines(plan, stage), _parameters_of(model), [f"{k}={v}" for k, v in sorted(options.items())])
     if control.agree(mine, "the plans and models of the other ranks"):
         return
     found = control.gather(mine, "the plans and models of the other ranks")
@@ -76,11 +77,12 @@ def check_alike(control: Control | None, model: nn.Module, plan: Plan, **options
     )
 
 
-def _plan_lines(plan: Plan) -> list[str]:
-    """A line for each operator, unit and setting of a plan that affects execution; reasons are left out."""
-    decisions = [f"operator {d.operator!r}: {replace(d, reason='')}" for d in plan.decisions]
-    units = [f"unit of {unit.operators[0]!r}: {unit}" for unit in plan.units]
-    rest = [f"{name}: {getattr(plan, name)!r}" for name in ("world_size", "training", "recomputed")]
+def _plan_lines(plan: Plan, stage: int) -> list[str]:
+    """A line for each operator, unit and setting of a stage that affects execution; reasons are left out."""
+    sharding = plan.stages[stage].sharding
+    decisions = [f"operator {d.operator!r}: {replace(d, reason='')}" for d in sharding.decisions]
+    units = [f"unit of {unit.operators[0]!r}: {unit}" for unit in sharding.units]
+    rest = [f"dp: {plan.dp}", f"training: {plan.training!r}", f"recomputed: {sharding.recomputed!r}"]
     return [*decisions, *units, *rest]
 
 

@@ -18,8 +18,7 @@ from osdp.comm.collectives import ReduceOp, scatter_sum
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
-from osdp.plan.plan import Plan
-from osdp.plan.sharded_units import fsdp_units
+from osdp.plan.sharding import ShardingPlan
 from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.fsdp_comms import (
@@ -252,11 +251,11 @@ class SliceCollectives:
 Participant = UnitCollectives | SliceCollectives
 
 
-def participants_of(model: nn.Module, plan: Plan) -> list[Participant]:
+def participants_of(model: nn.Module, plan: ShardingPlan) -> list[Participant]:
     """The participants of ``model`` under ``plan``, in the order of first use, outer ones first."""
     position = {fqn: i for i, d in reversed(list(enumerate(plan.decisions))) for fqn in d.modules}
     found: list[tuple[int, int, Participant]] = []
-    for unit in fsdp_units(plan):
+    for unit in plan.fsdp_units:
         fqns = ("",) if unit.root else unit.modules
         first = min(i for fqn, i in position.items() if any(is_inside(fqn, outer) for outer in fqns))
         made = UnitCollectives(unit.operators[0], {fqn: model.get_submodule(fqn) for fqn in fqns})

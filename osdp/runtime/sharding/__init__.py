@@ -1,11 +1,12 @@
 """A model under a sharding plan, on FSDP2.
 
-Start at :func:`osdp.runtime.sharding.apply.apply`.
+Start at :func:`osdp.runtime.sharding.apply.apply_sharding`.
 
 - ``apply``: a model and a plan to a model that runs
 - ``validate``: whether a plan fits a model and a mesh: all differences at once
 - ``sharded_model``: what happens around a forward, a backward and an exception
 - ``entries``: calls into a model, whichever of its modules they begin at
+- ``storage``: how each parameter is stored, from the plan and the model
 - ``fsdp_units``: sharded units: ``fully_shard`` in the right order
 - ``unit_outputs``: outputs of a unit, so that backward finds its weights gathered
 - ``replicated``: ``NO_SHARD`` parameters: what the optimizer sees, and what forward and backward use

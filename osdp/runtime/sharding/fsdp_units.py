@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp.comm.collectives import set_route
 from osdp.comm.groups import Meshes
 from osdp.model.fqn import is_inside
-from osdp.plan.plan import Mode, Plan, Unit
-from osdp.plan.sharded_units import fsdp_units, wrap_order
+from osdp.plan.sharded_units import wrap_order
+from osdp.plan.sharding import Mode, ShardingPlan, Unit
 from osdp.runtime.module.checkpointed_regions import UnseenHooks
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
@@ -45,7 +45,7 @@ from osdp.torch_private.fsdp import (
 
 def shard_units(
     model: nn.Module,
-    plan: Plan,
+    plan: ShardingPlan,
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
@@ -61,14 +61,12 @@ def shard_units(
         replicated: Parameters that FSDP2 ignores.
         before_unit: Called with the parameter names of each unit before it is sharded.
     """
-    names = {decision.operator: decision.parameters for decision in plan.decisions}
-    units = fsdp_units(plan)
-    for unit in wrap_order(units):
-        before_unit([name for operator in unit.operators for name in names[operator]])
+    for unit in wrap_order(plan.fsdp_units):
+        before_unit(plan.parameters_of(unit))
         _shard({fqn: model.get_submodule(fqn) for fqn in unit.modules}, unit, meshes, policy, replicated)
-    root = next((unit for unit in units if unit.root), None)
+    root = next((unit for unit in plan.fsdp_units if unit.root), None)
     if root is not None:
-        before_unit([name for operator in root.operators for name in names[operator]])
+        before_unit(plan.parameters_of(root))
     _shard({"": model}, root, meshes, policy, replicated)
 
 
@@ -231,11 +229,11 @@ class ShardedParameters:
         model: The model, sharded.
         units: The sharded units of its plan.
         parameters: Their parameters.
-        on_gradient: Called with each parameter when autograd has left a gradient on it.
 
     Attributes:
         parameters: All of them.
         units: The units.
+        on_gradient: Called with each parameter when autograd has left a gradient on it.
     """
 
     def __init__(
@@ -243,14 +241,13 @@ class ShardedParameters:
         model: nn.Module,
         units: Sequence[Unit],
         parameters: Sequence[ShardedParameter],
-        on_gradient: Callable[[ShardedParameter], None],
     ) -> None:
         self.parameters = tuple(parameters)
         self.units = tuple(
             ShardedUnit(model, unit, [p for p in parameters if p.unit == index])
             for index, unit in enumerate(units)
         )
-        self._on_gradient = on_gradient
+        self.on_gradient: Callable[[ShardedParameter], object] = lambda parameter: None
         self._silent: tuple[ShardedParameter, ...] = ()
         self._touched: set[int] = set()
         self._made = False
@@ -329,7 +326,7 @@ class ShardedParameters:
         if parameter.unit not in self._touched:
             self._touched.add(parameter.unit)
             self.units[parameter.unit].count_unused_as_zero(True)
-        self._on_gradient(parameter)
+        self.on_gradient(parameter)
 
 
 def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Module, tuple[nn.Module, ...]]:

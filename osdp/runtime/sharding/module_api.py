@@ -59,7 +59,7 @@ class PlannedModule(FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether FSDP2 may end its bookkeeping with the next backward."""
-        self._osdp_applied.root_state._state_ctx.is_last_backward = is_last_backward
+        self._osdp_applied.set_is_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce this module's gradients, or keep them for one that does."""

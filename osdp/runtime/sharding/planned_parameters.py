@@ -1,13 +1,18 @@
 """All parameters of a model under a plan, by module: gathering, resharding and lookup."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
+from osdp.plan.sharding import ShardingPlan
+from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.fsdp_units import ShardedParameter, ShardedParameters, ShardedUnit
 from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
 from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
+from osdp.runtime.sharding.storage import ParameterStorage
+from osdp.torch_private.fsdp import initialise_root
 
 #: A parameter of a model under a plan: replicated, sharded, or gathered in slices.
 Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
@@ -16,8 +21,7 @@ Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
 class PlannedParameters:
     """The parameters of a model, of all modes.
 
-    Args:
-        model: The model.
+    Attributes:
         replicated: Parameters that every rank holds whole.
         sharded: Parameters that FSDP2 shards, and their units.
         in_slices: Parameters that are gathered slice by slice.
@@ -31,12 +35,46 @@ class PlannedParameters:
         in_slices: SlicedParameters,
     ) -> None:
         self._model = model
-        self._replicated, self._sharded, self._in_slices = replicated, sharded, in_slices
+        self.replicated, self.sharded, self.in_slices = replicated, sharded, in_slices
         self._all: tuple[Parameter, ...] = (*replicated, *sharded.parameters, *in_slices.parameters)
         self._registered_by: dict[nn.Module, list[Parameter]] = {}
         for parameter in self._all:
             for module, _ in parameter.owned.places:
                 self._registered_by.setdefault(module, []).append(parameter)
+
+    @classmethod
+    def stored_as(
+        cls,
+        model: nn.Module,
+        plan: ShardingPlan,
+        storage: ParameterStorage,
+        owned: Mapping[str, ParameterSites],
+        compute_dtype: torch.dtype | None,
+    ) -> "PlannedParameters":
+        """The parameters of ``model``, which is stored under ``plan`` as ``storage`` says.
+
+        Args:
+            model: The model.
+            plan: Its sharding plan.
+            storage: How each parameter is stored.
+            owned: The places where each is registered, by first FQN.
+            compute_dtype: Dtype that replicated ones are computed in; their own if ``None``.
+        """
+        initialise_root(model)
+        sharded = [ShardedParameter(owned[name], unit) for name, unit in storage.in_shards.items()]
+        in_slices = [SlicedParameter(owned[name]) for name in storage.in_slices]
+        replicated = ReplicatedParameters(
+            ReplicatedParameter(entry, compute_dtype)
+            for name, entry in owned.items()
+            if storage.is_replicated(name)
+        )
+        units = ShardedParameters(model, plan.fsdp_units, sharded)
+        return cls(model, replicated, units, SlicedParameters(in_slices))
+
+    def report_to(self, on_gradient: Callable[[Parameter], object]) -> None:
+        """Call ``on_gradient`` with each sharded parameter when autograd has left a gradient on it."""
+        self.sharded.on_gradient = self.in_slices.on_gradient = on_gradient
+        self.in_slices.watch()
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._all)
@@ -49,7 +87,7 @@ class PlannedParameters:
     @property
     def computes(self) -> bool:
         """Whether modules may register compute parameters at present, rather than the stored ones."""
-        return self._replicated.swapped_in or any(
+        return self.replicated.swapped_in or any(
             parameter.owned.parameter is not parameter.stored
             for parameter in self._all
             if not isinstance(parameter, ReplicatedParameter)
@@ -71,7 +109,7 @@ class PlannedParameters:
     def units_of(self, module: nn.Module, *, recurse: bool) -> list[ShardedUnit]:
         """The sharded units of the parameters :meth:`of` a module."""
         units = {p.unit: None for p in self.of(module, recurse=recurse) if isinstance(p, ShardedParameter)}
-        return [self._sharded.units[index] for index in units]
+        return [self.sharded.units[index] for index in units]
 
     def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
         """Gather the parameters of ``module``; for the root only those of the root's own unit.
@@ -88,14 +126,14 @@ class PlannedParameters:
             for parameter in self.of(module, recurse=True):
                 if isinstance(parameter, SlicedParameter):
                     parameter.gather()
-        self._replicated.swap_in()
+        self.replicated.swap_in()
         return _Gathering(units) if async_op else None
 
     def reshard(self, module: nn.Module) -> None:
         """Free the gathered parameters of ``module``."""
         for unit in self.units_of(module, recurse=True):
             unit.reshard()
-        self._in_slices.reshard()
+        self.in_slices.reshard()
 
 
 class _Gathering(UnshardHandle):

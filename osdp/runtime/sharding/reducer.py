@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.plan.plan import Plan
+from osdp.plan.sharding import ShardingPlan
 from osdp.runtime.sharding.buckets import Bucket, Reduction
 from osdp.runtime.sharding.replicated import ReplicatedParameter
 
@@ -133,7 +133,7 @@ class GradientReducer:
 
 
 def replicated_units(
-    plan: Plan, parameters: Iterable[ReplicatedParameter]
+    plan: ShardingPlan, parameters: Iterable[ReplicatedParameter]
 ) -> tuple[tuple[ReplicatedParameter, ...], ...]:
     """The replicated parameters of each unit of ``plan``, in the order of first use.
 

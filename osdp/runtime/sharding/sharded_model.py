@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -16,21 +16,22 @@ from torch.distributed.fsdp import UnshardHandle
 
 from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
-from osdp.plan.sharded_units import fsdp_units
+from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
+from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.unused import unused_error
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.sharding.accumulation import Accumulation
 from osdp.runtime.sharding.entries import Arguments, Entries
-from osdp.runtime.sharding.fsdp_units import ShardedParameter, ShardedParameters, wrapped_around
+from osdp.runtime.sharding.fsdp_units import ShardedParameter, wrapped_around
 from osdp.runtime.sharding.planned_parameters import Parameter, PlannedParameters
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.registered import check_registered
-from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
-from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
+from osdp.runtime.sharding.replicated import ReplicatedParameter
+from osdp.runtime.stages import RunningStage, StageLinks, WholeModel
 from osdp.torch_private.autograd import queue_backward_callback
 from osdp.torch_private.fsdp import (
     after_forward,
@@ -38,7 +39,6 @@ from osdp.torch_private.fsdp import (
     before_forward,
     complete_units,
     expect_end_of_backward,
-    initialise_root,
     reset_sharded,
     sharding_state,
 )
@@ -60,12 +60,16 @@ class Backwards:
 
 
 class ShardedModel:
-    """A model under a plan; made by :func:`osdp.runtime.sharding.apply.apply`.
+    """A model under a plan, or a stage of one; made by :func:`osdp.runtime.sharding.apply.apply_sharding`.
+
+    It is a :class:`~osdp.runtime.running.RunningModel` and a :class:`~osdp.runtime.stages.StageRuntime`.
 
     Attributes:
         model: The model, changed in place.
         plan: The plan.
         mesh: The mesh of all data-parallel ranks.
+        data_group: These ranks.
+        links: None: as a model, it is not cut.
         root_state: FSDP2's state of the model's root.
         parameters: Its parameters, of all modes.
     """
@@ -76,10 +80,8 @@ class ShardedModel:
         plan: Plan,
         mesh: DeviceMesh,
         *,
-        replicated: ReplicatedParameters,
+        parameters: PlannedParameters,
         reducer: GradientReducer,
-        sharded: Sequence[ShardedParameter],
-        in_slices: Sequence[SlicedParameter],
         backwards: Backwards,
         norm_group: dist.ProcessGroup,
         lockstep: Lockstep,
@@ -87,7 +89,8 @@ class ShardedModel:
         self.model = model
         self.plan = plan
         self.mesh = mesh
-        self._replicated = replicated
+        self.data_group: dist.ProcessGroup = mesh.get_group()
+        self.links = StageLinks()
         self._reducer = reducer
         self._find_unused = backwards.find_unused_parameters
         self._double_backward = backwards.double_backward
@@ -101,12 +104,11 @@ class ShardedModel:
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
         # 2. Parameters by mode.
-        initialise_root(model)
         self.root_state = sharding_state(model)
-        self._sharded = ShardedParameters(model, fsdp_units(plan), sharded, self._on_gradient)
-        self._in_slices = SlicedParameters(in_slices, self._on_gradient)
-        self._in_slices.watch()
-        self.parameters = PlannedParameters(model, replicated, self._sharded, self._in_slices)
+        self.parameters = parameters
+        self._replicated, self._sharded = parameters.replicated, parameters.sharded
+        self._in_slices = parameters.in_slices
+        parameters.report_to(self._on_gradient)
         # 3. Hooks on parameters, calls and state dicts, and FSDP2's interface on all modules.
         self._names = {inner: name for name, inner in model.named_modules()}
         self._trainable = self.parameters.trainable
@@ -131,6 +133,31 @@ class ShardedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         return self.model(*args, **kwargs)
+
+    @property
+    def stages(self) -> Mapping[int, RunningStage]:
+        """Itself as the only stage."""
+        return {0: RunningStage(WholeModel(self.model), self)}
+
+    @property
+    def is_plain(self) -> bool:
+        """Never: other ranks have parts or copies."""
+        return False
+
+    def make_schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
+        """The schedule of one stage, the same under every known name; raises for unknown names."""
+        default_stages_per_rank(name or "1f1b")
+        planned = self.plan.training.microbatches
+        return make_schedule("1f1b", 1, num_microbatches or planned, num_slices=num_slices)
+
+    @property
+    def sharded(self) -> "ShardedModel":
+        """Itself, to which FSDP2's methods apply."""
+        return self
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether FSDP2 may end its bookkeeping with the next backward."""
+        self.root_state._state_ctx.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether the next backwards reduce gradients, or keep them for one that does."""
@@ -176,6 +203,10 @@ class ShardedModel:
             for parameter in self.parameters
             if parameter.compute is not None and parameter.compute is not parameter.stored
         }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load a plain state dict, whole and the same on each rank, or what ``state_dict`` gave."""
+        return load_into(self.model, state_dict, strict)
 
     def train(self, mode: bool) -> None:
         """Set the model's training mode."""

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import SliceSetting, check_slicing, kind_of, make_sliced, slice_along, sliced_dim
 from osdp.nn.sliced_weight import compute_with
-from osdp.plan.plan import Decision, Plan
 from osdp.plan.shard_math import shard_numel
+from osdp.plan.sharding import Decision, ShardingPlan
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
@@ -28,7 +28,7 @@ from osdp.torch_private.dtensor import wrap_like
 _WEIGHT = "weight"
 
 
-def slice_faults(model: nn.Module, plan: Plan) -> Iterator[str]:
+def slice_faults(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     """Reasons why operators of ``plan`` cannot run in its slices; their modules must be in ``model``."""
     units = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in _sliced_decisions(plan):
@@ -65,7 +65,7 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
     return None
 
 
-def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy) -> None:
+def exchange_modules(model: nn.Module, plan: ShardingPlan, policy: MixedPrecisionPolicy) -> None:
     """Replace the modules of sliced operators by ones that run in slices, with the same names and parameters.
 
     Their types are subclasses of the original ones.
@@ -89,7 +89,7 @@ def exchange_modules(model: nn.Module, plan: Plan, policy: MixedPrecisionPolicy)
                 setattr(parent, name, made[child])
 
 
-def sharded_weights(model: nn.Module, plan: Plan) -> dict[str, int]:
+def sharded_weights(model: nn.Module, plan: ShardingPlan) -> dict[str, int]:
     """Sharded weights of operators in slices by first FQN, with the dimension each is sharded along."""
     found = {}
     for decision in _sliced_decisions(plan):
@@ -182,14 +182,15 @@ class SlicedParameters:
 
     Args:
         parameters: The weights.
+
+    Attributes:
+        parameters: The weights.
         on_gradient: Called with each weight when autograd has left a gradient on it.
     """
 
-    def __init__(
-        self, parameters: Sequence[SlicedParameter], on_gradient: Callable[[SlicedParameter], None]
-    ) -> None:
+    def __init__(self, parameters: Sequence[SlicedParameter]) -> None:
         self.parameters = tuple(parameters)
-        self._on_gradient = on_gradient
+        self.on_gradient: Callable[[SlicedParameter], object] = lambda parameter: None
         self._watched: set[int] = set()
 
     def watch(self) -> None:
@@ -202,7 +203,7 @@ class SlicedParameters:
                 self._watched.add(id(parameter))
 
     def _receive(self, parameter: SlicedParameter) -> None:
-        self._on_gradient(parameter)
+        self.on_gradient(parameter)
         parameter.take_gradient()
 
     def reshard(self) -> None:
@@ -219,7 +220,7 @@ class SlicedParameters:
             path.separate = path.scale != 1.0 or path.calls_hook or not path.syncs
 
 
-def _sliced_decisions(plan: Plan) -> Iterator[Decision]:
+def _sliced_decisions(plan: ShardingPlan) -> Iterator[Decision]:
     return (decision for decision in plan.decisions if decision.slices > 1)
 
 

@@ -7,15 +7,22 @@ from torch import nn
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
 from osdp.nn.embeddings import check_embeddings
-from osdp.plan.plan import Plan, Unit
-from osdp.plan.sharded_units import fsdp_units, wrap_order
+from osdp.plan.plan import Plan
+from osdp.plan.sharded_units import wrap_order
+from osdp.plan.sharding import ShardingPlan, Unit
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.sharding.sliced import slice_faults
 
 
-def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
-    """Raise unless ``plan`` fits ``model`` and ``world_size``.
+def check_plan(model: nn.Module, plan: Plan, stage: int, world_size: int) -> None:
+    """Raise unless a stage of ``plan`` fits ``model`` and the number of data-parallel ranks.
+
+    Args:
+        model: The plain model, or the model of the stage.
+        plan: The plan.
+        stage: Index of the stage.
+        world_size: Number of data-parallel ranks.
 
     Raises:
         ValueError: The model is wrapped already, cannot be wrapped, or has an embedding that no plan can
@@ -25,20 +32,20 @@ def check_plan(model: nn.Module, plan: Plan, world_size: int) -> None:
     check_plain(model)
     check_embeddings(model)
     differences = []
-    if plan.world_size != world_size:
-        differences.append(f"it is for {plan.world_size} ranks, there are {world_size}")
-    owned = owned_parameters(model)
-    differences += _unknown_modules(model, plan)
-    differences += _parameter_differences(plan, owned)
-    differences += _mode_differences(plan)
+    if plan.dp != world_size:
+        differences.append(f"it is for {plan.dp} ranks, there are {world_size}")
+    owned, sharding = owned_parameters(model), plan.stages[stage].sharding
+    differences += _unknown_modules(model, sharding)
+    differences += _parameter_differences(sharding, owned)
+    differences += _mode_differences(sharding, plan.dp)
     if not differences:
-        differences += slice_faults(model, plan)
-        differences += _unit_differences(plan, owned)
+        differences += slice_faults(model, sharding)
+        differences += _unit_differences(sharding, owned)
     if differences:
         raise PlanMismatchError(differences)
 
 
-def check_double_backward(plan: Plan) -> None:
+def check_double_backward(plan: ShardingPlan) -> None:
     """Raise unless a backward under ``plan`` can itself be differentiated.
 
     Gathering, slicing and recomputation happen in the first backward, outside the graph of the second.
@@ -57,7 +64,7 @@ def check_double_backward(plan: Plan) -> None:
         )
 
 
-def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
+def _unknown_modules(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for decision in plan.decisions:
         for module in decision.modules:
@@ -76,7 +83,7 @@ def _unknown_modules(model: nn.Module, plan: Plan) -> Iterator[str]:
             yield f"module {module!r} is to be recomputed twice"
 
 
-def _parameter_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
+def _parameter_differences(plan: ShardingPlan, owned: dict[str, ParameterSites]) -> Iterator[str]:
     decided: set[str] = set()
     for decision in plan.decisions:
         missing = [name for name in decision.parameters if name not in owned]
@@ -91,22 +98,22 @@ def _parameter_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iter
             yield f"parameter {name!r} of the model is in no operator of the plan"
 
 
-def _mode_differences(plan: Plan) -> Iterator[str]:
+def _mode_differences(plan: ShardingPlan, world_size: int) -> Iterator[str]:
     for unit in plan.units:
         for operator in unit.operators:
             if plan.modes[operator] is not unit.mode:
                 yield f"operator {operator!r} is decided {plan.modes[operator]} but its unit is {unit.mode}"
-        if unit.group_size and (plan.world_size % unit.group_size or unit.group_size == plan.world_size):
+        if unit.group_size and (world_size % unit.group_size or unit.group_size == world_size):
             yield (
                 f"the unit of {unit.operators[0]!r} has groups of {unit.group_size} ranks, which must be "
-                f"several and divide {plan.world_size}"
+                f"several and divide {world_size}"
             )
     if sum(unit.root for unit in plan.units if unit.mode.sharded) > 1:
         yield "more than one sharded unit is the root's"
 
 
-def _unit_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
-    order = wrap_order(fsdp_units(plan))
+def _unit_differences(plan: ShardingPlan, owned: dict[str, ParameterSites]) -> Iterator[str]:
+    order = wrap_order(plan.fsdp_units)
     by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in plan.decisions:
         unit = by_operator[decision.operator]
@@ -128,10 +135,9 @@ def _covers(unit: Unit, fqn: str) -> bool:
     return any(is_inside(fqn, module) for module in unit.modules)
 
 
-def _dtype_differences(plan: Plan, owned: dict[str, ParameterSites]) -> Iterator[str]:
-    parameters = {decision.operator: decision.parameters for decision in plan.decisions}
+def _dtype_differences(plan: ShardingPlan, owned: dict[str, ParameterSites]) -> Iterator[str]:
     for unit in plan.units:
-        found = [owned[name].parameter for operator in unit.operators for name in parameters[operator]]
+        found = [owned[name].parameter for name in plan.parameters_of(unit)]
         dtypes = {str(parameter.dtype) for parameter in found if parameter.requires_grad}
         if unit.mode.sharded and len(dtypes) > 1:
             yield f"the sharded unit of {unit.operators[0]!r} mixes trainable dtypes {sorted(dtypes)}"

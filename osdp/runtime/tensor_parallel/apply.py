@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     and seeds outside: dropout masks are the same on all ranks where activations are, and differ where those
     are sharded. Sharded weights become DTensors on ``mesh`` that keep their names and whole shapes;
     everything else is the same on all ranks, and so are its gradients. Apply data parallelism afterwards
-    (:func:`osdp.runtime.sharding.apply.apply` on the other axis of the mesh), under a plan made from the
+    (:func:`osdp.runtime.running.apply` on the other axis of the mesh), under a plan made from the
     plain model; a model on ``meta`` gets its values then.
 
     Args:

@@ -9,9 +9,9 @@ from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import StagePlan
-from osdp.plan.plan import Prediction
+from osdp.plan.plan import StagePlan
 from osdp.plan.schedule import Schedule
+from osdp.plan.sharding import Prediction
 from osdp.search.options import SearchOptions
 
 
@@ -20,7 +20,8 @@ def pipeline_prediction(
 ) -> Prediction:
     """Prediction of a pipelined step: for each quantity, its value on the worst rank."""
     by_rank = [
-        [parts[stage].plan.predicted for stage in schedule.stages_of(r)] for r in range(schedule.num_ranks)
+        [parts[stage].sharding.predicted for stage in schedule.stages_of(r)]
+        for r in range(schedule.num_ranks)
     ]
     # Each quantity's worst rank may be another one; the peak's moment is that of the rank with the peak.
     worst = peaks.index(max(peaks))

@@ -1,4 +1,4 @@
-"""Search for the best PipelinePlan of a model: batch, schedule, cuts, and the plan of each stage.
+"""Search for the best Plan of a model: batch, schedule, cuts, and the plan of each stage.
 
 Every schedule and batch gets its best cut (:mod:`osdp.search.pipeline.stage_search`); the highest throughput
 wins.
@@ -12,7 +12,7 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.plan.schedule import default_stages_per_rank
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.search.options import SearchOptions
@@ -33,7 +33,7 @@ def best_pipeline(
     layout: ParallelDims,
     schedules: Sequence[str],
     tensor: RankDesc | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """The plan with the highest throughput among all candidates and schedules.
 
     Among plans within 1 % of it the one with the lowest peak is taken: predictions have errors of that size.
@@ -53,7 +53,7 @@ def best_pipeline(
         InfeasibleError: No plan fits the limit.
         ValueError: The model has fewer places to cut than stages need.
     """
-    plans: list[PipelinePlan] = []
+    plans: list[Plan] = []
     least = math.inf
     most_stages = len(flow.cuts) + 1
     usable = [name for name in schedules if layout.pp * default_stages_per_rank(name) <= most_stages]
@@ -86,7 +86,7 @@ def plan_at(
     layout: ParallelDims,
     schedule: str,
     tensor: RankDesc | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """The plan with given cuts, with costs computed as in :func:`best_pipeline`.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from osdp.model.dataflow import Dataflow, ModuleCall
 from osdp.model.description import ModelDesc, Operator, Parameter, Segment
 from osdp.model.fqn import is_inside
-from osdp.plan.pipeline import Tie
+from osdp.plan.plan import Tie
 
 
 def step_segments(model_desc: ModelDesc, flow: Dataflow) -> tuple[int, ...]:

@@ -37,15 +37,15 @@ from osdp.hardware.profile import Profile
 from osdp.model.dataflow import Dataflow, Transfer, transfers
 from osdp.model.description import DTYPE_BYTES, ModelDesc
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan, StagePlan, Tie
-from osdp.plan.plan import Mode
+from osdp.plan.plan import Plan, StagePlan, Tie
 from osdp.plan.schedule import AHEAD, make_schedule
+from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.search.options import SearchOptions, stage_rules
 from osdp.search.pipeline.outcome import pipeline_prediction
 from osdp.search.pipeline.partition import partition
 from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of
-from osdp.search.sharding.planner import Candidate, stage_plan, with_shared_buckets
+from osdp.search.sharding.planner import Candidate, search_notes, sharding_plan, with_shared_buckets
 from osdp.search.sharding.root_unit import root_wire
 from osdp.search.sharding.solve import least_peak, solve_bounded
 
@@ -118,11 +118,11 @@ class StageSearch:
         self._prefix = np.concatenate([[[0.0], [0.0]], np.cumsum(seconds, axis=1)], axis=1)
         self._planned: dict[tuple[int, int, int, float, int], _Stage | None] = {}
 
-    def plan(self) -> PipelinePlan | None:
+    def plan(self) -> Plan | None:
         """The best plan; ``None`` if none fits."""
         return self._within_limit(self._best)
 
-    def _within_limit(self, make: Callable[[], PipelinePlan | None]) -> PipelinePlan | None:
+    def _within_limit(self, make: Callable[[], Plan | None]) -> Plan | None:
         """The plan made by ``make``, replanned with lower limits while a rank's peak exceeds its limit."""
         for _ in range(_TIGHTENINGS):
             plan = make()
@@ -138,7 +138,7 @@ class StageSearch:
                 return None
         return None
 
-    def _best(self) -> PipelinePlan | None:
+    def _best(self) -> Plan | None:
         microbatches = self._training.microbatches
         found = partition(
             len(self._flow.steps),
@@ -172,11 +172,11 @@ class StageSearch:
             found += [(*bounds[:at], cut, *bounds[at + 1 :]) for cut in (*before[-1:], *after[:1])]
         return found
 
-    def plan_at(self, bounds: tuple[int, ...]) -> PipelinePlan | None:
+    def plan_at(self, bounds: tuple[int, ...]) -> Plan | None:
         """The plan with these cuts; ``None`` if a stage does not fit."""
         return self._within_limit(lambda: self._cut_at(bounds, proven=False))
 
-    def _cut_at(self, bounds: tuple[int, ...], *, proven: bool) -> PipelinePlan | None:
+    def _cut_at(self, bounds: tuple[int, ...], *, proven: bool) -> Plan | None:
         if len(bounds) != self._schedule.num_stages + 1:
             raise ValueError(
                 f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
@@ -376,16 +376,17 @@ class StageSearch:
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
             # Plans contain whole sizes, however the ranks share them.
             desc = self._stage_desc(self._whole, start, stop)
-            plan = stage_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            plan = sharding_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
             own = self._rank_peak(self._schedule.placement[index], memories, index)
             parts.append(
                 StagePlan(
                     modules=stage_modules(self._desc, self._flow, start, stop),
                     loose=self._loose(start, stop),
-                    plan=replace(plan, predicted=replace(plan.predicted, peak_bytes=own)),
+                    sharding=replace(plan, predicted=replace(plan.predicted, peak_bytes=own)),
                     forward_seconds=stage.cost.forward_seconds,
                     backward_seconds=stage.cost.backward_seconds,
                     in_flight=self._schedule.in_flight(index),
+                    notes=search_notes(stage.found, stage.gap),
                 )
             )
         return parts
@@ -395,17 +396,17 @@ class StageSearch:
 
     def _assembled(
         self, bounds: tuple[int, ...], stages: Sequence[_Stage], outcome: PipelineOutcome, *, proven: bool
-    ) -> PipelinePlan:
+    ) -> Plan:
         sent = transfers(self._flow, bounds)
         tied = self._tied(bounds)
         memories = self._memories(stages, sent, tied)
         peaks = tuple(self._rank_peak(rank, memories) for rank in range(self._schedule.num_ranks))
         parts = self._parts(bounds, stages, memories)
         gap = max(stage.gap for stage in stages)
-        optimal = proven and all(part.plan.optimal for part in parts)
+        optimal = proven and all(part.sharding.optimal for part in parts)
         cut = "is proven best" if proven else "is the best of those that were planned"
         notes = () if optimal else (f"stages are proven to within {gap:.2%}, their cut {cut}",)
-        return PipelinePlan(
+        return Plan(
             model=self._whole.fingerprint,
             device=self._device.fingerprint,
             training=replace(self._training, local_batch=self._profile.local_batch),
@@ -418,6 +419,7 @@ class StageSearch:
             ties=tuple(tie for tie, _ in tied),
             memory_limit=self._device.memory_limit,
             predicted=pipeline_prediction(self._schedule, parts, outcome, peaks),
+            measured_profile=self._profile.measured,
             peaks=peaks,
             bubble=outcome.bubble,
             optimal=optimal,

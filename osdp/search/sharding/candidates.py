@@ -41,8 +41,8 @@ from osdp.cost.sharding.strategies import (
     sliced_way,
 )  # fmt: skip
 from osdp.model.description import Operator, Parameter
-from osdp.plan.plan import Mode
 from osdp.plan.shard_math import can_shard
+from osdp.plan.sharding import Mode
 from osdp.search.options import SHARDING, SearchOptions
 
 #: Maximum number of operators of an item that is a stretch of operators outside blocks.

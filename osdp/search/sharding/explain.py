@@ -19,7 +19,7 @@ from osdp.cost.sharding.strategies import (
     slices_of,
 )
 from osdp.model.description import Operator
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.search.options import SearchOptions
 from osdp.text import format_bytes, format_seconds
 

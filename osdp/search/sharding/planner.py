@@ -19,13 +19,15 @@ from osdp.cost.sharding.strategies import (
     slices_of,
     wire_of,
 )
+from osdp.cost.sharding.time import passes
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc, Operator
 from osdp.model.fqn import unit_modules
 from osdp.model.training import Training
-from osdp.plan.plan import Decision, Mode, Plan, Route, Unit
+from osdp.plan.plan import Plan, StagePlan
+from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
 from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
@@ -83,7 +85,7 @@ def best_plan(
     if answer is None:
         raise _infeasible(model_desc, candidates, device, rules)
     situation, found, gap = answer
-    return stage_plan(model_desc, situation, with_shared_buckets(situation, found), rules, gap)
+    return whole_plan(model_desc, situation, with_shared_buckets(situation, found), rules, gap)
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
@@ -229,14 +231,41 @@ def _about_offload(situation: ShardingProblem, rules: SearchOptions) -> list[str
     return [f"more host memory than {format_bytes(host.memory)}: offloading all takes {format_bytes(needed)}"]
 
 
-def stage_plan(
+def whole_plan(
     model_desc: ModelDesc,
     situation: ShardingProblem,
     found: ShardingSolution,
     rules: SearchOptions,
     gap: float,
 ) -> Plan:
-    """The plan of an assignment, with the reason of each decision."""
+    """The plan of a model that is not cut, with the sharding of an assignment."""
+    device = situation.device
+    sharding = sharding_plan(model_desc, situation, found, rules, gap)
+    seconds = passes(situation, *price_plan(situation, sharding))
+    return Plan(
+        model=model_desc.fingerprint,
+        device=device.fingerprint,
+        training=replace(situation.training, local_batch=situation.profile.local_batch),
+        stages=(
+            StagePlan(("",), sharding, forward_seconds=seconds.forward, backward_seconds=seconds.silent),
+        ),
+        memory_limit=device.memory_limit,
+        predicted=sharding.predicted,
+        optimal=sharding.optimal,
+        measured_profile=situation.profile.measured,
+        dp=device.world_size,
+        notes=search_notes(found, gap),
+    )
+
+
+def sharding_plan(
+    model_desc: ModelDesc,
+    situation: ShardingProblem,
+    found: ShardingSolution,
+    rules: SearchOptions,
+    gap: float,
+) -> ShardingPlan:
+    """The sharding plan of an assignment, with the reason of each decision."""
     # 1. Units of the chain; those that join the root unit are collected.
     reasons = Explainer(situation, found, rules)
     units: list[Unit] = []
@@ -283,14 +312,8 @@ def stage_plan(
             0,
             Unit(root_mode, names, ("",), root=True, group_size=on.group_size, route=on.route),
         )
-    training, device = situation.training, situation.device
     # 3. The plan.
-    plan = Plan(
-        model=model_desc.fingerprint,
-        device=device.fingerprint,
-        training=replace(training, local_batch=situation.profile.local_batch),
-        world_size=device.world_size,
-        memory_limit=device.memory_limit,
+    plan = ShardingPlan(
         reduce_each_microbatch=situation.conditions.reduce_each,
         decisions=tuple(
             Decision(
@@ -307,17 +330,16 @@ def stage_plan(
         ),
         units=tuple(units),
         predicted=prediction(situation, found.outcome),
-        measured_profile=situation.profile.measured,
         optimal=gap <= _PROVEN,
         recomputed=tuple(recomputed),
-        notes=_notes(found, gap),
     )
     # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
     outcome = simulate_step(situation, *price_plan(situation, plan))
     return replace(plan, predicted=prediction(situation, outcome))
 
 
-def _notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
+def search_notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
+    """Notes about the search of an assignment, for its plan."""
     notes = [f"{found.cuts} moments of the step decided the search"]
     if gap > _PROVEN:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")

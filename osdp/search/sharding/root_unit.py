@@ -5,8 +5,8 @@ from itertools import combinations
 
 from osdp.cost.sharding.problem import ShardingProblem
 from osdp.model.description import Operator
-from osdp.plan.plan import Mode
 from osdp.plan.shard_math import can_shard
+from osdp.plan.sharding import Mode
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from osdp.cost.sharding.problem import ShardingProblem, price_root
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.search.options import SHARDING, SearchOptions
 from osdp.search.sharding.chain import solve_chain
 from osdp.search.sharding.cutting_planes import (

@@ -12,7 +12,7 @@ import pytest
 from osdp.cluster import runnable as cluster_run
 from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from tests.cli.test_main import run
 
 CLUSTER = """\
@@ -138,12 +138,14 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
     small = ["--set", "hidden=64", "--set", "heads=2", "--set", "vocabulary=512"]
     run("cluster", "plan", *words, *small, *degrees, "--out", str(out))
     printed = capsys.readouterr().out
-    plan, layout = PipelinePlan.load(out), ClusterPlan.load(tmp_path / "plan.layout.json")
+    plan, layout = Plan.load(out), ClusterPlan.load(tmp_path / "plan.layout.json")
     assert (plan.pp, plan.dp, plan.tp, plan.schedule, plan.training.microbatches) == (2, 2, 1, "1f1b", 4)
     held = [sum(module.startswith("transformer.h.") for module in stage.modules) for stage in plan.stages]
     items = [stop - start for start, stop in zip(layout.bounds[:-1], layout.bounds[1:], strict=True)]
     assert held == [items[0] - 1, items[1] - 1]
-    assert {decision.mode.value for stage in plan.stages for decision in stage.plan.decisions} == {"NO_SHARD"}
+    assert {decision.mode.value for stage in plan.stages for decision in stage.sharding.decisions} == {
+        "NO_SHARD"
+    }
     assert "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2" in (tmp_path / "launch.sh").read_text()
     assert "#SBATCH hetjob" in (tmp_path / "launch.sbatch").read_text()
     assert "--pipeline-model-parallel-size 2" in (tmp_path / "megatron_args.sh").read_text()

@@ -9,8 +9,8 @@ from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.model.description import Operator
 from osdp.model.fqn import is_inside
-from osdp.plan.plan import Decision, Mode, Unit
 from osdp.plan.shard_math import can_shard
+from osdp.plan.sharding import Decision, Mode, Unit
 from osdp.profiler.roofline import estimate
 
 #: By name: searched at the limit halfway between all sharded and all replicated; one mode for all; each
@@ -44,7 +44,7 @@ def plan_of(name: str, desc: ModelDesc, training: Training, world_size: int) -> 
         return _mixed(apart, desc)
     assert name == "sliced"
     plan = _in_slices(_apart(apart, desc, {}), desc, 2)
-    return replace(plan, recomputed=_recomputable(desc, profile, device, training))
+    return plan.with_sharding(recomputed=_recomputable(desc, profile, device, training))
 
 
 def device_of(world_size: int) -> DeviceInfo:
@@ -87,7 +87,7 @@ def _apart(plan: Plan, desc: ModelDesc, modes: dict[str, Mode]) -> Plan:
         decisions.append(_decided(decision, mode))
     if in_root:
         units.insert(0, Unit(Mode.SHARD_GRAD_OP, tuple(in_root), ("",), root=True))
-    return replace(plan, units=tuple(units), decisions=tuple(decisions))
+    return plan.with_sharding(units=tuple(units), decisions=tuple(decisions))
 
 
 def _can_be_unit(operator: Operator) -> bool:
@@ -115,7 +115,7 @@ def _in_slices(plan: Plan, desc: ModelDesc, count: int) -> Plan:
         else decision
         for decision in plan.decisions
     )
-    return replace(plan, decisions=decisions)
+    return plan.with_sharding(decisions=decisions)
 
 
 def _can_be_cut(operator: Operator, count: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from osdp.cost.sharding.shard_groups import wires_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo
-from osdp.plan.plan import Route
+from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import machine
 from osdp.profiler.links.detect import fit

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from osdp import OSDP
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import folder as checkpoint_folder
 from osdp.runtime.checkpoint.folder import whole_checkpoint

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 from tests.helpers.distributed import run

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from osdp import OSDP
-from osdp.plan.plan import Mode, Plan, Route
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode, Route
 from osdp.runtime import checkpoint
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime.checkpoint import set_train_state, train_state
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens

@@ -10,15 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
-from osdp.api import make_pipeline_plan
+from osdp.api import make_plan
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import PointToPointLink
 from osdp.inputs import usable_schedules
 from osdp.plan.dims import ParallelDims, degrees
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Mode
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.runtime import checkpoint
+from osdp.runtime.mesh import parallel_mesh
 from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
@@ -122,6 +123,8 @@ def stages_alone() -> None:
         check_steps({"pp": 2, "schedule": schedule})
     check_steps({"pp": 2, "mode": "1f1b", "dtype": "bfloat16"}, limit=0.15)
     check_steps({})
+    mesh = parallel_mesh(net(), ParallelDims(1, 2, 1))
+    check_steps({"mesh": mesh})  # data parallelism alone, on a mesh that has the other axes, too
     check_frozen_tie()
     check_autocast()
     check_means()
@@ -238,7 +241,7 @@ def test_stages_beside_data_and_tensor_parallelism(tmp_path: Any) -> None:
 # -- dropout, meta, refusals ------------------------------------------------------------------------------
 
 
-def halves(limit: int) -> PipelinePlan:
+def halves(limit: int) -> Plan:
     """Two stages cut in the middle: only where the same rank computes a block does it draw the same."""
     model, training = net(dropout=0.5), Training(local_batch=2, microbatches=PARTS)
     model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
@@ -248,7 +251,7 @@ def halves(limit: int) -> PipelinePlan:
     return plan_at(bounds, model_desc, flow, candidate, devices(1, limit), RECOMPUTE, layout, "gpipe")
 
 
-def gradients_with_dropout(plan: PipelinePlan) -> dict[str, torch.Tensor]:
+def gradients_with_dropout(plan: Plan) -> dict[str, torch.Tensor]:
     model = OSDP(net(dropout=0.5), plan=plan)
     torch.manual_seed(5)
     model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
@@ -272,7 +275,7 @@ def dropout_and_meta() -> None:
     roomy = halves(2**30)
     # A limit that only recomputation meets; dropout must draw the same again.
     tight = halves(roomy.predicted.peak_bytes - 1)
-    assert any(stage.plan.recomputed for stage in tight.stages)
+    assert any(stage.sharding.recomputed for stage in tight.stages)
     kept, again = gradients_with_dropout(roomy), gradients_with_dropout(tight)
     assert kept.keys() == again.keys()
     for name, gradient in kept.items():
@@ -337,7 +340,7 @@ def test_a_schedule_that_cannot_run_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr("osdp.api.resolve_stage_device", lambda *_: pytest.fail("devices are measured first"))
     with pytest.raises(ValueError, match="'1F1B' is unknown"):
-        make_pipeline_plan(net(), batch(2), pp=2, dp=1, schedule="1F1B")
+        make_plan(net(), batch(2), pp=2, dp=1, schedule="1F1B")
 
 
 def test_schedules_that_split_the_backward_need_stages_that_reduce_nothing() -> None:

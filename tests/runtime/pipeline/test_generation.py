@@ -7,7 +7,7 @@ import torch
 
 from osdp import OSDP
 from osdp.plan.dims import ParallelDims
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from tests.helpers import distributed
 from tests.runtime.token_slices.test_slicing import decoder, plan_of, staged, wrapped
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from osdp.errors import PlanMismatchError
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
 from tests.helpers.plans import plan_by_hand, split

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.module.parameter_owners import owned_parameters
 from osdp.runtime.sharding.reducer import replicated_units

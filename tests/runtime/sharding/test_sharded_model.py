@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens

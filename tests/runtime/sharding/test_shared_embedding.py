@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp import Link, ModelDesc, Plan, Training, make_plan
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.runtime import apply
 from tests.habits.running.plans import device_of

@@ -13,7 +13,7 @@ from benchmarks.support.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
 from osdp.cost.evaluate import evaluate
 from osdp.errors import InfeasibleError
-from osdp.plan.plan import Decision, Mode, Unit
+from osdp.plan.sharding import Decision, Mode, Unit
 from osdp.search.options import SLICES
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net
@@ -24,7 +24,7 @@ from tests.test_parity import LAYOUTS
 def plan_for(net: Net, change: Callable[[Decision], Decision]) -> Plan:
     modes, groups = LAYOUTS["shard apart"]
     plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
-    return replace(plan, decisions=tuple(map(change, plan.decisions)))
+    return plan.with_sharding(decisions=tuple(map(change, plan.decisions)))
 
 
 def refusals() -> None:
@@ -38,17 +38,17 @@ def refusals() -> None:
         OSDP(net, plan=plan_for(net, cut("blocks.0.norm", 2)))
     modes, groups = LAYOUTS["shard all"]
     shared = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
-    shared = replace(shared, decisions=tuple(map(cut("blocks.0.up", 2), shared.decisions)))
+    shared = shared.with_sharding(decisions=tuple(map(cut("blocks.0.up", 2), shared.decisions)))
     with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.up' runs in slices but shares a unit"):
         OSDP(net, plan=shared)
     good = split(plan_for(net, lambda d: d), net, 2)
     kept = split(plan_for(net, lambda d: d), net, 2, 1)
     with pytest.raises(PlanMismatchError, match=r"keeps 1 slices gathered, but is recomputed"):
-        OSDP(net, plan=replace(kept, recomputed=("blocks.0",)))
+        OSDP(net, plan=kept.with_sharding(recomputed=("blocks.0",)))
     with pytest.raises(
         PlanMismatchError, match=r"module 'blocks\.7' is to be recomputed, which the model lacks"
     ):
-        OSDP(net, plan=replace(good, recomputed=("blocks.7",)))
+        OSDP(net, plan=good.with_sharding(recomputed=("blocks.7",)))
     assert isinstance(OSDP(net, plan=good), OSDP), "nothing was changed by what was refused"
 
 
@@ -114,12 +114,12 @@ def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
 
     decisions = tuple(map(decided, plan.decisions))
     units = tuple(Unit(d.mode, (d.operator,), d.modules) for d in decisions)
-    mixed = replace(plan, decisions=decisions, units=units)
+    mixed = plan.with_sharding(decisions=decisions, units=units)
     assert any(d.slices_kept for d in decisions)
     predicted = evaluate(mixed, setting.profile, device, setting.training, setting.model_desc)
     measured = setting.candidate(device, mixed).memory(8)
     assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
-    none = replace(mixed, decisions=tuple(replace(d, slices_kept=0) for d in decisions))
+    none = mixed.with_sharding(decisions=tuple(replace(d, slices_kept=0) for d in decisions))
     assert measured.peak > setting.candidate(device, none).memory(8).peak
     assert f"({kept}" in str(mixed)
 

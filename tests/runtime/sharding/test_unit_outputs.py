@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.module.outputs import check_finished, free_of_views, tensors_with_grad
 from tests.helpers.distributed import RankError, run

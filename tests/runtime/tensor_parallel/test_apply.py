@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp.errors import PlanMismatchError
-from osdp.plan.plan import Mode, Plan
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.runtime import ShardedModel, apply, checkpoint
 from osdp.runtime.clip import clip_grad_norm_
@@ -219,7 +220,7 @@ def data_plan(case: Case, model: nn.Module, ranks: int) -> Plan:
         mode = {"replicate": Mode.NO_SHARD, "shard": Mode.FULL_SHARD, "keep": Mode.SHARD_GRAD_OP}[case.layout]
         groups = {} if mode is Mode.NO_SHARD else {"": ROOT}
         plan = plan_by_hand(model, mode, ranks, groups=groups, param_dtype=case.param_dtype)
-    return replace(plan, recomputed=tuple(blocks)) if case.recomputed else plan
+    return plan.with_sharding(recomputed=tuple(blocks)) if case.recomputed else plan
 
 
 def both(case: Case, mesh: DeviceMesh, start: nn.Module, plan: TensorParallelPlan) -> ShardedModel:

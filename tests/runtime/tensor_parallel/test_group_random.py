@@ -5,7 +5,6 @@ to shuffle its data; and dropout on parts of the sequence, or on a rank's own he
 """
 
 import random
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel import (
     SequenceGather,
     SequenceParallel,
@@ -89,7 +88,7 @@ def build(*, in_sequence: bool, recomputed: bool) -> nn.Module:
     model = shard(mesh["tp"], in_sequence=in_sequence)
     plan = plan_by_hand(model, Mode.NO_SHARD, 1)
     blocks = tuple(f"blocks.{i}" for i in range(BLOCKS)) if recomputed else ()
-    apply(model, replace(plan, recomputed=blocks), mesh["dp"])
+    apply(model, plan.with_sharding(recomputed=blocks), mesh["dp"])
     return model
 
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, codec
-from osdp.api import make_pipeline_plan, make_tensor_plan
+from osdp.api import make_plan, make_tensor_plan
 from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
 from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.roofline import estimate
 from osdp.runtime.tensor_parallel import parallelize
@@ -73,7 +73,7 @@ def test_gradients_on_two_ranks() -> None:
     run(2, alone, plans, timeout=120)
 
 
-def planned(name: str, layout: ParallelDims, *, sequence_parallel: bool = True) -> PipelinePlan:
+def planned(name: str, layout: ParallelDims, *, sequence_parallel: bool = True) -> Plan:
     link = {"latency": 1e-6, "bandwidth": 1e10}
     info = DeviceInfo(
         memory_limit=2**40, devices_per_node=layout.dp, stage_link=PointToPointLink(**link), flops=1e9,
@@ -83,13 +83,13 @@ def planned(name: str, layout: ParallelDims, *, sequence_parallel: bool = True) 
     training = Training(local_batch=2, microbatches=2)
     model = build(name)
     profile = estimate(ModelDesc.from_module(model, batch_of()), info, training)
-    return make_pipeline_plan(
+    return make_plan(
         model, batch_of(), info, pp=layout.pp, dp=layout.dp, tp=layout.tp, training=training,
         profile=profile, sequence_parallel=sequence_parallel, schedule="1f1b",
     )  # fmt: skip
 
 
-def beside(plans: dict[tuple[str, str], PipelinePlan]) -> None:
+def beside(plans: dict[tuple[str, str], Plan]) -> None:
     for (name, _), plan in plans.items():
         reference = build(name)
         model = OSDP(deepcopy(reference), plan=plan)
@@ -125,4 +125,4 @@ def test_what_cannot_be_proven_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 5 cannot be shared evenly by 2"):
         make_tensor_plan(build("vit"), pixels, 2, sequence_parallel=True)
     with pytest.raises(ValueError, match="pass tp=, too"):
-        make_pipeline_plan(build("gpt2"), batch_of(), 2**30, pp=1, dp=1, sequence_parallel=True)
+        make_plan(build("gpt2"), batch_of(), 2**30, pp=1, dp=1, sequence_parallel=True)

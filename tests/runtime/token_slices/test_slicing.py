@@ -13,9 +13,8 @@ from torch import nn
 from osdp import OSDP, ModelDesc, Training, codec
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
-from osdp.plan.plan import Mode
 from osdp.plan.shard_math import slice_bounds
+from osdp.plan.sharding import Mode
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.runtime.token_slices.kv_prefix import Prefix
@@ -32,6 +31,7 @@ pytest.importorskip("transformers")
 from osdp.integrations.huggingface.slice_cache import SliceCache, check_sliceable
 from osdp.integrations.huggingface.token_loss import check_by_position, next_token_labels
 from osdp.integrations.huggingface.token_step import Slicer
+from osdp.plan.plan import Plan
 from tests.helpers import transformer_models
 
 DECODERS = ("gpt2", "gpt_neo", "gptj", "opt", "llama", "qwen2", "mistral")
@@ -88,7 +88,7 @@ def plan_of(
 
 
 def staged(name: str, plan: str, dtype: torch.dtype = torch.float32) -> OSDP:
-    return OSDP(decoder(name, dtype), plan=codec.from_json(PipelinePlan, plan))
+    return OSDP(decoder(name, dtype), plan=codec.from_json(Plan, plan))
 
 
 def wrapped(name: str, **options: Any) -> OSDP:
@@ -141,8 +141,8 @@ def check(
 
 
 def slices_of_the_plan(plan: str) -> None:
-    made = replace(codec.from_json(PipelinePlan, plan), token_slices=TokenSlices((1, 6, 2)))
-    model = OSDP(decoder("gpt2"), plan=codec.from_json(PipelinePlan, codec.to_json(made)))
+    made = replace(codec.from_json(Plan, plan), token_slices=TokenSlices((1, 6, 2)))
+    model = OSDP(decoder("gpt2"), plan=codec.from_json(Plan, codec.to_json(made)))
     check("gpt2", model, [(None, "gpipe"), (None, "1f1b")], 1e-5)
     inputs, labels = mine(model, *batch("gpt2"))
     model.zero_grad()
@@ -189,15 +189,13 @@ def test_slices_beside_data_and_tensor_parallelism() -> None:
 
 def recomputed(plan: str) -> None:
     model = staged("gpt2", plan)
-    assert isinstance(model.plan, PipelinePlan)
-    assert any(stage.plan.recomputed for stage in model.plan.stages)
+    assert any(stage.sharding.recomputed for stage in model.plan.stages)
     check("gpt2", model, (UNEVEN, EVEN), 1e-5)
 
 
 def test_recomputation_finds_the_keys_and_values_of_before_the_slice() -> None:
-    plan = codec.from_json(PipelinePlan, plan_of("gpt2", ParallelDims(1, 1, 1)))
-    everything = replace(plan.stages[0].plan, recomputed=("transformer.h.0", "transformer.h.1"))
-    plan = replace(plan, stages=(replace(plan.stages[0], plan=everything),))
+    plan = codec.from_json(Plan, plan_of("gpt2", ParallelDims(1, 1, 1)))
+    plan = plan.with_sharding(recomputed=("transformer.h.0", "transformer.h.1"))
     distributed.run(1, recomputed, codec.to_json(plan))
 
 

@@ -11,7 +11,7 @@ from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import PointToPointLink
 from osdp.model.dataflow import Dataflow
 from osdp.plan.dims import ParallelDims
-from osdp.plan.pipeline import PipelinePlan
+from osdp.plan.plan import Plan
 from osdp.profiler.roofline import estimate
 from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import best_pipeline, plan_at
@@ -35,7 +35,7 @@ def problem(layers: int, limit: int = 2**30) -> tuple[ModelDesc, Dataflow, Candi
     return model_desc, flow, Candidate(training, estimate(model_desc, device, training)), device
 
 
-def every_plan(layers: int, limit: int, schedules: tuple[str, ...]) -> list[PipelinePlan]:
+def every_plan(layers: int, limit: int, schedules: tuple[str, ...]) -> list[Plan]:
     model_desc, flow, candidate, device = problem(layers, limit)
     plans = []
     for name in schedules:
@@ -51,7 +51,7 @@ def every_plan(layers: int, limit: int, schedules: tuple[str, ...]) -> list[Pipe
     return plans
 
 
-def found(layers: int, limit: int, schedules: tuple[str, ...] = SCHEDULES) -> PipelinePlan:
+def found(layers: int, limit: int, schedules: tuple[str, ...] = SCHEDULES) -> Plan:
     model_desc, flow, candidate, device = problem(layers, limit)
     return best_pipeline(model_desc, flow, [candidate], device, RULES, LAYOUT, schedules)
 
@@ -111,7 +111,7 @@ def test_each_rank_of_a_pipeline_has_its_own_limit() -> None:
     model_desc, flow, candidate, device = problem(6)
     bounds = (0, flow.cuts[-1], len(flow.steps))
 
-    def at(device: DeviceInfo) -> PipelinePlan:
+    def at(device: DeviceInfo) -> Plan:
         return plan_at(bounds, model_desc, flow, candidate, device, RULES, LAYOUT, "1f1b")
 
     peaks = at(device).peaks

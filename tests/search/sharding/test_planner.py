@@ -13,7 +13,8 @@ from osdp.cost.sharding.problem import build_situation
 from osdp.errors import InfeasibleError
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
-from osdp.plan.plan import UNGROUPED, Mode, Plan, Unit
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import UNGROUPED, Mode, Unit
 from osdp.search.options import SearchOptions
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, batches, best_plan
@@ -125,8 +126,7 @@ def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
 
 def changed(plan: Plan, unit: Unit, mode: Mode) -> Plan:
     """The plan with one unit in another mode."""
-    return replace(
-        plan,
+    return plan.with_sharding(
         decisions=tuple(replace(d, mode=mode) if d.operator in unit.operators else d for d in plan.decisions),
         units=tuple(replace(u, mode=mode) if u == unit else u for u in plan.units),
     )

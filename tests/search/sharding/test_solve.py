@@ -16,7 +16,7 @@ from osdp.cost.sharding.strategies import is_recomputed, kept_of
 from osdp.cost.sharding.time import time_row
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.model.description import Operator, Parameter
-from osdp.plan.plan import Mode
+from osdp.plan.sharding import Mode
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.milp import solve_milp

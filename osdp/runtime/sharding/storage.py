@@ -1,0 +1,51 @@
+"""How each parameter of a model is stored under its sharding plan, resolved once."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from osdp.plan.sharding import ShardingPlan
+from osdp.runtime.sharding.sliced import sharded_weights
+
+
+@dataclass(frozen=True)
+class ParameterStorage:
+    """A sharding plan joined with the parameters of a model; those that are not listed are replicated.
+
+    Attributes:
+        in_shards: Parameters that FSDP2 shards, each with the index of its unit in
+            ``ShardingPlan.fsdp_units``. Those without elements are replicated: FSDP2 cannot reduce them, and
+            they cost nothing.
+        in_slices: Sharded weights of operators in slices, with the dimension each is sharded along.
+        offloaded: Sharded parameters that are kept in host memory.
+    """
+
+    in_shards: dict[str, int]
+    in_slices: dict[str, int]
+    offloaded: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ShardingPlan) -> "ParameterStorage":
+        """How ``model`` is stored under ``plan``, which fits it."""
+        empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
+        return cls(
+            in_shards={
+                name: index
+                for index, unit in enumerate(plan.fsdp_units)
+                for name in plan.parameters_of(unit)
+                if name not in empty
+            },
+            in_slices=sharded_weights(model, plan),
+            offloaded=frozenset(
+                name for unit in plan.units if unit.offloaded for name in plan.parameters_of(unit)
+            ),
+        )
+
+    def is_replicated(self, name: str) -> bool:
+        """Whether every rank holds the whole parameter."""
+        return name not in self.in_shards and name not in self.in_slices
+
+    @property
+    def shards_any(self) -> bool:
+        """Whether any parameter is sharded."""
+        return bool(self.in_shards or self.in_slices)
