@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests, two files at a time. Arguments go to pytest; -m slow runs the tests that take more than a
-# minute, -m alone those that measure time, for a machine that does nothing else.
+# Lint, types and tests, three at a time: some wait for others, on two cores as well. Arguments go to pytest; -m slow
+# runs the tests that take more than a minute, -m alone those that measure time, for a machine that does nothing else.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 # As modules: beside a Python that brings torch, some of them may be its own and have no command here.
@@ -13,4 +13,4 @@ if [[ " $* " == *" -m "* ]]; then
     exit
 fi
 
-python -m pytest -q -m "not slow and not alone" -n 2 --dist loadfile "$@"
+python -m pytest -q -m "not slow and not alone" -n 3 --dist worksteal "$@"

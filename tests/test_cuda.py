@@ -26,12 +26,14 @@ def faults_on_gpu(part: list[Any]) -> list[str]:
 
 
 def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
-    results = run(2, faults_on_gpu, cases(pairs)[::2], backend="cpu:gloo,cuda:gloo", timeout=170)
+    results = run(2, faults_on_gpu, cases(pairs)[::2], backend="cpu:gloo,cuda:gloo", timeout=170, fresh=True)
     assert [fault for rank in results for fault in rank] == []
 
 
 def test_states_in_host_memory_train_as_a_single_process_on_a_gpu() -> None:
-    results = run(2, faults_on_gpu, offload_cases(pairs), backend="cpu:gloo,cuda:gloo", timeout=170)
+    results = run(
+        2, faults_on_gpu, offload_cases(pairs), backend="cpu:gloo,cuda:gloo", timeout=170, fresh=True
+    )
     assert [fault for rank in results for fault in rank] == []
 
 
@@ -53,7 +55,7 @@ def offloaded_from_meta() -> float:
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_models_on_meta_put_states_into_host_memory(backend: str) -> None:
-    assert run(1, offloaded_from_meta, backend=backend) == [0.0]
+    assert run(1, offloaded_from_meta, backend=backend, fresh=True) == [0.0]
 
 
 class WithLoss(Net):
@@ -85,7 +87,7 @@ def losses_of_a_planned_run() -> tuple[list[float], list[float], str, int, int]:
 
 
 def test_the_wrapper_plans_and_trains_under_nccl() -> None:
-    [(want, got, backend, predicted, allocated)] = run(1, losses_of_a_planned_run, backend="nccl")
+    [(want, got, backend, predicted, allocated)] = run(1, losses_of_a_planned_run, backend="nccl", fresh=True)
     assert backend == "nccl"
     assert got == pytest.approx(want, rel=1e-5)
     assert 0 < predicted <= 2**30 and allocated > 0

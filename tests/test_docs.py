@@ -16,6 +16,7 @@ import pytest
 from osdp import DeviceInfo
 from tests.helpers.devices import known_device
 from tests.helpers.distributed import run
+from tests.helpers.load import slowdown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -144,6 +145,6 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150 * slowdown())
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "api" / "index.html").read_text(encoding="utf8").count("doc-object") > 20

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import osdp
+from tests.helpers.load import slowdown
 
 
 def test_the_public_names_are_these() -> None:
@@ -55,7 +56,7 @@ def test_importing_the_package_or_its_values_does_not_import_torch() -> None:
     values = "from osdp import DeviceInfo, InfeasibleError, Mode, ModelDesc, Plan, Training"
     code = f"import sys, osdp; {values}; print(sorted({{'torch', 'numpy', 'networkx'}} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * slowdown(), check=True
     )
     assert done.stdout.strip() == "[]"
 
@@ -67,7 +68,7 @@ def test_the_version_is_written_once() -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * slowdown(),
         check=True,
     )
     assert done.stdout.split()[-1] == osdp.__version__

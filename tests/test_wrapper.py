@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -212,23 +213,25 @@ def refuses_another_training() -> None:
         OSDP(Configured(gated=False), plan=plan, training=Training(optimizer="SGD"))
 
 
-def all_checks() -> None:
-    looks_like_the_model()
-    parameters_are_the_stored_ones_in_between()
-    recovers_clips_and_keeps()
-    refuses()
-    all_differences_at_once()
-    checks_the_optimizer()
-    what_checks_the_optimizer_ends_with_the_model()
-    refuses_another_training()
+CHECKS = (
+    looks_like_the_model,
+    parameters_are_the_stored_ones_in_between,
+    recovers_clips_and_keeps,
+    refuses,
+    all_differences_at_once,
+    checks_the_optimizer,
+    what_checks_the_optimizer_ends_with_the_model,
+    refuses_another_training,
+)
 
 
-def test_wrapper() -> None:
-    run(2, all_checks, timeout=100)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_wrapper(check: Callable[[], None]) -> None:
+    run(2, check)
 
 
 def test_compiled_blocks() -> None:
-    run(2, compiles, timeout=150)
+    run(2, compiles, timeout=150, fresh=True)
 
 
 def test_without_a_process_group_the_error_says_what_to_type() -> None:

@@ -13,6 +13,7 @@ import osdp
 from osdp import DeviceInfo, Mode, ModelDesc, Plan, Profile
 from osdp.cli import main as cli
 from osdp.cli import models as cli_models
+from tests.helpers.load import slowdown
 
 SMALL = ["n_layer=2", "n_embd=32", "n_head=2", "vocab_size=64", "attn_pdrop=0.0"]
 SET = [part for field in SMALL for part in ("--set", field)]
@@ -168,7 +169,7 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * slowdown(),
     )
     assert done.returncode == 1
     assert done.stderr == "error: the osdp command needs typer: pip install 'osdp[cli]'\n"

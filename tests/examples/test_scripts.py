@@ -213,7 +213,7 @@ def test_a_failed_installation_is_said_in_one_line_and_not_remembered(tmp_path: 
 
 def run_bash(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["/bin/bash", str(script)], env=environment, capture_output=True, text=True, timeout=60
+        ["/bin/bash", str(script)], env=environment, capture_output=True, text=True, timeout=60 * slowdown()
     )
 
 
@@ -386,7 +386,7 @@ def test_scripts_of_stages_start_enough_processes(
         env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * slowdown(),
         check=True,
     )
     assert wanted in done.stdout

@@ -26,6 +26,7 @@ from osdp.options import defaults
 from osdp.plan.sharding import Mode
 from osdp.search.options import SLICES
 from tests.helpers.distributed import run
+from tests.helpers.load import slowdown
 from tests.helpers.nets import Block, Net, tokens
 from tests.helpers.plans import plan_by_hand
 
@@ -150,11 +151,11 @@ model = OSDP(nn.Linear(4, 4), desc, devices, plan=plan)
 model(batch).sum().backward()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowdown(), check=False
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_osdp_does_not_import_fairscale() -> None:
     code = "import sys, osdp, osdp.wrapper; sys.exit('fairscale' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=60 * slowdown(), check=False).returncode == 0

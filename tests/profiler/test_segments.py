@@ -26,6 +26,7 @@ from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
+from tests.helpers.load import slowdown
 
 CPU = torch.device("cpu")
 
@@ -332,5 +333,7 @@ model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 *
 batch = torch.randn(2, 3, 8, 8)
 profile_model(model, ModelDesc.from_module(model, batch), batch, device="cpu")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowdown()
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,11 +89,13 @@ def gradients_on_one_rank_only() -> None:
     assert both[0] == both[1]
 
 
-def all_clipping_checks() -> None:
-    clips_large_gradients()
-    says_what_is_not_finite()
-    gradients_on_one_rank_only()
+CHECKS = (
+    clips_large_gradients,
+    says_what_is_not_finite,
+    gradients_on_one_rank_only,
+)
 
 
-def test_clipping_in_float64() -> None:
-    run(2, all_clipping_checks, timeout=100)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_clipping_in_float64(check: Callable[[], None]) -> None:
+    run(2, check)

@@ -105,7 +105,7 @@ def test_gpt2_on_meta() -> None:
 
 
 def test_no_rank_holds_more_than_its_shards_and_a_block() -> None:
-    run(2, peak_stays_small)
+    run(2, peak_stays_small, fresh=True)
 
 
 def test_blocks_cover_every_module_once_and_children_first() -> None:

@@ -327,4 +327,4 @@ def compiled_steps() -> None:
 
 
 def test_a_step_may_be_compiled() -> None:
-    run(2, compiled_steps, timeout=100)
+    run(2, compiled_steps, timeout=100, fresh=True)

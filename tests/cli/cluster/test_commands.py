@@ -14,6 +14,7 @@ from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
 from osdp.plan.plan import Plan
 from tests.cli.test_main import run
+from tests.helpers.load import slowdown
 
 CLUSTER = """\
 nodes:
@@ -268,10 +269,10 @@ def test_a_job_fails_as_its_steps_do(words: list[str], tmp_path: Path) -> None:
         (tools / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf8")
         (tools / name).chmod(0o755)
     path = f"{tools}:{os.environ['PATH']}"
-    job = subprocess.run(["bash", "launch.sbatch"], cwd=tmp_path, env={"PATH": path}, timeout=30)
+    job = subprocess.run(["bash", "launch.sbatch"], cwd=tmp_path, env={"PATH": path}, timeout=30 * slowdown())
     assert job.returncode == 7
     sheet = subprocess.run(
-        ["bash", str(tmp_path / "launch.sh"), "0"], capture_output=True, text=True, timeout=30,
+        ["bash", str(tmp_path / "launch.sh"), "0"], capture_output=True, text=True, timeout=30 * slowdown(),
         env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert sheet.returncode != 0 and "MASTER_ADDR: address of node 0" in sheet.stderr

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -226,19 +227,21 @@ def a_step_without_a_gradient_is_an_error() -> None:
         optimizer.step()
 
 
-def all_checks() -> None:
-    an_optimizer_made_before_trains()
-    groups_keep_their_options()
-    several_optimizers_step_when_they_like()
-    an_optimizer_with_states_is_refused()
-    checkpoints_take_it()
-    lists_made_before_give_gradients_and_nothing_else()
-    losses_are_scaled_and_gradients_unscaled()
-    what_users_attached_stays()
-    ties_and_frozen_parameters()
-    nothing_is_kept_alive()
-    a_step_without_a_gradient_is_an_error()
+CHECKS = (
+    an_optimizer_made_before_trains,
+    groups_keep_their_options,
+    several_optimizers_step_when_they_like,
+    an_optimizer_with_states_is_refused,
+    checkpoints_take_it,
+    lists_made_before_give_gradients_and_nothing_else,
+    losses_are_scaled_and_gradients_unscaled,
+    what_users_attached_stays,
+    ties_and_frozen_parameters,
+    nothing_is_kept_alive,
+    a_step_without_a_gradient_is_an_error,
+)
 
 
-def test_what_was_made_before_wrapping() -> None:
-    run(2, all_checks, timeout=150)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_was_made_before_wrapping(check: Callable[[], None]) -> None:
+    run(2, check)

@@ -1,5 +1,6 @@
 """Models in stages: what a step computes, against a single process; refusals; checkpoints."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
 from osdp.api import make_plan
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import PointToPointLink
-from osdp.inputs import usable_schedules
+from osdp.inputs import from_first_rank, usable_schedules
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
@@ -51,7 +52,7 @@ def wrapped(model: nn.Module, **options: Any) -> OSDP:
         local_batch=SAMPLES // PARTS // dp or 1, microbatches=PARTS, param_dtype=options.pop("dtype", None)
     )
     assert training.local_batch is not None
-    model_desc = ModelDesc.from_module(model, batch(training.local_batch))
+    model_desc = from_first_rank(partial(ModelDesc.from_module, model, batch(training.local_batch)))
     device = devices(dp)
     profile = estimate(model_desc, device, training)
     return OSDP(model, model_desc, device, training=training, profile=profile, **options)

