@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 
 
 class Item(StrEnum):
@@ -98,7 +99,7 @@ class TransformerShape:
         """Channels per head."""
         return self.head_width or self.hidden // self.heads
 
-    @property
+    @cached_property
     def items(self) -> tuple[Item, ...]:
         """Items of the chain, in order."""
         decoder = (Item.TARGET_EMBEDDING, *(Item.CROSS_LAYER,) * self.decoder_layers)
@@ -144,7 +145,7 @@ class TransformerShape:
         total = sum(self.parameters(item) for item in self.items)
         return total - self.tied_copies * self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def tied_items(self) -> frozenset[Item]:
         """Items that share the embedding's weight, including it: a tied head, and the decoder's embedding."""
         head = {Item.HEAD} if self.tied else set()

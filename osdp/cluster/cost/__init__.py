@@ -2,7 +2,7 @@
 
 Start at :func:`osdp.cluster.cost.step.price`.
 
-- ``step``: seconds and bytes of one layout, which the planner ranks by
+- ``step``: the formula of a step, and the price of one layout by it
 - ``layer_work``: what one rank computes, keeps and exchanges for a layer
 - ``layer_time``: seconds of a layer: a roofline with a floor of launches
 - ``matmul``: operations of a matrix product, rounded up to tiles and waves
@@ -11,9 +11,9 @@ Start at :func:`osdp.cluster.cost.step.price`.
 - ``measured_layers``: measured seconds, carried to other batches and degrees
 - ``ring``: collectives over links of a cluster
 - ``slot_links``: devices of a stage, and the links between them
-- ``stage``: seconds and bytes of every stage a chain may be cut into
+- ``stage``: seconds and bytes of stages, from the number of their items
 - ``layer_runs``: stages made of runs of layers that are stored alike
 - ``mixed_runs``: the best one or two runs that fit
 - ``stage_table``: all stages of a layout on one kind of slot
-- ``even_step``: the step of a homogeneous cluster, fast
+- ``even_step``: the step of evenly divided layers on a homogeneous cluster
 """

@@ -1,17 +1,13 @@
-"""Step time on a homogeneous cluster with evenly divided layers: a fast :func:`osdp.cluster.cost.step.price`.
+"""Step time on a homogeneous cluster with evenly divided layers.
 
-Only the first, the last and one of the middle stages differ, so that no arrays over all cuts are needed: a
-calibration evaluates thousands of steps with hundreds of sets of coefficients. A test checks that both give
-the same seconds.
+The formulas of :func:`osdp.cluster.cost.step.price`, evaluated for the stages of one cut instead of all: a
+calibration evaluates thousands of steps with hundreds of sets of coefficients.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cluster.cost.slot_links import SlotHardware
-from osdp.cluster.cost.stage import ClusterPrices, Floats
-from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
+from osdp.cluster.cost.stage import ClusterPrices, StagePrices
+from osdp.cluster.cost.step import StepFormula, step_formula, transfer_seconds
 from osdp.cluster.plan import ParallelLayout, StageSlot
 from osdp.cluster.transformer import Item
 
@@ -50,25 +46,20 @@ def even_slot(prices: ClusterPrices, layout: ParallelLayout) -> StageSlot:
     return StageSlot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Seconds of each kind of item of a layout, per microbatch."""
-
-    embedding: float
-    layer: float
-    head: float
-
-
 class EvenSteps:
-    """Step times of one workload on one homogeneous cluster; results that layouts share are cached."""
+    """Step times of one workload on one homogeneous cluster, with evenly divided layers.
+
+    Layouts that differ in the number of microbatches share the seconds of their stages; without overlap,
+    those that differ in the size of microbatches share the seconds after the last one.
+    """
 
     def __init__(self, prices: ClusterPrices) -> None:
-        self.prices = prices
-        self._parts: dict[tuple[object, ...], _Parts] = {}
+        self._prices = prices
+        self._stages: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._ends: dict[tuple[object, ...], float] = {}
 
     def seconds(self, layout: ParallelLayout, layers: int = 0) -> float:
-        """Seconds of a step of ``layout``.
+        """Seconds of a step of a decoder or an encoder.
 
         Args:
             layout: Degrees, batch, schedule, recomputation and sharding.
@@ -77,60 +68,31 @@ class EvenSteps:
         Raises:
             ValueError: The layers cannot be divided evenly among the stages.
         """
-        prices, pp = self.prices, layout.degrees.pp
-        layers = layers or prices.workload.shape.layers
-        each = even_layers(layers, pp)
+        layers = layers or self._prices.workload.shape.layers
+        strategy = (layout.schedule, layout.recompute, layout.zero)
+        key = (layers, layout.degrees, layout.samples, layout.token_slices, *strategy)
+        if key not in self._stages:
+            self._stages[key] = self._stage_seconds(layout, layers)
+        slowest, total, end, fixed = self._stages[key]
+        return StepFormula(layout.microbatches, layout.bubble_share, fixed).seconds(slowest, total, end)
+
+    def _stage_seconds(self, layout: ParallelLayout, layers: int) -> tuple[float, float, float, float]:
+        """The arguments of the step formula, and its constant term."""
+        prices, pp = self._prices, layout.degrees.pp
         slot = even_slot(prices, layout)
-        home = prices.home(layout, slot)
-        parts = self._parts_of(layout, slot)
-        if pp == 1:
-            pipeline = layout.microbatches * (parts.embedding + each * parts.layer + parts.head)
-        else:
-            sent = float(prices.work(Item.LAYER, layout).output_bytes)
-            within, between = (
-                border_seconds(layout, home, home, sent, same_node=same) for same in (True, False)
-            )
-            # A stage that starts a node receives over the network, all others inside their node.
-            times = [each * parts.layer + (within if s % slot.shares else between) for s in range(pp)]
-            times[0] = each * parts.layer + parts.embedding + wrap_seconds(prices, layout, {slot: home})
-            times[-1] += parts.head
-            # The same formula as osdp.cluster.cost.step.
-            slowest = max(times)
-            pipeline = layout.microbatches * slowest
-            pipeline += layout.bubble_share * (sum(times) - slowest)
-        return pipeline + self._end(layout, slot, home, layers) + prices.rates.step_seconds
-
-    def _parts_of(self, layout: ParallelLayout, slot: StageSlot) -> _Parts:
-        degrees = layout.degrees
-        key = (degrees.tp, degrees.dp, layout.samples, layout.way, layout.token_slices)
-        if key not in self._parts:
-            items = self.prices.item_prices(layout, slot)
-            self._parts[key] = _Parts(
-                *(items[item].seconds for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD))
-            )
-        return self._parts[key]
-
-    def _end(self, layout: ParallelLayout, slot: StageSlot, home: SlotHardware, layers: int) -> float:
-        """Seconds after the last microbatch on the slowest stage, and of a tied embedding's all-reduce."""
-        degrees = layout.degrees
-        prices, shape = self.prices, self.prices.workload.shape
-        key: tuple[object, ...] = (degrees.tp, degrees.dp, degrees.pp, layers, layout.way.zero)
-        backward: Floats | float = 0.0
-        # The backward matters only where it can hide gradient collectives. Without overlap, layouts of all
-        # microbatch sizes share an entry.
-        if prices.workload.overlap:
-            key = (*key, layout.samples, layout.way, layout.token_slices)
-            items = prices.item_prices(layout, slot)
-            backward = np.full(degrees.pp, layers // degrees.pp * items[Item.LAYER].backward)
-            backward[0] += items[Item.EMBEDDING].backward
-            backward[-1] += items[Item.HEAD].backward
+        embedding, head = np.zeros(pp), np.zeros(pp)
+        embedding[0] = head[-1] = 1.0
+        each = np.full(pp, float(even_layers(layers, pp)))
+        counts = {Item.EMBEDDING: embedding, Item.LAYER: each, Item.HEAD: head}
+        stages = StagePrices(prices, layout, slot, counts)
+        homes = {slot: stages.home}
+        sent = [float(prices.work(Item.LAYER, layout).output_bytes)] * pp
+        transfers = transfer_seconds(prices, layout, homes, [slot] * pp, sent)
+        seconds = [a + b for a, b in zip(stages.seconds.tolist(), transfers, strict=True)]
+        fixed = step_formula(prices, layout, homes).fixed
+        # The backward matters only where it can hide gradient collectives.
+        hides = (layout.samples, layout.token_slices, layout.recompute) if prices.workload.overlap else ()
+        key = (layers, layout.degrees, layout.zero, *hides)
         if key not in self._ends:
-            held = np.full(degrees.pp, layers // degrees.pp * float(shape.parameters(Item.LAYER, degrees.tp)))
-            held[0] += shape.parameters(Item.EMBEDDING, degrees.tp)
-            held[-1] += shape.parameters(Item.HEAD, degrees.tp)
-            # One stage stores a tied weight once, several stages one copy at each end of the chain.
-            if degrees.pp == 1:
-                held -= shape.tied_copies * prices.tied_numbers(layout)
-            ends = prices.end_seconds(layout, home, held, backward)
-            self._ends[key] = float(ends.max()) + embedding_seconds(prices, layout, {slot: home})
-        return self._ends[key]
+            self._ends[key] = max(stages.end.tolist())
+        return max(seconds), sum(seconds), self._ends[key], fixed

@@ -119,6 +119,17 @@ class RunPrices:
             ]
         )
 
+    def end(self, parts: Sequence[RunBatch]) -> Floats:
+        """Seconds after the last microbatch."""
+        return self.gradients(parts) + self.update(parts)
+
+    def step_seconds(self, seconds: Floats, end: Floats) -> Floats:
+        """Seconds that a stage adds to a step if it is the slowest and the last to end.
+
+        These are the terms of a single stage in :class:`osdp.cluster.cost.step.StepFormula`.
+        """
+        return self.layout.microbatches * seconds + end
+
     def items(self, parts: Sequence[RunBatch]) -> tuple[ItemPrices, ...]:
         """Costs of each item of one stage."""
         return tuple(
@@ -160,4 +171,5 @@ class RunPrices:
 
 
 def _sum(values: Sequence[Floats]) -> Floats:
-    return values[0] if len(values) == 1 else values[0] + values[1]
+    first, *others = values
+    return sum(others, first)

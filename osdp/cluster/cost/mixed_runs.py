@@ -97,9 +97,8 @@ def mixture(runs: RunPrices) -> MixedStages:
         if one != other:
             # A cut at an end of the stage is one run, which its own pair covers.
             total = np.where((where > start) & (where < stop), total, np.inf)
-        there, after = runs.seconds(parts), runs.gradients(parts) + runs.update(parts)
-        fits = total <= runs.home.limit
-        value = np.where(fits, runs.layout.microbatches * there + after, np.inf)
+        there, after = runs.seconds(parts), runs.end(parts)
+        value = np.where(total <= runs.home.limit, runs.step_seconds(there, after), np.inf)
         # Prefer the faster of those that fit; as long as none does, the one that needs less memory.
         better = (value < best) | (np.isinf(best) & (total < needed))
         best = np.where(better, value, best)
@@ -175,9 +174,7 @@ def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
         layer = priced.items[runs.prices.items[where]]
         parts = runs.whole(number, np.array(where), np.array(where + 1))
         nbytes[number] = _bytes_each(runs, number) * layer.parameters + layer.kept * runs.held
-        value[number] = runs.layout.microbatches * layer.seconds + float(
-            runs.gradients(parts) + runs.update(parts)
-        )
+        value[number] = runs.step_seconds(np.array(layer.seconds), runs.end(parts))
     return nbytes, value
 
 

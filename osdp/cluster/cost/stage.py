@@ -1,8 +1,8 @@
 """Time and memory of every stage that a chain of items can be cut into, on one kind of slot.
 
-A stage is a contiguous part ``a .. b - 1`` of the chain. A sum over its items is computed as the number of
-items of each kind times the cost of that kind. All stages are thereby evaluated at once, as arrays of shape
-``(I + 1, I + 1)`` indexed ``[a, b]``, and equal stages have equal costs to the last bit.
+A stage is a contiguous part ``start .. stop - 1`` of the chain of ``I`` items. A sum over its items is
+computed as the number of items of each kind times the cost of that kind. All stages are thereby evaluated at
+once, and equal stages have equal costs to the last bit.
 
 Bytes of weights, gradients and optimizer states under ZeRO are those of Rajbhandari et al. (SC 2020,
 arXiv:1910.02054, section 5). Communication volumes are those of the collectives actually run: gradients are
@@ -12,6 +12,7 @@ gradients after every microbatch, and ZeRO 3 all-gathers weights for every forwa
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,33 +61,73 @@ class ItemPrices:
         return self.compute + self.again + self.tensor + self.shards
 
 
-@dataclass(frozen=True)
 class StagePrices:
-    """Costs of all stages of a chain of ``I`` items on one kind of slot, with one strategy for all items.
+    """Costs of stages on one kind of slot, with one strategy for all items, by the number of their items.
 
-    Arrays are indexed ``[start, stop]`` and have shape ``(I + 1, I + 1)``.
+    All arrays have the shape of those counts.
 
     Attributes:
         home: The slot's devices and links.
         items: Costs of each kind of item.
-        seconds: Seconds per microbatch, forward and backward, without transfers between stages.
-        parameters: Parameter count on a rank before data-parallel sharding.
-        kept: Bytes saved for backward per microbatch in flight, without those of the head.
-        logits: Bytes saved by the head per microbatch that it has in flight.
-        working: Maximum transient bytes of any item, without the buffers of transfers between stages.
-        backward: Seconds of a backward's compute.
-        end: Seconds after the last microbatch: gradient collectives and the optimizer step.
     """
 
-    home: SlotHardware
-    items: Mapping[Item, ItemPrices]
-    seconds: Floats
-    parameters: Floats
-    kept: Floats
-    logits: Floats
-    working: Floats
-    backward: Floats
-    end: Floats
+    def __init__(
+        self, prices: "ClusterPrices", layout: ParallelLayout, slot: StageSlot, counts: Mapping[Item, Floats]
+    ) -> None:
+        self.home = prices.home(layout, slot)
+        self.items = prices.item_prices(layout, slot)
+        self._prices, self._layout, self._counts = prices, layout, counts
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Seconds per microbatch, forward and backward, without transfers between stages."""
+        return self._sum({kind: item.seconds for kind, item in self.items.items()})
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Seconds of a backward's compute."""
+        return self._sum({kind: item.backward for kind, item in self.items.items()})
+
+    @cached_property
+    def parameters(self) -> Floats:
+        """Parameter count on a rank before data-parallel sharding."""
+        total = self._sum({kind: item.parameters for kind, item in self.items.items()})
+        # A stage with several of the tied items stores their weight once.
+        tied = self._sum(dict.fromkeys(self._prices.workload.shape.tied_items, 1))
+        copies: Floats = np.maximum(tied - 1, 0)
+        return total - copies * self._prices.tied_numbers(self._layout)
+
+    @cached_property
+    def kept(self) -> Floats:
+        """Bytes saved for backward per microbatch in flight, without those of the head."""
+        return self._sum({kind: item.kept for kind, item in self.items.items() if kind is not Item.HEAD})
+
+    @cached_property
+    def logits(self) -> Floats:
+        """Bytes saved by the head per microbatch that it has in flight."""
+        return self._sum({Item.HEAD: self.items[Item.HEAD].kept})
+
+    @cached_property
+    def working(self) -> Floats:
+        """Maximum transient bytes of any item, without the buffers of transfers between stages."""
+        there = [
+            (self._counts[kind] > 0) * self._prices.working_bytes(self._layout, item)
+            for kind, item in self.items.items()
+        ]
+        most: Floats = np.max(there, axis=0)
+        return most
+
+    @cached_property
+    def end(self) -> Floats:
+        """Seconds after the last microbatch: gradient collectives and the optimizer step."""
+        # The backward matters only where it can hide gradient collectives.
+        backward = self.backward if self._prices.workload.overlap else 0.0
+        return self._prices.end_seconds(self._layout, self.home, self.parameters, backward)
+
+    def _sum(self, values: Mapping[Item, float]) -> Floats:
+        """Sum of a value per kind of item over the items of each stage."""
+        first, *others = (self._counts[kind] * value for kind, value in values.items())
+        return sum(others, first)
 
 
 class ClusterPrices:
@@ -110,14 +151,10 @@ class ClusterPrices:
         self.rates = rates
         self.items = workload.shape.items
         self.kinds = tuple(dict.fromkeys(self.items))
-        #: Number of items of each kind in each stage, in the order of ``kinds``; ``(I + 1, I + 1)`` each.
-        self._counts = tuple(_count(self.items, kind) for kind in self.kinds)
-        tied = workload.shape.tied_items
-        self._tied: Floats = sum(
-            (count for kind, count in zip(self.kinds, self._counts, strict=True) if kind in tied),
-            np.zeros_like(self._counts[0]),
-        )
-        self._homes: dict[tuple[int, int, StageSlot], SlotHardware] = {}
+        #: Number of items of each kind in the stage ``start .. stop - 1``, indexed ``[start, stop]``;
+        #: ``(I + 1, I + 1)`` each.
+        self.counts = {kind: _count(self.items, kind) for kind in self.kinds}
+        self._homes: dict[tuple[int, int, tuple[int, ...]], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
         self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
         self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
@@ -136,7 +173,7 @@ class ClusterPrices:
 
     def home(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
-        key = (layout.degrees.tp, layout.degrees.dp, slot)
+        key = (layout.degrees.tp, layout.degrees.dp, slot.nodes)
         if key not in self._homes:
             self._homes[key] = slot_hardware(self.cluster, layout, slot)
         return self._homes[key]
@@ -147,32 +184,16 @@ class ClusterPrices:
         return np.array([0.0, *outputs[:-1], 0.0])
 
     def stage_prices(self, layout: ParallelLayout, slot: StageSlot) -> StagePrices:
-        """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot."""
-        home = self.home(layout, slot)
-        items = self.item_prices(layout, slot)
-        parameters = self._summed([item.parameters for item in items.values()])
-        backward = self._summed([item.backward for item in items.values()])
-        # A stage with several of the tied items stores their weight once.
-        parameters -= np.maximum(self._tied - 1, 0) * self.tied_numbers(layout)
-        working = np.zeros_like(parameters)
-        for count, item in zip(self._counts, items.values(), strict=True):
-            working = np.maximum(working, (count > 0) * self.working_bytes(layout, item))
-        return StagePrices(
-            home=home,
-            items=items,
-            seconds=self._summed([item.seconds for item in items.values()]),
-            parameters=parameters,
-            kept=self._summed([item.kept * (kind is not Item.HEAD) for kind, item in items.items()]),
-            logits=self._summed([item.kept * (kind is Item.HEAD) for kind, item in items.items()]),
-            working=working,
-            backward=backward,
-            end=self.end_seconds(layout, home, parameters, backward),
-        )
+        """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot.
+
+        Arrays are indexed ``[start, stop]`` and have shape ``(I + 1, I + 1)``.
+        """
+        return StagePrices(self, layout, slot, self.counts)
 
     def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, way = layout.degrees, layout.way
-        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot)
+        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot.nodes)
         if key not in self._items:
             home = self.home(layout, slot)
             self._items[key] = {item: self._item(item, layout, home) for item in self.kinds}
@@ -349,13 +370,6 @@ class ClusterPrices:
         whole = 2 * load.reduce_bytes * item.parameters if zero >= 2 else 0
         # This item's weights, and those of the next item while they are prefetched.
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
-
-    def _summed(self, values: Sequence[float]) -> Floats:
-        """Sum of a value per kind of item over the items of every stage; ``(I + 1, I + 1)``."""
-        total = np.zeros_like(self._counts[0])
-        for count, value in zip(self._counts, values, strict=True):
-            total += count * value
-        return total
 
     def end_seconds(
         self, layout: ParallelLayout, home: SlotHardware, parameters: Floats, backward: Floats | float

@@ -1,19 +1,11 @@
 """Step time and memory of a layout on a cluster: the estimate that the planner ranks by.
 
-With ``t_s`` the seconds of stage *s* for a microbatch, including the transfer over the boundary before it,
-``m`` microbatches take ::
-
-    m max_s t_s + share * (sum_s t_s - max_s t_s)
-
-where ``share`` is the fraction of the fill and drain that remains with a schedule: 1 for GPipe and 1F1B (the
-sum is then ``(m - 1) max_s t_s + sum_s t_s``, as in Zheng et al., "Alpa", OSDI 2022, section 5.2), ``1 / v``
-for *v* interleaved stages per rank (Narayanan et al., SC 2021), and a third for ZB-H1, whose forward and both
-parts of the backward are assumed to take equally long (Qi et al., 2023). A rank cannot compute while it
-sends. The gradient collectives and the optimizer step of the slowest stage follow, and the all-reduce of an
-embedding that several stages hold.
+:class:`StepFormula` is the one place that says how long a step takes, given the seconds of its stages: plans,
+lower bounds and calibrations all evaluate it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
@@ -23,6 +15,66 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds
 from osdp.cluster.transformer import Item
+
+#: Relative rounding of sums that are added up in different orders.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class StepFormula:
+    """Seconds of a step of a layout, as a function of the seconds of its stages.
+
+    With ``t_s`` the seconds of stage *s* for a microbatch, including the transfer over the boundary before
+    it, and ``e_s`` those of its gradient collectives and its optimizer step, ``m`` microbatches take ::
+
+        m max_s t_s + share * (sum_s t_s - max_s t_s) + max_s e_s + fixed
+
+    where ``share`` is the fraction of the fill and drain that remains with a schedule: 1 for GPipe and 1F1B
+    (the first two terms are then ``(m - 1) max_s t_s + sum_s t_s``, as in Zheng et al., "Alpa", OSDI 2022,
+    section 5.2), ``1 / v`` for *v* interleaved stages per rank (Narayanan et al., SC 2021), and a third for
+    ZB-H1, whose forward and both parts of the backward are assumed to take equally long (Qi et al., 2023). A
+    rank cannot compute while it sends.
+
+    The seconds grow with the slowest stage, the sum and the end: lower bounds of these three give a lower
+    bound of the step.
+
+    Attributes:
+        microbatches: Microbatches per step on one data-parallel rank.
+        share: Fraction of the fill and drain that remains.
+        fixed: Seconds that depend neither on the stages nor on their order: the all-reduce of an embedding
+            that several stages hold, and those of any step.
+    """
+
+    microbatches: int
+    share: float
+    fixed: float
+
+    @property
+    def bottleneck(self) -> float:
+        """Coefficient of the slowest stage; that of the sum over all stages is ``share``."""
+        return self.microbatches - self.share
+
+    def bubble(self, slowest: float, total: float) -> float:
+        """Idle seconds of the slowest stage, with ``total`` the sum over all stages."""
+        return self.share * (total - slowest)
+
+    def seconds(self, slowest: float, total: float, end: float) -> float:
+        """Seconds of a step.
+
+        Args:
+            slowest: Seconds of the slowest stage per microbatch.
+            total: Sum of the seconds of all stages per microbatch.
+            end: Maximum seconds of a stage after its last microbatch.
+        """
+        return self.microbatches * slowest + self.bubble(slowest, total) + end + self.fixed
+
+
+def step_formula(
+    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+) -> StepFormula:
+    """The formula of a layout whose stages are on certain kinds of slots, in any order."""
+    fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
+    return StepFormula(layout.microbatches, layout.bubble_share, fixed)
 
 
 def border_seconds(
@@ -75,6 +127,31 @@ def wrap_seconds(
     )
 
 
+def transfer_seconds(
+    prices: ClusterPrices,
+    layout: ParallelLayout,
+    homes: Mapping[StageSlot, SlotHardware],
+    slots: Sequence[StageSlot],
+    sent: Sequence[float],
+) -> list[float]:
+    """Seconds of the transfers to and from the stage before, for one microbatch, by stage.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        layout: Degrees, schedule and token slices.
+        homes: Devices and links of each slot.
+        slots: Slot of each stage.
+        sent: Bytes of a token slice over the boundary before each stage; the first is not used.
+    """
+    # Only interleaved schedules send to the first rank.
+    seconds = [wrap_seconds(prices, layout, homes)]
+    for rank in range(1, layout.degrees.pp):
+        before, here = homes[slots[rank - 1]], homes[slots[rank]]
+        same_node = shares_node(slots, rank)
+        seconds.append(border_seconds(layout, before, here, sent[rank], same_node=same_node))
+    return seconds
+
+
 def price(
     prices: ClusterPrices,
     layout: ParallelLayout,
@@ -106,18 +183,15 @@ def price(
     homes = {slot: by_slot[slot].home for slot in dict.fromkeys(slots)}
     # 1. Every stage by itself.
     found = [by_slot[slots[rank]].stage(*pair, rank) for rank, pair in enumerate(pairwise(bounds))]
-    # 2. Transfers over the boundary before each stage; only interleaved schedules send to the first rank.
+    # 2. Transfers over the boundary before each stage.
     border = prices.border_bytes(layout)
-    sends = [wrap_seconds(prices, layout, homes)]
-    for rank in range(1, pp):
-        before, here = homes[slots[rank - 1]], homes[slots[rank]]
-        sent = float(border[bounds[rank]])
-        sends.append(border_seconds(layout, before, here, sent, same_node=shares_node(slots, rank)))
+    sends = transfer_seconds(prices, layout, homes, slots, border[list(bounds[:-1])].tolist())
     # 3. The slowest stage sets the pace of all microbatches, the stage with the longest end that of the rest.
     times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
     slowest = times.index(max(times))
     last = max(found, key=lambda stage: stage.end)
-    share, m, inside = layout.bubble_share, layout.microbatches, found[slowest].items
+    formula = step_formula(prices, layout, homes)
+    m, inside = formula.microbatches, found[slowest].items
     return ClusterPlan(
         model=prices.workload.shape.name,
         cluster=prices.cluster.fingerprint,
@@ -130,7 +204,7 @@ def price(
             tensor=m * sum(item.tensor for item in inside),
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
-            bubble=share * (sum(times) - times[slowest]),
+            bubble=formula.bubble(times[slowest], sum(times)),
             gradients=last.gradients,
             optimizer=last.optimizer + prices.rates.step_seconds,
             embedding=embedding_seconds(prices, layout, homes),

@@ -1,5 +1,8 @@
 """Lower bound on the step time of every arrangement of a layout, without arranging it.
 
+It is :class:`osdp.cluster.cost.step.StepFormula`, evaluated at lower bounds of the slowest stage, of the sum
+over all stages, and of the longest end.
+
 The slowest stage takes at least the minimum time within which all stages together could hold all layers: each
 stage holds a whole number of layers, and no more than fit in memory with the microbatches that its pipeline
 rank has in flight. The sum over all stages is at least that of every item on the slot that is fastest for it.
@@ -12,7 +15,7 @@ strategies: a point on the lower convex hull of bytes and seconds over all strat
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +24,12 @@ from osdp.cluster.cost.layer_runs import ways_of
 from osdp.cluster.cost.mixed_runs import lower_hull
 from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, ItemPrices
-from osdp.cluster.cost.step import border_seconds, embedding_seconds, wrap_seconds
+from osdp.cluster.cost.step import ROUNDING, border_seconds, step_formula, wrap_seconds
 from osdp.cluster.plan import ParallelLayout
 from osdp.cluster.search.space import Family, SlotGroups
 from osdp.cluster.transformer import LAYERS, Item
 
 Floats = NDArray[np.float64]
-
-#: Bounds are lowered by this fraction, so that rounding never puts one above the time that it bounds.
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups
     best = {item: min(place.least(item) for place in places) for item in prices.kinds}
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
-    share = layout.bubble_share
-    bound = (layout.microbatches - share) * slowest + share * max(total, slowest)
-    bound += min(_end(prices, place) for place in places) + embedding_seconds(prices, layout, homes)
-    return bound * (1 - _ROUNDING)
+    end = min(_end(prices, place) for place in places)
+    bound = step_formula(prices, layout, homes).seconds(slowest, max(total, slowest), end)
+    # Lowered, so that rounding never puts it above the seconds that it bounds.
+    return bound * (1 - ROUNDING)
 
 
 def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[_Place]:
@@ -122,9 +122,10 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     )
     slowest = max(best[Item.HEAD], sum(item in LAYERS for item in prices.items) / speed)
     total = sum(best[item] for item in prices.items)
+    # The smallest share of any schedule of the family bounds all of them.
     share = min(way.bubble_share for way in family.ways)
-    bound = (plain.microbatches - share) * slowest + share * max(total, slowest)
-    return (bound + embedding_seconds(prices, plain, homes)) * (1 - _ROUNDING)
+    formula = replace(step_formula(prices, plain, homes), share=share)
+    return formula.seconds(slowest, max(total, slowest), 0.0) * (1 - ROUNDING)
 
 
 def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
@@ -184,7 +185,7 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
         )  # (strategies,)
         for rank in range(len(held)):
             hull = lower_hull(taken[:, rank], layer)
-            there = np.maximum(free[rank], 0.0) / numbers * (1 + _ROUNDING) + _ROUNDING
+            there = np.maximum(free[rank], 0.0) / numbers * (1 + ROUNDING) + ROUNDING
             seconds = np.interp(there, taken[hull, rank], layer[hull], left=math.inf)
             extra = place.extra(rank, last)
             table[rank, 1:] = extra + numbers * seconds
@@ -235,7 +236,7 @@ def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp:
 
     def holds(pace: float) -> bool:
         # Lean towards one layer too many: rounding down would make the bound too high.
-        fitting = np.floor((pace - extra) / each * (1 + _ROUNDING) + _ROUNDING)
+        fitting = np.floor((pace - extra) / each * (1 + ROUNDING) + ROUNDING)
         return _hold(np.minimum(fitting, room), fitting, stages, layers)
 
     return _least(times, holds)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer, StageTables
-from osdp.cluster.cost.step import border_seconds, embedding_seconds, price, wrap_seconds
+from osdp.cluster.cost.step import border_seconds, price, step_formula, wrap_seconds
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
@@ -146,18 +146,17 @@ def arrange(
     # 1. Tables of all stages on each kind of slot, and the seconds that no arrangement changes.
     by_slot = {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
     homes = {slot: stages.home for slot, stages in by_slot.items()}
-    fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
-    share = layout.bubble_share
+    formula = step_formula(prices, layout, homes)
     # 2. Cut and place.
     problem = PlacementProblem(
         cells=tuple(
             _cell_kind(prices, layout, by_slot, slot, count, stages, limited)
             for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True)
         ),
-        bottleneck=layout.microbatches - share,
-        share=share,
+        bottleneck=formula.bottleneck,
+        share=formula.share,
     )
-    found = place(problem, upper - fixed)
+    found = place(problem, upper - formula.fixed)
     if found is None:
         return None
     # 3. Evaluate the arrangement; one strategy for all items is a uniform layout after all.

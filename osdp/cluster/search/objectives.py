@@ -12,11 +12,10 @@ from enum import StrEnum
 from itertools import product
 
 from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import ROUNDING
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.layouts import SearchResult, best_layouts
 from osdp.cluster.search.space import LayoutSpace
-
-_ROUNDING = 1e-12
 
 
 class Objective(StrEnum):
@@ -79,7 +78,7 @@ def best_plans(
         if rate is not None:
             upper = min(upper, wish.step_dollars / rate)
         # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
-        upper *= 1 + _ROUNDING
+        upper *= 1 + ROUNDING
         if len(best) == wish.top:
             worst = _value(best[-1], wish)
             upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)

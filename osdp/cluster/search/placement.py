@@ -6,7 +6,8 @@ cells of each kind must be used, in any order. Cut the chain and order the cells
     bottleneck * max_s t_s + share * sum_s t_s + max_s e_s
 
 where *t* is the seconds of a stage per microbatch, including the transfers over the boundary before it, and
-*e* its seconds at the end of a step. A stage must fit in the memory of its slot, which depends on its
+*e* its seconds at the end of a step: the part of :class:`osdp.cluster.cost.step.StepFormula` that cuts and
+placement decide. A stage must fit in the memory of its slot, which depends on its
 pipeline rank: early stages hold more microbatches. ::
 
     items      0 1 2 3 4 5 6 7 8 9
@@ -30,11 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage_table import StageTables
+from osdp.cluster.cost.step import ROUNDING
 
 Floats = NDArray[np.float64]
-
-#: Relative rounding of sums that are added up in another order.
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class _Search:
         # stage, even the minimum sum exceeds the ceiling.
         pace = math.inf
         if problem.bottleneck:
-            pace = (ceiling - problem.share * least_sum) / problem.bottleneck * (1 + _ROUNDING)
+            pace = (ceiling - problem.share * least_sum) / problem.bottleneck * (1 + ROUNDING)
         while pace > slowest:
             total, arrangement = self._least_sum(pace, limit)
             found = self._valued(total, arrangement)

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import price, step_formula
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeType
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.layouts import arrange, best_layouts
-from osdp.cluster.search.space import LayoutSpace, families
+from osdp.cluster.search.space import LayoutSpace, SlotGroups, families
 from osdp.cluster.transformer import TransformerShape
 from tests.helpers.clusters import SLOW, cluster, node_type, shape
 
@@ -74,6 +76,40 @@ def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
     best = best_layouts(prices, space, top=5).plans
     assert [plan.step_seconds for plan in best] == pytest.approx(listed[:5], rel=1e-10)
     return listed[0] if listed else math.inf
+
+
+def random_plan(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups, seed: int) -> ClusterPlan:
+    """The layout cut anywhere, its cells in any order."""
+    draw = random.Random(seed)
+    kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
+    draw.shuffle(kinds)
+    slots = [cells.slots[kind] for kind in kinds for _ in range(cells.stages[kind])]
+    inside = draw.sample(range(1, len(prices.items)), layout.degrees.pp - 1)
+    return price(prices, layout, (0, *sorted(inside), len(prices.items)), slots)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_bounds_are_the_formula_of_the_step_at_lower_seconds(first: int) -> None:
+    fitting = 0
+    for seed in range(first, first + 20):
+        devices, load = random_problem(seed)
+        prices = ClusterPrices(devices, load, replace(PUBLISHED, step_seconds=0.003))
+        for family in families(devices, devices.counts, load, LayoutSpace(samples=(1, 2))):
+            loose = family_bound(prices, family)
+            for layout in family.ways[:: 1 + len(family.ways) // 4]:
+                plan = random_plan(prices, layout, family.cells, seed)
+                homes = {slot: prices.home(layout, slot) for slot in plan.slots}
+                formula = step_formula(prices, layout, homes)
+                parts = plan.seconds
+                slowest = (parts.pipeline - parts.bubble) / layout.microbatches
+                total = slowest + parts.bubble / formula.share
+                end = parts.gradients + parts.optimizer - prices.rates.step_seconds
+                assert plan.step_seconds == pytest.approx(formula.seconds(slowest, total, end), rel=1e-12)
+                assert loose <= plan.step_seconds
+                if plan.fits:
+                    assert lower_bound(prices, layout, family.cells) <= plan.step_seconds
+                    fitting += 1
+    assert fitting > 50
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
