@@ -16,7 +16,7 @@ from osdp.cluster.calibration.measured_step import COLUMNS, read_steps
 from osdp.cluster.file import load_cluster
 from osdp.cluster.known_transformers import shape_of
 from osdp.cluster.layer_profile import LayerProfile
-from osdp.codec import parse_json, quoted, read_text
+from osdp.codec import parse_json, quote, read_text
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES
 from osdp.model.training import Training
@@ -91,7 +91,7 @@ def test_what_the_library_writes_is_read() -> None:
     }
     assert parse_json("[" * 100 + "]" * 100)
     assert parse_json("9" * 40) == 10**40 - 1
-    assert quoted("a\n" * 999) == repr("a\n" * 999)[:99] + "'..."
+    assert quote("a\n" * 999) == repr("a\n" * 999)[:99] + "'..."
 
 
 def test_sizes_without_end_are_refused_at_once() -> None:

@@ -13,7 +13,7 @@ from osdp.cluster.infer_shape import shape_of_desc, stream_of
 from osdp.cluster.known_transformers import SHAPES, changed, shape_from_config, shape_of
 from osdp.cluster.layer_profile import LayerProfile, layer_profile
 from osdp.cluster.transformer import TransformerShape
-from osdp.codec import parse_json, quoted, read_json
+from osdp.codec import parse_json, quote, read_json
 from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -91,7 +91,7 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.
     if name.endswith(".json"):
         content = read_json(name)
         if not isinstance(content, dict):
-            raise ValueError(f"{name}: must be an object with a configuration, got {quoted(content)}")
+            raise ValueError(f"{name}: must be an object with a configuration, got {quote(content)}")
         fields = {**content, **fields}
         name = str(fields.pop("model_type", ""))
     return language_model(name, fields), token_batch(batch, seq)
@@ -103,7 +103,7 @@ def _made(name: str, factory: Any) -> "tuple[nn.Module, Any]":
         raise ValueError(f"{name} is no function: MODEL is module:function, which returns (model, batch)")
     made = factory()
     if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"{name}() returned {quoted(made)}; it is to return (model, sample batch)")
+        raise ValueError(f"{name}() returned {quote(made)}; it is to return (model, sample batch)")
     return made
 
 
@@ -166,7 +166,7 @@ def require_no_code(described: Path) -> None:
         fetched = [field for field in source.fields if _is_address(parse_fields([field]))]
         if not fetched:
             return
-        code = f"code that transformers fetches for {quoted(fetched[0])}"
+        code = f"code that transformers fetches for {quote(fetched[0])}"
     raise ValueError(
         f"building the model of {described} runs {code}: if you trust that code say --trust-code, in Python "
         "trust_code=True"
