@@ -32,7 +32,7 @@ _QUOTED = 100
 
 def to_json(value: Any) -> str:
     """JSON text of ``value``, with sorted keys, so that two versions can be compared by a diff."""
-    return json.dumps(_plain(value), sort_keys=True, indent=1, allow_nan=False) + "\n"
+    return json.dumps(_encode(value), sort_keys=True, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
@@ -45,7 +45,7 @@ def from_json(kind: type[T], text: str) -> T:
         plain = parse_json(text)
     except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
-    return typing.cast(T, _typed(kind, plain, kind.__name__))
+    return typing.cast(T, _decode(kind, plain, kind.__name__))
 
 
 def save(value: Any, path: str | Path) -> None:
@@ -129,10 +129,10 @@ def parse_json(text: str) -> Any:
     try:
         found = json.loads(
             text,
-            object_pairs_hook=_unique,
+            object_pairs_hook=_object_of,
             parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_integer,
+            parse_float=_float_of,
+            parse_int=_int_of,
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}: {error.msg}") from error
@@ -156,38 +156,38 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     """``repr`` of a value for a message, shortened to one line."""
     text = repr(value[: 2 * _QUOTED] if isinstance(value, (str, list, tuple)) else value)
     return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}{text[-1]}..."
 
 
-def _plain(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_encode(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _encode(item) for key, item in value.items()}
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"a {type(value).__name__} has no JSON form here")
 
 
-def _typed(kind: Any, plain: Any, where: str) -> Any:
+def _decode(kind: Any, plain: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
-        return _typed_union(kind, plain, where)
+        return _decode_union(kind, plain, where)
     if dataclasses.is_dataclass(kind):
-        return _typed_dataclass(typing.cast(type, kind), plain, where)
+        return _decode_dataclass(typing.cast(type, kind), plain, where)
     if origin is tuple:
-        return _typed_tuple(kind, plain, where)
+        return _decode_tuple(kind, plain, where)
     if origin is dict:
         _expect(isinstance(plain, dict), "an object", plain, where)
         item = typing.get_args(kind)[1]
-        return {key: _typed(item, value, f"{where}.{_word(key)}") for key, value in plain.items()}
+        return {key: _decode(item, value, f"{where}.{_field_name(key)}") for key, value in plain.items()}
     if isinstance(kind, type) and issubclass(kind, Enum):
         names = ", ".join(str(member.value) for member in kind)
         _expect(plain in [member.value for member in kind], f"one of {names}", plain, where)
@@ -201,15 +201,15 @@ def _typed(kind: Any, plain: Any, where: str) -> Any:
     return plain
 
 
-def _typed_union(kind: Any, plain: Any, where: str) -> Any:
+def _decode_union(kind: Any, plain: Any, where: str) -> Any:
     members = typing.get_args(kind)
     if plain is None and type(None) in members:
         return None
     (only,) = [member for member in members if member is not type(None)]
-    return _typed(only, plain, where)
+    return _decode(only, plain, where)
 
 
-def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
+def _decode_dataclass(kind: type, plain: Any, where: str) -> Any:
     _expect(isinstance(plain, dict), "an object", plain, where)
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -217,7 +217,7 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
         # Checked first: fields of another version would otherwise be reported as unknown.
         supported = fields["version"].default
         raise ValueError(
-            f"{where}: format {quoted(plain['version'])} is not the supported {supported}; create it again"
+            f"{where}: format {quote(plain['version'])} is not the supported {supported}; create it again"
         )
     unknown = sorted(set(plain) - set(fields))
     missing = sorted(
@@ -228,35 +228,36 @@ def _typed_dataclass(kind: type, plain: Any, where: str) -> Any:
         and field.default_factory is dataclasses.MISSING
     )
     if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {quoted(unknown)}, missing fields {quoted(missing)}")
-    return kind(**{name: _typed(hints[name], item, f"{where}.{name}") for name, item in plain.items()})
+        raise ValueError(f"{where}: unknown fields {quote(unknown)}, missing fields {quote(missing)}")
+    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in plain.items()})
 
 
-def _typed_tuple(kind: Any, plain: Any, where: str) -> Any:
+def _decode_tuple(kind: Any, plain: Any, where: str) -> Any:
     _expect(isinstance(plain, list), "a list", plain, where)
     items = typing.get_args(kind)
     if len(items) == 2 and items[1] is Ellipsis:
-        return tuple(_typed(items[0], item, f"{where}[{i}]") for i, item in enumerate(plain))
+        return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(plain))
     _expect(len(plain) == len(items), f"a list of {len(items)}", plain, where)
     return tuple(
-        _typed(item, value, f"{where}[{i}]") for i, (item, value) in enumerate(zip(items, plain, strict=True))
+        _decode(item, value, f"{where}[{i}]")
+        for i, (item, value) in enumerate(zip(items, plain, strict=True))
     )
 
 
 def _expect(holds: bool, wanted: str, got: Any, where: str) -> None:
     if not holds:
-        raise ValueError(f"{where} must be {wanted}, got {quoted(got)}")
+        raise ValueError(f"{where} must be {wanted}, got {quote(got)}")
 
 
-def _word(key: str) -> str:
-    return key if key.isprintable() and len(key) <= 100 else quoted(key)
+def _field_name(key: str) -> str:
+    return key if key.isprintable() and len(key) <= 100 else quote(key)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{quoted(name)} is written twice in one place")
+            raise ValueError(f"{quote(name)} is written twice in one place")
         found[name] = value
     return found
 
@@ -265,14 +266,14 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _finite(digits: str) -> float:
+def _float_of(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"the number {digits[:_DIGITS]} is too large")
     return number
 
 
-def _integer(digits: str) -> int:
+def _int_of(digits: str) -> int:
     if len(digits) > _DIGITS:
         raise ValueError(f"the number {digits[:_DIGITS]}... is too large: it has {len(digits)} digits")
     return int(digits)

@@ -16,7 +16,7 @@ from osdp.cluster.calibration.measured_step import COLUMNS, read_steps
 from osdp.cluster.file import load_cluster
 from osdp.cluster.known_transformers import shape_of
 from osdp.cluster.layer_profile import LayerProfile
-from osdp.codec import parse_json, quoted, read_text
+from osdp.codec import parse_json, quote, read_text
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES
 from osdp.model.training import Training
@@ -89,7 +89,7 @@ def test_what_the_library_writes_is_read() -> None:
     }
     assert parse_json("[" * 100 + "]" * 100)
     assert parse_json("9" * 40) == 10**40 - 1
-    assert quoted("a\n" * 999) == repr("a\n" * 999)[:99] + "'..."
+    assert quote("a\n" * 999) == repr("a\n" * 999)[:99] + "'..."
 
 
 def test_sizes_without_end_are_refused_at_once() -> None:
@@ -222,13 +222,13 @@ def test_code_that_a_folder_names_runs_only_if_it_is_trusted(described: Path, tm
     ]  # fmt: skip
     refusal = (
         r"error: building the model of .*described runs the function got\.evil:make, imported from the "
-        r"current folder .*: if you trust that code say --trust-code, in Python trust_code=True"
+        r"current folder .*: if you trust that code, pass --trust-code \(in Python: trust_code=True\)"
     )
     for arguments in (["plan", str(described), "--pp", "2"], [*on_cluster, "--out", "plan.json"]):
         with pytest.raises(RuntimeError, match=refusal):
             run(*arguments)
     with pytest.raises(ValueError, match=refusal[7:]):
-        cli_models.described_model(described)
+        cli_models.load_described_model(described)
     # What needs no model needs no trust.
     run("plan", str(described), "--out", "whole.json")
     run(*on_cluster)
@@ -251,10 +251,10 @@ def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
         with pytest.raises(
             ValueError, match=r"runs code that transformers fetches for '.*_attn_implementation"
         ):
-            cli_models.described_model(described)
+            cli_models.load_described_model(described)
     named = dataclasses.replace(source, model="gpt2", fields=("_attn_implementation=eager",))
     codec.save(named, described / "source.json")
-    assert cli_models.described_model(described)
+    assert cli_models.load_described_model(described)
 
 
 @pytest.mark.parametrize(
@@ -265,16 +265,19 @@ def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
         ({"model": "gpt2", "fields": "x", "batch": 1, "seq": 1}, r"Source\.fields must be a list, got 'x'"),
         (
             {"model": "gpt2", "fields": [], "batch": 10**9, "seq": 10**9},
-            r"a batch of 1000000000 x 1000000000 ",
+            r"batch=1000000000, seq=1000000000 and tp=1 must be at least 1, and a batch may have at most ",
         ),
-        ({"model": "gpt2", "fields": [], "batch": 0, "seq": 1}, r"a batch of 0 x 1 tokens on tp=1 cannot be"),
+        (
+            {"model": "gpt2", "fields": [], "batch": 0, "seq": 1},
+            r"batch=0, seq=1 and tp=1 must be at least 1",
+        ),
         ({"model": "gpt2", "fields": [], "batch": 1, "seq": 1, "run": 1}, r"unknown fields \['run'\]"),
     ],
 )
 def test_a_folder_that_says_nonsense_is_refused(content: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "source.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"source\.json: .*" + message):
-        cli_models.described_model(tmp_path)
+        cli_models.load_described_model(tmp_path)
 
 
 def test_a_dtype_is_one_of_those_there_are(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
-``osdp profile`` describes and times a model and saves what it found in a folder, ``osdp plan`` plans from
-that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` has the cluster planner.
-Under torchrun (``torchrun --no-python osdp profile ...``) ``profile`` measures the links between the
-processes too.
+``osdp profile`` describes and profiles a model and saves the results in a folder, ``osdp plan`` plans from
+that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` is the cluster planner.
+Under torchrun (``torchrun --no-python osdp profile ...``), ``profile`` also measures the links between the
+processes.
 """
 
 import sys
@@ -35,7 +35,7 @@ from osdp.cli.models import (
     TRAINING,
     ModelSource,
     build,
-    described_model,
+    load_described_model,
     parse_fields,
     require_described,
     require_whole,
@@ -47,11 +47,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Profile a model, plan how it is trained, or plan for a cluster that need not be there.",
+    help="Profile a model, find the fastest plan to train it, or plan for a cluster before it exists.",
 )
 app.add_typer(cluster_commands.app, name="cluster")
 
-#: Libraries that commands import when they need them, by the extra that brings them.
+#: The extra that installs each library that commands import only when needed.
 _EXTRA_OF = {
     "transformers": "hf", "tqdm": "cli", "yaml": "cli", "rich": "cli", "matplotlib": "report",
     "plotly": "report",
@@ -60,12 +60,12 @@ _EXTRA_OF = {
 _ModelName = Annotated[
     str,
     typer.Argument(
-        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, a model_type of transformers, a JSON file of a "
-        "configuration with its model_type, or module:function, which returns (model, sample batch)"
+        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, a model type of transformers, a JSON configuration "
+        "file with a model_type, or module:function, where the function returns (model, sample batch)"
     ),
 ]
-_Fields = Annotated[list[str], typer.Option("--set", help="configuration field, for example n_layer=4")]
-_Limit = Annotated[str | None, typer.Option(help="per device, for example 8GiB")]
+_Fields = Annotated[list[str], typer.Option("--set", help="set a configuration field, for example n_layer=4")]
+_Limit = Annotated[str | None, typer.Option(help="memory limit per device, for example 8GiB")]
 
 
 def _print_version(asked: bool) -> None:
@@ -77,28 +77,34 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def start(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit"),
     ] = False,
 ) -> None:
-    """Options of no command."""
+    """Options without a command."""
 
 
 @app.command()
 def profile(
     model: _ModelName,
-    batch: Annotated[int, typer.Option(help="samples per device and microbatch")] = 1,
-    seq: Annotated[int, typer.Option(help="tokens of a sample")] = 1024,
+    batch: Annotated[int, typer.Option(help="samples per device in a microbatch")] = 1,
+    seq: Annotated[int, typer.Option(help="tokens per sample")] = 1024,
     fields: _Fields = [],  # noqa: B006  (typer copies it)
-    optimizer: Annotated[str, typer.Option(help="name of a torch.optim class")] = "AdamW",
+    optimizer: Annotated[str, typer.Option(help="a class in torch.optim")] = "AdamW",
     memory_limit: _Limit = None,
-    estimate: Annotated[bool, typer.Option(help="from a roofline, without running the model")] = False,
-    param_dtype: Annotated[str | None, typer.Option(help="to compute in, for example bfloat16")] = None,
+    estimate: Annotated[
+        bool, typer.Option(help="estimate times from a roofline model instead of running MODEL")
+    ] = False,
+    param_dtype: Annotated[str | None, typer.Option(help="dtype to compute in, for example bfloat16")] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="time what one of so many ranks computes, for osdp cluster layers")
+        int,
+        typer.Option(
+            min=1, help="profile the part of one of this many tensor-parallel ranks, for osdp cluster layers"
+        ),
     ] = 1,
     out: Out = Path("described"),
 ) -> None:
-    """Describe MODEL and its device, time it, and save what was found in a folder."""
+    """Describe and profile MODEL on this device, and save the results in a folder."""
     from torch import cuda, distributed
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,7 +125,7 @@ def profile(
     model_desc = ModelDesc.from_module(module, sample)
     part = make_rank_model(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc
-    # Who asks for a profile wants it measured now.
+    # A cached measurement is not what someone who asks for a profile wants.
     device_info = DeviceInfo.detect(memory_limit, cache_dir=None)
     if estimate:
         timed = estimate_profile(model_desc, device_info, training)
@@ -130,29 +136,35 @@ def profile(
         for name, value in named.items():
             codec.save(value, out / name)
         codec.save(ModelSource(model, tuple(fields), batch, seq, tp), out / SOURCE)
-        typer.echo(f"{format_bytes(model_desc.nbytes)} of parameters described in {out}")
+        typer.echo(
+            f"{model_desc.name} with {format_bytes(model_desc.nbytes)} of parameters is described in {out}"
+        )
 
 
 @app.command()
 def plan(
-    described: Annotated[Path, typer.Argument(metavar="DESCRIBED", help="folder that osdp profile wrote")],
+    described: Annotated[Path, typer.Argument(metavar="DESCRIBED", help="folder written by osdp profile")],
     memory_limit: _Limit = None,
-    device: Annotated[Path | None, typer.Option(help="another device description")] = None,
+    device: Annotated[Path | None, typer.Option(help="JSON file of another device description")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="microbatches of a step; by default 1, or 4 x pp")
+        int | None, typer.Option(help="microbatches per step; by default 1, or 4 x pp with stages")
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help="force this mode everywhere")] = None,
-    slices: Annotated[bool, typer.Option(help="whether operators may run in slices")] = True,
-    recompute: Annotated[bool, typer.Option(help="whether blocks may be recomputed")] = True,
-    offload: Annotated[bool, typer.Option(help="whether states may live in host memory")] = True,
-    pp: Annotated[int, typer.Option(min=1, help="ranks of a pipeline, each with stages of the model")] = 1,
-    dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks, those described")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="ranks that compute each layer together")] = 1,
-    schedule: Annotated[str | None, typer.Option(help="order of the stages; by default the fastest")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="use this sharding strategy everywhere, for example FULL_SHARD")
+    ] = None,
+    slices: Annotated[bool, typer.Option(help="allow operators to run in slices")] = True,
+    recompute: Annotated[bool, typer.Option(help="allow recomputation of blocks")] = True,
+    offload: Annotated[bool, typer.Option(help="allow offloading of sharded states to host memory")] = True,
+    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel degree")] = 1,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="data-parallel degree; the number of devices described")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel degree")] = 1,
+    schedule: Annotated[str | None, typer.Option(help="pipeline schedule; by default the fastest")] = None,
     trust_code: TrustCode = False,
     out: Out = Path("plan.json"),
 ) -> None:
-    """Plan for what was DESCRIBED; save the plan and print it."""
+    """Find the fastest plan for the model in DESCRIBED, save it and print it."""
     from osdp.api import make_plan
     from osdp.search.options import SLICES
 
@@ -163,8 +175,9 @@ def plan(
         device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
     if dp not in (None, device_info.world_size):
         raise ValueError(
-            f"--dp {dp}: {device_info.world_size} devices were described; describe as many (torchrun "
-            f"--nproc-per-node {dp} --no-python osdp profile ...), or name a description of them by --device"
+            f"--dp {dp} does not match the number of devices described, {device_info.world_size}: profile on "
+            f"{dp} devices (torchrun --nproc-per-node {dp} --no-python osdp profile ...), or pass their "
+            "description with --device"
         )
     options: dict[str, Any] = {
         "training": replace(codec.load(Training, described / TRAINING), microbatches=microbatches or 1),
@@ -177,10 +190,10 @@ def plan(
     if pp > 1 or tp > 1:
         options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
         options["microbatches"] = () if microbatches is None else (microbatches,)
-        model, sample = described_model(described, trust_code=trust_code)
+        model, sample = load_described_model(described, trust_code=trust_code)
         made = make_plan(model, sample, device_info, **options)
     elif schedule is not None:
-        raise ValueError(f"--schedule {schedule} orders the stages of a pipeline: pass --pp, too")
+        raise ValueError(f"--schedule {schedule} is for pipeline stages: pass --pp as well")
     else:
         made = make_plan(None, ModelDesc.load(described / MODEL), device_info, **options)
     made.save(out)
@@ -188,21 +201,21 @@ def plan(
 
 
 @app.command()
-def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="file of a plan")]) -> None:
-    """Print a saved plan."""
+def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")]) -> None:
+    """Print the plan saved in PLAN."""
     typer.echo(Plan.load(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; what goes wrong is said in one message, without a traceback."""
+    """Run the command line; an error ends it with one message and no traceback."""
     _refuse_cluster_planner(sys.argv[1:] if arguments is None else arguments)
     try:
         app(arguments, standalone_mode=True)
     except ImportError as error:
-        raise SystemExit(f"error: {_missing(error)}") from error
+        raise SystemExit(f"error: {_explain_missing(error)}") from error
     except (ValueError, TypeError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    except Exception as error:  # a fault of the command, or of the function that makes a model
+    except Exception as error:  # an error in the command, or in the function that makes the model
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise SystemExit(
             f"error: {type(error).__name__}: {error} (line {last.lineno} of {last.filename})"
@@ -210,15 +223,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse_cluster_planner(words: Sequence[str]) -> None:
-    """Name the commands of the cluster planner to those who look for them here."""
+    """Point to the commands of the cluster planner, which are easily looked for here."""
     name = words[0] if words else ""
     on_cluster = {"--model", "--cluster"} & {word.partition("=")[0] for word in words}
     if (name == "plan" and on_cluster) or name in ("estimate", "layers", "calibrate"):
-        raise SystemExit(f"error: the cluster planner has commands of its own: osdp cluster {name}")
+        raise SystemExit(f"error: this is a command of the cluster planner: osdp cluster {name}")
 
 
-def _missing(error: ImportError) -> str:
-    """What cannot be imported, and what to type where an extra has it."""
+def _explain_missing(error: ImportError) -> str:
+    """The message for a failed import: how to install the library if an extra does."""
     library = (error.name or "").partition(".")[0]
     extra = _EXTRA_OF.get(library)
     return f"this needs {library}: pip install 'osdp[{extra}]'" if extra is not None else str(error)

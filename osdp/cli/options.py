@@ -1,4 +1,4 @@
-"""Options that several commands have, each declared once: alone, or as the fields of a value."""
+"""Options that several commands share, each declared once: alone, or as the fields of a dataclass."""
 
 import functools
 import inspect
@@ -9,19 +9,18 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
-Out = Annotated[Path, Option(help="where to write")]
+Out = Annotated[Path, Option(help="where to write the result")]
 TrustCode = Annotated[
     bool,
-    Option(
-        "--trust-code", help="run the code that a described folder names to build its model; see osdp profile"
-    ),
+    Option("--trust-code", help="allow running the code that a described folder names to build its model"),
 ]
 
 
 def flat_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer reads it: a parameter that is a dataclass becomes one option for each field.
+    """Expand each parameter of ``command`` that is a dataclass into one option per field.
 
-    typer makes options of a signature, so that is what is written out; the command still gets the value.
+    typer derives options from the signature, so the returned function has the expanded one; ``command`` still
+    receives the dataclass.
     """
     hints = get_type_hints(command, include_extras=True)
     values = {name: fields(kind) for name, kind in hints.items() if is_dataclass(kind)}

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
-from osdp.codec import DEEPEST, parse_json, quoted, read_text
+from osdp.codec import DEEPEST, parse_json, quote, read_text
 from osdp.text import parse_bytes
 
 #: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
@@ -95,7 +95,7 @@ class _Place:
 
     def fields(self, known: Sequence[str], needed: Sequence[str]) -> Mapping[str, Any]:
         if not isinstance(self.value, dict):
-            raise self.wrong(f"must have the fields {', '.join(needed)}, got {quoted(self.value)}")
+            raise self.wrong(f"must have the fields {', '.join(needed)}, got {quote(self.value)}")
         for field in self.value:
             if field not in known:
                 raise self.at(field).wrong(
@@ -112,10 +112,10 @@ class _Place:
             or not isinstance(value, int if whole else (int, float))
             or not 0 < value < math.inf
         ):
-            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {quoted(value)}")
+            raise self.wrong(f"must be a positive {'whole ' if whole else ''}number, got {quote(value)}")
         most = _MOST if whole else 1e30
         if value > most:
-            raise self.wrong(f"must be at most {most:g}, got {quoted(value)}")
+            raise self.wrong(f"must be at most {most:g}, got {quote(value)}")
         return value
 
     def rate(self) -> float:
@@ -125,13 +125,13 @@ class _Place:
         except ValueError:
             amount = 0.0
         if match is None or not 0 < amount < 1e30:
-            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {quoted(self.value)}")
+            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {quote(self.value)}")
         bits = 8 if match[3] == "bit" else 1
         return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
 
     def size(self) -> int:
         if not isinstance(self.value, str) or self.value.strip().isdigit():
-            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {quoted(self.value)}")
+            raise self.wrong(f"must be a size with its unit such as 80 GiB, got {quote(self.value)}")
         try:
             return parse_bytes(self.value)
         except (TypeError, ValueError) as error:
@@ -162,7 +162,7 @@ def load_cluster(path: str | Path) -> Cluster:
     if "gpus" in given:
         own = root.at("gpus")
         if not isinstance(own.value, dict):
-            raise own.wrong(f"must be names with their specs, got {quoted(own.value)}")
+            raise own.wrong(f"must be names with their specs, got {quote(own.value)}")
         gpus |= {str(name): own.at(name) for name in own.fields(tuple(own.value or ()), ())}
     nodes = root.at("nodes")
     if not isinstance(nodes.value, list) or not nodes.value:
@@ -198,7 +198,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     name = str(fields["gpu"])
     if name not in gpus:
         raise node.at("gpu").wrong(
-            f"unknown GPU {quoted(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
+            f"unknown GPU {quote(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
             "describe it under gpus:"
         )
     spec = gpus[name]
@@ -256,7 +256,7 @@ def _price(price: _Place) -> Price:
         date.fromisoformat(str(fields["date"]))
     except ValueError as error:
         raise price.at("date").wrong(
-            f"must be a day such as 2026-01-31, got {quoted(fields['date'])}"
+            f"must be a day such as 2026-01-31, got {quote(fields['date'])}"
         ) from error
     return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
 

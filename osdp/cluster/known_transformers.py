@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster.transformer import TransformerShape
-from osdp.codec import quoted, read_json
+from osdp.codec import quote, read_json
 
 
 def _gpt2(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:
@@ -117,7 +117,7 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
     if model.endswith(".json"):
         content = read_json(model)
         if not isinstance(content, dict):
-            raise ValueError(f"{model}: must be a JSON object with a configuration, got {quoted(content)}")
+            raise ValueError(f"{model}: must be a JSON object with a configuration, got {quote(content)}")
         try:
             shape = shape_from_config(content, Path(model).stem, (overrides or {}).get("sequence"))
         except (TypeError, ArithmeticError, LookupError) as error:  # fields with values that are no numbers

@@ -93,18 +93,18 @@ class Profile(Savable):
     model: str
     host_optimizer: OptimizerProfile | None = None
 
-    def slowed(self, factor: float) -> "Profile":
+    def with_slowdown(self, factor: float) -> "Profile":
         """The profile of a device on which compute takes ``factor`` times as long."""
         if factor == 1:
             return self
 
-        def longer(part: PassProfile) -> PassProfile:
+        def lengthen(part: PassProfile) -> PassProfile:
             return replace(part, seconds=factor * part.seconds)
 
         return replace(
             self,
             segments=tuple(
-                replace(segment, forward=longer(segment.forward), backward=longer(segment.backward))
+                replace(segment, forward=lengthen(segment.forward), backward=lengthen(segment.backward))
                 for segment in self.segments
             ),
             optimizer=OptimizerProfile(*(factor * seconds for seconds in astuple(self.optimizer))),

@@ -306,7 +306,7 @@ class Training:
         differences = []
         # Its 0-dim states, such as a step count, take only a few bytes per tensor and are not compared.
         if live.num_states > self.num_states:
-            differences.append(self._states_beside(live))
+            differences.append(self._compare_states(live))
         by_device = _local_sizes(optimizer)
         accelerators = {kind: sizes for kind, sizes in by_device.items() if kind not in _FOR_LOOP_KINDS}
         if accelerators and len(by_device) > len(accelerators) and live.foreach is None and not live.fused:
@@ -317,8 +317,8 @@ class Training:
             needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
             if needs > planned + spare:
                 differences.append(
-                    f"a step of {live._described()} ({live.implementation(kind)}) needs {needs} bytes of "
-                    f"temporaries; the planned {self._described()} ({self.implementation(kind)}) needs "
+                    f"a step of {live._describe()} ({live.implementation(kind)}) needs {needs} bytes of "
+                    f"temporaries; the planned {self._describe()} ({self.implementation(kind)}) needs "
                     f"{planned}"
                 )
         return differences
@@ -326,15 +326,15 @@ class Training:
     def surplus(self, optimizer: "Optimizer") -> str | None:
         """A message if a live optimizer keeps fewer states than planned, else ``None``."""
         live = Training.from_optimizer(optimizer)
-        return self._states_beside(live) if live.num_states < self.num_states else None
+        return self._compare_states(live) if live.num_states < self.num_states else None
 
-    def _states_beside(self, live: "Training") -> str:
+    def _compare_states(self, live: "Training") -> str:
         return (
-            f"the optimizer is {live._described()}, which keeps {live.num_states} bytes of state per "
-            f"parameter byte; the plan was made for {self._described()}, which keeps {self.num_states}"
+            f"the optimizer is {live._describe()}, which keeps {live.num_states} bytes of state per "
+            f"parameter byte; the plan was made for {self._describe()}, which keeps {self.num_states}"
         )
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         options = [name for name in (*_STATE_OPTIONS, *_COPY_OPTIONS) if getattr(self, name)]
         return self.optimizer + (f" with {' and '.join(options)}" if options else "")
 

@@ -83,8 +83,8 @@ def test_a_plan_of_stages_is_made_and_shown(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp", "2"], "error: --dp 2: 1 devices were described; describe as many"),
-        (["--schedule", "gpipe"], "error: --schedule gpipe orders the stages of a pipeline: pass --pp, too"),
+        (["--dp", "2"], "error: --dp 2 does not match the number of devices described, 1: profile on 2"),
+        (["--schedule", "gpipe"], "error: --schedule gpipe is for pipeline stages: pass --pp as well"),
         (["--pp", "2", "--schedule", "zb"], "error: schedule 'zb' is unknown; there are 1f1b, interleaved, "),
         (["--tp", "4"], "error: .* has 2 heads, which 4 tensor-parallel ranks cannot share evenly"),
         (["--pp", "9"], "error: 9 stages need 8 places to cut"),
@@ -117,7 +117,7 @@ def test_a_limit_that_nothing_fits_is_explained(described: Path, tmp_path: Path)
         (["profile", "gpt2", "--set", "layers=2"], "error: gpt2 has no configuration field layers"),
         (["profile", "gpt2", "--set", "n_layer"], "error: --set takes name=value, got n_layer"),
         (["profile", "no_such_module:make"], "error: No module named 'no_such_module'"),
-        (["profile", "a:b", "--set", "n_layer=2"], "error: a:b makes its own configuration"),
+        (["profile", "a:b", "--set", "n_layer=2"], "error: a:b creates its own configuration"),
         (["show", "no_such_file.json"], "error: .*No such file or directory: 'no_such_file.json'"),
     ],
 )
@@ -205,7 +205,7 @@ def test_every_command_has_help(command: tuple[str, ...], option: str) -> None:
     ],
 )
 def test_the_cluster_planner_is_named_where_it_is_not(words: str, command: str) -> None:
-    message = f"^error: the cluster planner has commands of its own: osdp cluster {command}$"
+    message = f"^error: this is a command of the cluster planner: osdp cluster {command}$"
     with pytest.raises(RuntimeError, match=message):
         run(*words.split())
 
@@ -243,7 +243,7 @@ def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: di
     message = str(caught.value)
     assert Path(path).name in message and "Traceback" not in message
     if command in ("plan", "layers"):
-        assert "is no folder that osdp profile wrote: it has no model_desc.json" in message
+        assert "is not a folder written by osdp profile: it has no model_desc.json" in message
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_a_missing_extra_says_what_to_type(
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("gone", "my_factory:gone is no function: MODEL is module:function"),
-        ("number", "my_factory:number is no function"),
-        ("alone", r"my_factory:alone\(\) returned 'model'; it is to return \(model, sample batch\)"),
+        ("gone", "my_factory:gone is not a function: module:function must return"),
+        ("number", "my_factory:number is not a function"),
+        ("alone", r"my_factory:alone\(\) returned 'model'; it must return \(model, sample batch\)"),
         ("broken", r"KeyError: 'lost' \(line 4 of .*my_factory\.py\)"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc
-from osdp.cli.models import named_shape
+from osdp.cli.models import resolve_shape
 from osdp.cluster.infer_shape import shape_of_desc
 from osdp.cluster.known_transformers import SHAPES
 from osdp.integrations.huggingface.shaped_models import model_of_shape
@@ -92,7 +92,7 @@ def test_a_folder_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     sizes = ["--set", "n_layer=2", "--set", "n_embd=64", "--set", "n_head=4"]
     run("profile", "gpt2", "--estimate", "--seq", "32", "--memory-limit", "1GiB", *sizes, "--out", "known")
-    found = named_shape("known", {})
+    found = resolve_shape("known", {})
     assert (found.layers, found.hidden, found.heads, found.sequence) == (2, 64, 4, 32)
     Path("own_model.py").write_text(
         "from tests.cluster.test_infer_shape import TOKENS, build\n"
@@ -101,22 +101,23 @@ def test_a_folder_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     run("profile", "own_model:make", "--estimate", "--memory-limit", "1GiB", "--out", "made")
     with pytest.raises(
-        ValueError, match=r"do not tell all, .*: say --set causal=\.\.\. and --set heads=\.\.\."
+        ValueError,
+        match=r"do not determine its whole shape, .*: pass --set causal=\.\.\. and --set heads=\.\.\.",
     ):
-        named_shape("made", {})
-    own = named_shape("made", {"heads": 4, "causal": True, "sequence": 64})
+        resolve_shape("made", {})
+    own = resolve_shape("made", {"heads": 4, "causal": True, "sequence": 64})
     assert (own.heads, own.hidden, own.sequence, own.causal) == (4, 32, 64, True)
     for wrong in ({"heads": 4, "causal": "False"}, {"heads": 4.0, "causal": True}):
-        with pytest.raises(ValueError, match="heads is a number and causal true or false, got 4"):
-            named_shape("made", wrong)
+        with pytest.raises(ValueError, match="heads must be an integer and causal true or false, got 4"):
+            resolve_shape("made", wrong)
     with pytest.raises(ValueError, match="a model has no foo; there are name, layers"):
-        named_shape("made", {"heads": 4, "causal": True, "foo": 1})
+        resolve_shape("made", {"heads": 4, "causal": True, "foo": 1})
     # A published name comes before a folder of that name.
     Path("gpt2").mkdir()
-    assert named_shape("gpt2", {}).layers == 12
+    assert resolve_shape("gpt2", {}).layers == 12
     Path("empty").mkdir()
-    with pytest.raises(ValueError, match="empty is no folder that osdp profile wrote"):
-        named_shape("empty", {})
+    with pytest.raises(ValueError, match="empty is not a folder written by osdp profile"):
+        resolve_shape("empty", {})
 
 
 def test_a_model_that_a_function_makes_is_planned_measured_and_written(
@@ -138,7 +139,7 @@ def test_a_model_that_a_function_makes_is_planned_measured_and_written(
         "--set", "heads=4", "--set", "causal=true", "--layer-times", "layers.json", "--out", "plan.json",
         "--trust-code",
     ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="makes batches of 2 x 16 tokens itself, and 4 x 16 were planned"):
+    with pytest.raises(RuntimeError, match="makes batches of 2 x 16 tokens, but the plan is for 4 x 16"):
         run(*words, "--micro-batch", "4")
     run(*words, "--micro-batch", "2")
     assert "traced, a step takes" in capsys.readouterr().out

@@ -14,7 +14,7 @@ VARIANTS = list(variants())
 
 
 def label(training: Training) -> str:
-    return f"{training._described()} {training.implementation('cpu')}"
+    return f"{training._describe()} {training.implementation('cpu')}"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from osdp.cli.cluster.goal import GoalOptions
 from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
-from osdp.cli.models import measured_layers, model_label
+from osdp.cli.models import load_layer_profile, model_label
 from osdp.cli.options import Out, flat_options
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
@@ -131,7 +131,7 @@ def layers(
     out: Out = Path("layers.json"),
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for --layer-times of the other commands."""
-    found = merged([measured_layers(folder, gpu, model_label(model)) for folder in described])
+    found = merged([load_layer_profile(folder, gpu, model_label(model)) for folder in described])
     found.save(out)
     cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
     told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from osdp.cli.models import changed_fields, named_shape, parse_fields
+from osdp.cli.models import changed_fields, parse_fields, resolve_shape
 from osdp.cli.options import TrustCode
 from osdp.cluster.calibration.calibrate import Calibration
 from osdp.cluster.cost.stage import ClusterPrices
@@ -85,7 +85,7 @@ class ClusterRequest:
                 f"{'' if self.flash else 'no-'}flash was asked for; calibrate on such steps"
             )
         sizes = {} if self.seq is None else {"sequence": self.seq}
-        shape = named_shape(self.model, {**sizes, **self.fields}, trust_code=self.trust_code)
+        shape = resolve_shape(self.model, {**sizes, **self.fields}, trust_code=self.trust_code)
         workload = Workload(
             shape=shape,
             global_batch=self.global_batch,

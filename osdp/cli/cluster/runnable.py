@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from osdp.cli.cluster.request import ClusterRequest
-from osdp.cli.models import build, changed_fields, described_model, is_folder, require_no_code
+from osdp.cli.models import build, changed_fields, is_folder, load_described_model, require_no_code
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.frameworks import exports
@@ -130,7 +130,7 @@ def _build(request: ClusterRequest, shape: TransformerShape, samples: int | None
 
     name = request.model
     if is_folder(name):
-        return described_model(Path(name), samples, shape.sequence, trust_code=request.trust_code)
+        return load_described_model(Path(name), samples, shape.sequence, trust_code=request.trust_code)
     if _has_model(name):
         return build(name, {}, samples or 1, shape.sequence)
     return model_of_shape(shape), token_batch(samples or 1, shape.sequence)

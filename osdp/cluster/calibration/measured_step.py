@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from osdp.codec import quoted, read_text
+from osdp.codec import quote, read_text
 
 #: Column of each field, in the order of the fields.
 COLUMNS = (
@@ -132,7 +132,7 @@ def _step(row: Mapping[str, str | None]) -> MeasuredStep:
     try:
         milliseconds = float(text or "")
     except ValueError:
-        raise ValueError(f"{COLUMNS[-1]!r} is {quoted(text)}, not a number") from None
+        raise ValueError(f"{COLUMNS[-1]!r} is {quote(text)}, not a number") from None
     return MeasuredStep(**numbers, seconds=milliseconds * _MILLISECOND)
 
 
@@ -140,7 +140,7 @@ def _integer(column: str, text: str | None) -> int:
     try:
         number = int(text or "")
     except ValueError:
-        raise ValueError(f"{column!r} is {quoted(text)}, not a whole number") from None
+        raise ValueError(f"{column!r} is {quote(text)}, not a whole number") from None
     if abs(number) > _MOST:
-        raise ValueError(f"{column!r} is {quoted(text)}, more than {_MOST}")
+        raise ValueError(f"{column!r} is {quote(text)}, more than {_MOST}")
     return number

@@ -101,7 +101,8 @@ def tied_copies(
         placement: The rank of each stage in its pipeline.
         parameters: Getters of this rank's parameters, by first FQN.
         group: The ranks of this pipeline.
-        level: Called by all ranks, members or not, after each tie's group (:func:`equalize_group_count`).
+        level: Called by all ranks, members or not, after each tie's group:
+            :func:`~osdp.comm.groups.equalize_group_count`.
     """
     here = group.rank()
     found = []

@@ -280,7 +280,7 @@ class StageSearch:
         if self._schedule.splits_backward:
             beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
         profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
-        return desc, profile.slowed(self._slowdown(stage))
+        return desc, profile.with_slowdown(self._slowdown(stage))
 
     def _made_again(self, desc: ModelDesc, start: int) -> float:
         return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
