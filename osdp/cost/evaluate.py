@@ -10,21 +10,8 @@ import numpy as np
 
 from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_situation, price_root
-from osdp.cost.sharding.simulate import StepEstimate, simulate_step
-from osdp.cost.sharding.strategies import (
-    FULL_SHARD,
-    OFFLOADED,
-    RECOMPUTED,
-    ROOT,
-    SHARD_GRAD_OP,
-    WAY_OF,
-    WIRE,
-    is_recomputed,
-    kept_of,
-    plain,
-    sliced_way,
-)
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.simulate import StepEstimate, price_spans, simulate_step
+from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode, UnitSpan, UnitStrategy, sliced
 from osdp.cost.sharding.units import UnitCosts
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import DeviceInfo
@@ -86,7 +73,7 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
     """
     # 1. Places of the operators: in the chain, or outside it.
     roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
-    situation = replace(situation, root_wire=_wire_of(situation, roots[0]) if roots else 0)
+    situation = replace(situation, root_group=_group_of(situation, roots[0]) if roots else 0)
     timeline = situation.timeline
     position = {operator.name: k for k, operator in enumerate(timeline.chain)}
     outside = {operator.name: operator for operator in timeline.root}
@@ -95,7 +82,7 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
     kept = {decision.operator: decision.slices_kept for decision in plan.decisions}
     # 2. Each unit becomes (first operator, one past the last, strategy) in the chain, or joins the root; all
     #    faults are collected.
-    chained: list[tuple[int, int, int]] = []
+    chained: list[UnitSpan] = []
     sharded: list[Operator] = []
     replicated: list[Operator] = []
     for unit in plan.units:
@@ -112,7 +99,7 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
                     f"unit {', '.join(unit.operators)} has operators of the root unit and cannot be offloaded"
                 )
             (sharded if unit.mode.sharded else replicated).extend(beside)
-            chained.extend((k, k + 1, situation.root_way) for k in places)
+            chained.extend((k, k + 1, situation.root_strategy) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
         elif places:
@@ -120,11 +107,11 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
             num_kept = kept[unit.operators[0]]
             try:
-                way = sliced_way(count, num_kept) if count > 1 else _way_of(situation, unit)
+                strategy = sliced(count, num_kept) if count > 1 else _strategy_of(situation, unit)
             except PlanMismatchError as error:
                 faults += error.differences
             else:
-                chained.append((places[0], places[-1] + 1, way))
+                chained.append((places[0], places[-1] + 1, strategy))
     # 3. Recomputation of blocks, and the faults that show only then.
     chained = [_again(situation, plan, unit) for unit in chained]
     faults += _kept_faults(situation, chained)
@@ -133,31 +120,29 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
         raise PlanMismatchError(faults)
     chained.sort()
     # 4. Costs of the units and of the root.
-    starts, stops, ways = zip(*chained, strict=True) if chained else ((), (), ())
-    units = price_units(situation.prices, starts, stops, ways, situation.device)
-    has_unit = bool(sharded) or any(plain(way) == ROOT for way in ways)
-    return units, price_root(situation, sharded, replicated, has_unit=has_unit)
+    has_unit = bool(sharded) or any(strategy.mode == UnitMode.ROOT for _, _, strategy in chained)
+    return price_spans(situation, chained), price_root(situation, sharded, replicated, has_unit=has_unit)
 
 
-def _way_of(situation: ShardingProblem, unit: Unit) -> int:
+def _strategy_of(situation: ShardingProblem, unit: Unit) -> UnitStrategy:
     """Strategy of a unit that FSDP2 shards, or of a replicated one."""
-    way = FULL_SHARD if unit.mode is Mode.HYBRID_SHARD else WAY_OF[unit.mode]
-    return way + OFFLOADED * unit.offloaded + WIRE * _wire_of(situation, unit)
+    group = _group_of(situation, unit)
+    return STRATEGY_OF[unit.mode]._replace(offloaded=unit.offloaded, group=group)
 
 
-def _wire_of(situation: ShardingProblem, unit: Unit) -> int:
+def _group_of(situation: ShardingProblem, unit: Unit) -> int:
     """Index of a unit's shard group.
 
     Raises:
         PlanMismatchError: The links of its shard group are unknown.
     """
-    wires = [prices.wire for prices in situation.prices.by_wire]
+    groups = [prices.wire for prices in situation.prices.by_wire]
     hybrid = unit.mode is Mode.HYBRID_SHARD
     number = next(
         (
             index
-            for index, wire in enumerate(wires)
-            if (wire.hybrid, wire.group_size, wire.route) == (hybrid, unit.group_size, unit.route)
+            for index, group in enumerate(groups)
+            if (group.hybrid, group.group_size, group.route) == (hybrid, unit.group_size, unit.route)
             or (unit.mode is Mode.NO_SHARD and index == 0)
         ),
         None,
@@ -186,31 +171,27 @@ def _slice_faults(situation: ShardingProblem, unit: Unit, slices: Mapping[str, i
     return faults
 
 
-def _kept_faults(situation: ShardingProblem, units: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+def _kept_faults(situation: ShardingProblem, units: Sequence[UnitSpan]) -> Iterator[str]:
     """Faults of operators that keep slices gathered where that has no use."""
-    for start, _, way in units:
+    for start, _, strategy in units:
         operator = situation.timeline.chain[start]
         name = operator.name
-        if kept_of(way) and operator.cut is not None and not operator.cut.in_backward:
+        if strategy.kept and operator.cut is not None and not operator.cut.in_backward:
             yield f"operator {name!r} keeps slices gathered, but needs none of them in backward"
-        if kept_of(way) and is_recomputed(way):
+        if strategy.kept and strategy.recomputed:
             yield f"operator {name!r} keeps slices gathered, but is recomputed, which gathers them again"
-        if kept_of(way) and situation.timeline.others:
+        if strategy.kept and situation.timeline.others:
             yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
 
 
-def _again(
-    situation: ShardingProblem, plan: ShardingPlan, unit: tuple[int, int, int]
-) -> tuple[int, int, int]:
-    """``unit`` with the RECOMPUTED flag if its block is recomputed."""
-    start, stop, way = unit
+def _again(situation: ShardingProblem, plan: ShardingPlan, unit: UnitSpan) -> UnitSpan:
+    """``unit``, recomputed if its block is."""
+    start, stop, strategy = unit
     block = situation.timeline.chain[start].block
-    return start, stop, way + RECOMPUTED * (block is not None and block in plan.recomputed)
+    return start, stop, strategy._replace(recomputed=block is not None and block in plan.recomputed)
 
 
-def _recompute_faults(
-    situation: ShardingProblem, plan: ShardingPlan, units: Sequence[tuple[int, int, int]]
-) -> list[str]:
+def _recompute_faults(situation: ShardingProblem, plan: ShardingPlan, units: Sequence[UnitSpan]) -> list[str]:
     """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
     chain, again = situation.timeline.chain, situation.timeline.recompute
     blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
@@ -219,10 +200,10 @@ def _recompute_faults(
         for name in plan.recomputed
         if name not in blocks
     ]
-    for start, stop, way in units:
+    for start, stop, strategy in units:
         # FSDP2 would gather a part of a recomputed block twice.
         whole = bool(again.possible[start]) and again.until[start] == 2 * stop
-        if is_recomputed(way) and plain(way) in (SHARD_GRAD_OP, FULL_SHARD) and not whole:
+        if strategy.recomputed and strategy.gathers and not whole:
             faults.append(
                 f"operator {chain[start].name!r} is in a sharded unit that is only part of a recomputed block"
             )

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from osdp.codec import Savable, quoted, read_json
+from osdp.codec import Savable, quote, read_json
 from osdp.model.dataflow import Transfer
 from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
@@ -262,7 +262,7 @@ class Plan(Savable):
         version = content.get("version", PLAN_VERSION) if isinstance(content, dict) else PLAN_VERSION
         if version != PLAN_VERSION:
             raise ValueError(
-                f"{path}: a plan of format {quoted(version)}, this version of osdp reads format "
+                f"{path}: a plan of format {quote(version)}, this version of osdp reads format "
                 f"{PLAN_VERSION}: make it anew by osdp plan, osdp cluster plan --out or make_plan(...), or "
                 "by OSDP(...) without plan="
             )

@@ -6,7 +6,7 @@ from osdp.api import make_plan
 from osdp.cost.sharding.problem import build_situation, price_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import ROOT, is_recomputed, mode_of, plain
+from osdp.cost.sharding.strategies import UnitMode, UnitSpan
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -55,28 +55,25 @@ def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
     sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, _RULES))
     space = CostedCandidates.of(situation, _RULES, root_unit=has_unit).space
     units = [unit for item in range(space.num_items) for unit in _path(space, item, rng)]
-    joins = any(plain(way) == ROOT for *_, way in units)
+    joins = any(strategy.mode == UnitMode.ROOT for *_, strategy in units)
     root = price_root(situation, sharded, replicated, has_unit=bool(sharded) or joins)
     outcome = simulate_units(situation, units, root)
     found = ShardingSolution(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
     return whole_plan(model_desc, situation, found, _RULES, gap=1.0)
 
 
-def _path(space: CandidateUnits, item: int, rng: random.Random) -> list[tuple[int, int, int]]:
+def _path(space: CandidateUnits, item: int, rng: random.Random) -> list[UnitSpan]:
     """Units that partition an item; those of a recomputed one are all recomputed."""
-    inner = space.inner[item]
-    all_units = list(
-        zip(*(column[inner].tolist() for column in (space.start, space.stop, space.way)), strict=True)
-    )
-    again = rng.random() < 0.3 and any(is_recomputed(way) for *_, way in all_units)
-    candidates = [unit for unit in all_units if is_recomputed(unit[2]) == again]
+    all_units = space.spans(space.inner[item])
+    again = rng.random() < 0.3 and any(strategy.recomputed for *_, strategy in all_units)
+    candidates = [unit for unit in all_units if unit[2].recomputed == again]
     position, end = space.bounds[item], space.bounds[item + 1]
     found = []
     while position < end:
         possible = [unit for unit in candidates if unit[0] == position]
-        # Modes alike often, whatever the number of ways each has: wires and kept slices.
-        mode = rng.choice(sorted({mode_of(way) for *_, way in possible}))
-        unit = rng.choice([unit for unit in possible if mode_of(unit[2]) is mode])
+        # Modes alike often, whatever the number of strategies of each: shard groups and kept slices.
+        mode = rng.choice(sorted({strategy.plan_mode for *_, strategy in possible}))
+        unit = rng.choice([unit for unit in possible if unit[2].plan_mode is mode])
         found.append(unit)
         position = unit[1]
     return found

@@ -11,7 +11,7 @@ from osdp.cost.sharding.memory import always, lasting_gradients, root_always
 from osdp.cost.sharding.problem import ShardingProblem, build_situation
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, priced
-from osdp.cost.sharding.strategies import NO_SHARD, plain
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.timeline import Floats, Timeline
 from osdp.hardware.profile import Profile
 from osdp.model.dataflow import Dataflow, Transfer
@@ -139,7 +139,7 @@ def stage_memory(
     once, again = (
         replace(
             build_situation(desc, bare, situation.device, counted, reduce_each=False),
-            root_wire=situation.root_wire,
+            root_group=situation.root_group,
         )
         for counted in (replace(training, microbatches=1), replace(training, microbatches=2))
     )
@@ -173,9 +173,9 @@ def _one_by_one(found: ShardingSolution) -> ShardingSolution:
     Gradients that nothing reduces arrive one by one.
     """
     units = [
-        (k, k + 1, way) if plain(way) == NO_SHARD else (start, stop, way)
-        for start, stop, way in found.units
-        for k in (range(start, stop) if plain(way) == NO_SHARD else (start,))
+        (k, k + 1, strategy) if strategy.mode == UnitMode.NO_SHARD else (start, stop, strategy)
+        for start, stop, strategy in found.units
+        for k in (range(start, stop) if strategy.mode == UnitMode.NO_SHARD else (start,))
     ]
     return replace(found, units=tuple(units))
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
 
 Floats = NDArray[np.float64]
@@ -243,13 +243,13 @@ MOMENTS: Mapping[str, Callable[[View], Floats]] = {
 def edges(kind: str, units: UnitCosts) -> tuple[Bools, Ints]:
     """Which units have a moment of a kind that is no region's, and at which operator; both ``(U,)``."""
     if kind == "backward_unshard":
-        return units.mode == FULL_SHARD, units.stop - 1
+        return units.mode == UnitMode.FULL_SHARD, units.stop - 1
     return units.sharded, units.start
 
 
 def resharded(units: UnitCosts) -> Floats:
     """Bytes that each unit gathers again for its backward, shape ``(U,)``."""
-    return np.where(units.mode == FULL_SHARD, units.unsharded, 0.0)
+    return np.where(units.mode == UnitMode.FULL_SHARD, units.unsharded, 0.0)
 
 
 # -- moments that are one sum over all units --------------------------------------------------------------
@@ -285,5 +285,5 @@ def step_row(
         return row, constant + root.temporary
     has = (units.start <= operator) & (operator < units.stop)
     of_shards = np.array([on_wire.temporary_sharded[operator] for on_wire in prices.by_wire])
-    one = np.where(units.mode != NO_SHARD, of_shards[units.wire], prices.temporary_whole[operator])
+    one = np.where(units.mode != UnitMode.NO_SHARD, of_shards[units.group], prices.temporary_whole[operator])
     return row + np.where(has & ~units.offloaded, one, 0.0), constant

@@ -20,7 +20,7 @@ from osdp.cost.sharding.memory import (
     step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
-from osdp.cost.sharding.strategies import NO_SHARD
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
 
 
@@ -67,11 +67,11 @@ def _largest_temporary(problem: ShardingProblem, units: UnitCosts) -> int:
     if prices.temporaries_add or not problem.timeline.chain:
         return -1
     sizes = units.stop - units.start
-    sharded, offloaded, wire = (
-        np.repeat(values, sizes) for values in (units.mode != NO_SHARD, units.offloaded, units.wire)
+    sharded, offloaded, group = (
+        np.repeat(values, sizes) for values in (units.mode != UnitMode.NO_SHARD, units.offloaded, units.group)
     )
     of_shards = np.stack([on_wire.temporary_sharded for on_wire in prices.by_wire])
-    here = np.where(sharded, of_shards[wire, np.arange(len(wire))], prices.temporary_whole)
+    here = np.where(sharded, of_shards[group, np.arange(len(group))], prices.temporary_whole)
     return int(np.argmax(np.where(offloaded, 0.0, here)))
 
 

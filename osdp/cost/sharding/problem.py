@@ -7,7 +7,7 @@ import numpy as np
 
 from osdp.cost.sharding.operator_costs import OperatorCosts, price_operators
 from osdp.cost.sharding.shard_groups import wires_of
-from osdp.cost.sharding.strategies import NO_SHARD, ROOT, WIRE, wire_of
+from osdp.cost.sharding.strategies import NO_SHARD, ROOT, UnitStrategy, strategy_table
 from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.cost.sharding.units import UnitCosts
@@ -65,7 +65,7 @@ class ShardingProblem:
         profile: The profile.
         plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
             are plain tensors instead of DTensors.
-        root_wire: Index of the root unit's shard group.
+        root_group: Index of the root unit's shard group.
     """
 
     timeline: Timeline
@@ -75,12 +75,12 @@ class ShardingProblem:
     training: Training
     profile: Profile
     plain_saving: float = 0.0
-    root_wire: int = 0
+    root_group: int = 0
 
     @property
-    def root_way(self) -> int:
+    def root_strategy(self) -> UnitStrategy:
         """Strategy of operators in the root unit."""
-        return ROOT + WIRE * self.root_wire
+        return ROOT._replace(group=self.root_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ def price_root(
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
     """
     # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
-    unit, unit_temporary = _price_group(situation, sharded, situation.root_way)
-    wire = situation.prices.by_wire[situation.root_wire].wire
+    unit, unit_temporary = _price_group(situation, sharded, situation.root_strategy)
+    wire = situation.prices.by_wire[situation.root_group].wire
     whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
 
     def replicated_sum(name: str) -> float:
@@ -224,22 +224,23 @@ def _gradient_arrivals(
         return float((opened + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]
-    ours = [
-        (op, float(_price_group(situation, [op], situation.root_way)[0].gradient.sum())) for op in sharded
-    ]
+    strategy = situation.root_strategy
+    ours = [(op, float(_price_group(situation, [op], strategy)[0].gradient.sum())) for op in sharded]
     last = len(situation.timeline.backward_high) - 1
     return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
 
 
 def _price_group(
-    situation: ShardingProblem, operators: Sequence[Operator], way: int
+    situation: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> tuple[UnitCosts, float]:
     prices = _prices(operators, situation.device, situation.training, situation.profile)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
-    units = price_units(prices, [0] * count, [len(operators)] * count, [way] * count, situation.device)
-    prices = prices.by_wire[wire_of(way)]
-    temporary = prices.temporary_whole if way == NO_SHARD else prices.temporary_sharded
+    units = price_units(
+        prices, [0] * count, [len(operators)] * count, strategy_table([strategy] * count), situation.device
+    )
+    prices = prices.by_wire[strategy.group]
+    temporary = prices.temporary_whole if strategy == NO_SHARD else prices.temporary_sharded
     value = temporary[-1] if prices.temporaries_add else temporary.max(initial=0.0)
     return units, float(value)
 

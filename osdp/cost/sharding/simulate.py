@@ -28,6 +28,7 @@ import numpy as np
 from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import step_peaks
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.strategies import UnitSpan, UnitStrategy, strategy_table
 from osdp.cost.sharding.time import CriticalMoment, optimizer_time, step_time
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.cost.sharding.units import UnitCosts
@@ -89,11 +90,20 @@ def simulate_step(situation: ShardingProblem, units: UnitCosts, root: RootUnitCo
 
 
 def simulate_units(
-    situation: ShardingProblem, chosen: Sequence[tuple[int, int, int]], root: RootUnitCost
+    situation: ShardingProblem, chosen: Sequence[UnitSpan], root: RootUnitCost
 ) -> StepEstimate:
     """Simulate one step of units given as tuples (first operator, one past the last, strategy).
 
     See :func:`simulate_step`.
     """
-    start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
-    return simulate_step(situation, price_units(situation.prices, start, stop, way, situation.device), root)
+    return simulate_step(situation, price_spans(situation, chosen), root)
+
+
+def price_spans(situation: ShardingProblem, chosen: Sequence[UnitSpan]) -> UnitCosts:
+    """Costs of units given as tuples (first operator, one past the last, strategy)."""
+    # Plans have few different strategies, and one row for each makes the array of all fast.
+    table: dict[UnitStrategy, int] = {}
+    rows = [(start, stop, table.setdefault(strategy, len(table))) for start, stop, strategy in chosen]
+    start, stop, index = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    strategies = strategy_table(table)[index]
+    return price_units(situation.prices, start, stop, strategies, situation.device)

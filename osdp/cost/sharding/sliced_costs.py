@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.strategies import SLICED
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator
@@ -69,7 +68,7 @@ class SlicedCosts:
         )
         # 1. Bytes of the widest slice: gathered (`whole`), and in the dtype of the reduction (`reduced`).
         k, sliced = units.start, units.sliced
-        count = 2.0 ** np.maximum(units.mode - SLICED, 0)
+        count = units.slices.astype(float)
         width = np.ceil(self.size[k] / count)
         whole, reduced = width * self.column[k], width * self.reduce_column[k]
         share = 1 / self.num_shards

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, price_root
-from osdp.cost.sharding.simulate import StepEstimate
-from osdp.cost.sharding.strategies import ROOT, plain
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.simulate import StepEstimate, price_spans
+from osdp.cost.sharding.strategies import UnitMode, UnitSpan
 from osdp.cost.sharding.units import UnitCosts
 from osdp.model.description import Operator
 
@@ -25,7 +22,7 @@ class ShardingSolution:
         bound: Lower bound of the seconds of any assignment; equal to the outcome's seconds if proven best.
     """
 
-    units: tuple[tuple[int, int, int], ...]
+    units: tuple[UnitSpan, ...]
     root_sharded: tuple[Operator, ...]
     root_replicated: tuple[Operator, ...]
     outcome: StepEstimate
@@ -40,7 +37,7 @@ class ShardingSolution:
     @property
     def chain_joins_root(self) -> bool:
         """Whether operators of the chain are in the root unit."""
-        return any(plain(way) == ROOT for _, _, way in self.units)
+        return any(strategy.mode == UnitMode.ROOT for _, _, strategy in self.units)
 
     @property
     def gap(self) -> float:
@@ -50,7 +47,6 @@ class ShardingSolution:
 
 def priced(situation: ShardingProblem, found: ShardingSolution) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the units and of the root of an assignment, as the simulator takes them."""
-    start, stop, way = np.array(found.units, dtype=np.int64).reshape(-1, 3).T
-    units = price_units(situation.prices, start, stop, way, situation.device)
+    units = price_spans(situation, found.units)
     root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
     return units, root

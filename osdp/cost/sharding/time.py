@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
-from osdp.cost.sharding.strategies import FULL_SHARD
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.timeline import RecomputeSpan, Timeline
 from osdp.cost.sharding.units import UnitCosts
 
@@ -67,7 +67,7 @@ def unit_seconds(
     replicated = ~sharded & ~units.in_root & ~units.sliced
     # 1. Gathering again in backward. Slices of a recomputed block are gathered once more; whole units stay
     #    gathered from the recomputation to their backward.
-    regather = np.where(units.mode == FULL_SHARD, gather, 0.0)
+    regather = np.where(units.mode == UnitMode.FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
     hooks = np.where(sharded, conditions.unit_overhead, 0.0)
     # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its

@@ -14,15 +14,7 @@ from numpy.typing import NDArray
 
 from osdp.cost.sharding.offload_costs import in_host_memory
 from osdp.cost.sharding.operator_costs import OperatorCosts
-from osdp.cost.sharding.strategies import (
-    FULL_SHARD,
-    KEPT,
-    NO_SHARD,
-    OFFLOADED,
-    RECOMPUTED,
-    SHARD_GRAD_OP,
-    WIRE,
-)
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 
@@ -33,20 +25,28 @@ def price_units(
     prices: OperatorCosts,
     start: Sequence[int] | NDArray[np.int64],
     stop: Sequence[int] | NDArray[np.int64],
-    way: Sequence[int] | NDArray[np.int64],
+    strategies: NDArray[np.int64],
     device: DeviceInfo,
 ) -> UnitCosts:
-    """Memory and time of contiguous units, each with its strategy (:mod:`osdp.cost.sharding.strategies`)."""
-    a, b, ways = (np.asarray(values, dtype=np.int64) for values in (start, stop, way))
-    wires = ways // WIRE
-    if not wires.any():
-        return _price_units_on(prices, a, b, ways, device)
-        # Price the units of each shard group together, then put them back in the given order.
+    """Memory and time of contiguous units, each with its strategy.
+
+    Args:
+        prices: Costs of the operators.
+        start: First operator of each unit.
+        stop: One past its last.
+        strategies: Its strategy, a row of :func:`osdp.cost.sharding.strategies.strategy_table`.
+        device: The devices.
+    """
+    a, b = (np.asarray(values, dtype=np.int64) for values in (start, stop))
+    groups = strategies[:, -1]
+    if not groups.any():
+        return _price_units_on(prices, a, b, strategies, device)
+    # Price the units of each shard group together, then put them back in the given order.
     parts = []
-    for number in np.unique(wires).tolist():
-        where = np.flatnonzero(wires == number)
+    for number in np.unique(groups).tolist():
+        where = np.flatnonzero(groups == number)
         parts.append(
-            (where, _price_units_on(prices.by_wire[number], a[where], b[where], ways[where], device))
+            (where, _price_units_on(prices.by_wire[number], a[where], b[where], strategies[where], device))
         )
     whole: dict[str, NDArray[Any]] = {}
     for field in fields(UnitCosts):
@@ -61,15 +61,16 @@ def _price_units_on(
     prices: OperatorCosts,
     a: NDArray[np.int64],
     b: NDArray[np.int64],
-    ways: NDArray[np.int64],
+    strategies: NDArray[np.int64],
     device: DeviceInfo,
 ) -> UnitCosts:
     """Memory and time of units of one shard group."""
     wire = prices.wire
     # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
-    m = ways % RECOMPUTED
-    offloaded = ways & OFFLOADED > 0
-    sharded, own = m != NO_SHARD, (m == SHARD_GRAD_OP) | (m == FULL_SHARD)
+    mode, slices, num_kept, recomputed, offloads, group = strategies.T
+    offloaded = offloads > 0
+    keeps, reshards = mode == UnitMode.SHARD_GRAD_OP, mode == UnitMode.FULL_SHARD
+    sharded, own = mode != UnitMode.NO_SHARD, keeps | reshards
 
     def span(prefix: Floats) -> Floats:
         return prefix[b] - prefix[a]
@@ -100,8 +101,9 @@ def _price_units_on(
     units = UnitCosts(
         start=a,
         stop=b,
-        mode=m,
-        recomputed=ways & RECOMPUTED > 0,
+        mode=mode,
+        slices=slices,
+        recomputed=recomputed > 0,
         offloaded=offloaded,
         state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
         unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
@@ -120,12 +122,12 @@ def _price_units_on(
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
         step_seconds=prices.optimizer.per_dtensor * count
         + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
-        kept=np.where(m == SHARD_GRAD_OP, unsharded, 0.0),
-        num_kept=ways % WIRE // KEPT,
+        kept=np.where(keeps, unsharded, 0.0),
+        num_kept=num_kept,
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),
         temporary=np.where(offloaded, 0.0, np.where(sharded, *temporaries)),
-        wire=ways // WIRE,
+        group=group,
     )
     if offloaded.any():
         units = in_host_memory(units, prices, device)

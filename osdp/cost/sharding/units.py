@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cost.sharding.strategies import FULL_SHARD, ROOT, SHARD_GRAD_OP, SLICED
+from osdp.cost.sharding.strategies import UnitMode
 
 Floats = NDArray[np.float64]
 
@@ -17,7 +17,8 @@ class UnitCosts:
     Attributes:
         start: First operator of each unit.
         stop: One past the last operator.
-        mode: Plain strategy of each unit (:mod:`osdp.cost.sharding.strategies`).
+        mode: How its parameters are stored (:class:`osdp.cost.sharding.strategies.UnitMode`).
+        slices: Number of slices it runs in; 1 if it is not sliced.
         recomputed: Whether its block is recomputed in backward.
         offloaded: Whether its shards, their gradients and optimizer states are offloaded to host memory.
         state: Bytes of parameters and optimizer states, alive through the step.
@@ -41,13 +42,14 @@ class UnitCosts:
         slice_forward: Most bytes of slices alive in forward.
         slice_regather: Time of gathering again, in backward, the slices that were not kept.
         temporary: Bytes its optimizer step needs, if the temporaries of all units add up.
-        wire: Index of its shard group.
+        group: Index of its shard group.
         step_seconds: Time of its optimizer step.
     """
 
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
     mode: NDArray[np.int64]
+    slices: NDArray[np.int64]
     recomputed: NDArray[np.bool_]
     offloaded: NDArray[np.bool_]
     state: Floats
@@ -67,19 +69,19 @@ class UnitCosts:
     slice_forward: Floats
     slice_regather: Floats
     temporary: Floats
-    wire: NDArray[np.int64]
+    group: NDArray[np.int64]
 
     @property
     def sharded(self) -> NDArray[np.bool_]:
         """Units with collectives of their own: sharded, outside the root unit, shape ``(U,)``."""
-        return np.asarray((self.mode == SHARD_GRAD_OP) | (self.mode == FULL_SHARD))
+        return np.asarray((self.mode == UnitMode.SHARD_GRAD_OP) | (self.mode == UnitMode.FULL_SHARD))
 
     @property
     def sliced(self) -> NDArray[np.bool_]:
         """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
-        return np.asarray(self.mode > SLICED)
+        return np.asarray(self.mode == UnitMode.SLICED)
 
     @property
     def in_root(self) -> NDArray[np.bool_]:
         """Units that belong to the root unit, shape ``(U,)``."""
-        return np.asarray(self.mode == ROOT)
+        return np.asarray(self.mode == UnitMode.ROOT)

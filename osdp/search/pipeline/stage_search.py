@@ -46,7 +46,7 @@ from osdp.search.pipeline.outcome import pipeline_prediction
 from osdp.search.pipeline.partition import partition
 from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of
 from osdp.search.sharding.planner import Candidate, search_notes, sharding_plan, with_shared_buckets
-from osdp.search.sharding.root_unit import root_wire
+from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.solve import least_peak, solve_bounded
 
 #: Maximum number of stages that are planned for one cut search; then the best cut known is taken.
@@ -262,7 +262,7 @@ class StageSearch:
         if self._layout.tp > 1:
             # With tensor parallelism all parameters are DTensors, whatever is sharded.
             situation = replace(situation, plain_saving=0.0)
-        return replace(situation, root_wire=root_wire(situation, self._rules))
+        return replace(situation, root_group=root_group(situation, self._rules))
 
     def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
         modules = stage_modules(desc, self._flow, start, stop)

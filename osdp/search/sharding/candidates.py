@@ -30,16 +30,14 @@ from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
-    OFFLOADED,
-    RECOMPUTED,
     ROOT,
     SHARD_GRAD_OP,
-    WIRE,
-    kept_of,
-    mode_of,
-    plain,
-    sliced_way,
-)  # fmt: skip
+    UnitMode,
+    UnitSpan,
+    UnitStrategy,
+    sliced,
+    strategy_table,
+)
 from osdp.model.description import Operator, Parameter
 from osdp.plan.shard_math import can_shard
 from osdp.plan.sharding import Mode
@@ -54,9 +52,6 @@ SMALLEST_CUT = 1 / 4
 
 
 Places = tuple[NDArray[np.int64], NDArray[np.int64], int]
-
-#: Units as tuples (first operator, one past the last, strategy).
-Candidates = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -74,20 +69,32 @@ class CandidateUnits:
         bounds: First operator of each item and ``K``; length ``n + 1``.
         start: First operator of each candidate.
         stop: One past its last operator.
-        way: Its strategy (:mod:`osdp.cost.sharding.strategies`).
+        strategy: Index of its strategy in ``strategies``.
         inner: For each item, the slice of its candidates.
+        strategies: The strategies of all candidates.
     """
 
     bounds: tuple[int, ...]
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
-    way: NDArray[np.int64]
+    strategy: NDArray[np.int64]
     inner: tuple[slice, ...]
+    strategies: tuple[UnitStrategy, ...]
 
     @property
     def num_items(self) -> int:
         """Number of items."""
         return len(self.bounds) - 1
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """The strategies as numbers, one row each."""
+        return strategy_table(self.strategies)
+
+    def spans(self, chosen: slice | NDArray[np.int64] = slice(None)) -> list[UnitSpan]:
+        """Candidates as units."""
+        columns = (column[chosen].tolist() for column in (self.start, self.stop, self.strategy))
+        return [(start, stop, self.strategies[index]) for start, stop, index in zip(*columns, strict=True)]
 
     @cached_property
     def places(self) -> tuple[Places, ...]:
@@ -97,7 +104,8 @@ class CandidateUnits:
     def _places(self, item: int) -> Places:
         first, size = self.bounds[item], self.bounds[item + 1] - self.bounds[item]
         inner = self.inner[item]
-        shift = np.where(self.way[inner] & RECOMPUTED > 0, size - 1, 0)
+        again = np.array([strategy.recomputed for strategy in self.strategies], dtype=bool)
+        shift = np.where(again[self.strategy[inner]], size - 1, 0)
         end = 2 * size - 1
 
         def place(boundary: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -112,10 +120,10 @@ def build_space(
     rules: SearchOptions = SHARDING,
     *,
     root_unit: bool,
-    root_way: int = ROOT,
+    root_strategy: UnitStrategy = ROOT,
     root_dtype: str | None = "float32",
     recompute: Sequence[bool] | NDArray[np.bool_] = (),
-    wires: Sequence[ShardGroup] = (),
+    groups: Sequence[ShardGroup] = (),
 ) -> CandidateUnits:
     """All candidate units over ``chain``.
 
@@ -123,10 +131,10 @@ def build_space(
         chain: Operators in trace order.
         rules: Allowed choices; operators that cannot be sharded stay NO_SHARD regardless.
         root_unit: Whether operators outside blocks may join the root unit.
-        root_way: Strategy of those that do.
+        root_strategy: Strategy of those that do.
         root_dtype: Dtype of the trainable parameters in the root unit; FSDP2 requires a single one.
         recompute: Whether each operator is the first of a block that may be recomputed; none if empty.
-        wires: Shard groups that units may use; only flat over all ranks if empty.
+        groups: Shard groups that units may use; only flat over all ranks if empty.
 
     Returns:
         The candidates.
@@ -134,12 +142,12 @@ def build_space(
     bounds, allowed, two_step = item_bounds(chain), rules.allowed, rules.two_step
     # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
-    ways = [way for way in flat if mode_of(way) in allowed]
-    ways += [
-        way
-        for number in range(1, len(wires))
-        if wires[number].searched and (wires[number].hybrid or two_step is not False)
-        for way in _ways_on(wires[number], number, allowed)
+    unsliced = [strategy for strategy in flat if strategy.plan_mode in allowed]
+    unsliced += [
+        strategy
+        for number, group in enumerate(groups[1:], start=1)
+        if group.searched and (group.hybrid or two_step is not False)
+        for strategy in _strategies_in(group, number, allowed)
     ]
     # 2. What decides the candidates of each operator.
     cuts = _cuts(chain, rules.keep, rules.slices if Mode.FULL_SHARD in allowed else ())
@@ -152,66 +160,78 @@ def build_space(
         for operator, cut in zip(chain, cuts, strict=True)
     ]
     # 3. Candidates of each item. Equal items have equal candidates, and a chain has many items of few kinds.
-    known: dict[tuple[tuple[_Facts, ...], bool], Candidates] = {}
+    known: dict[tuple[tuple[_Facts, ...], bool], NDArray[np.int64]] = {}
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
+    index: dict[UnitStrategy, int] = {}
     for first, end in pairwise(bounds):
         key = tuple(facts[first:end]), bool(rules.recompute and len(recompute) and recompute[first])
         if key not in known:
-            known[key] = _item_candidates(key[0], ways, root_way, recompute=key[1])
-            known[key] += _offloaded(known[key]) if rules.offload else []
-        shift = np.array([first, first, 0])
-        columns.append(np.array(known[key], dtype=np.int64).reshape(-1, 3) + shift)
+            found = _item_candidates(key[0], unsliced, root_strategy, recompute=key[1])
+            found += _offloaded(found) if rules.offload else []
+            rows = [(a, b, index.setdefault(strategy, len(index))) for a, b, strategy in found]
+            known[key] = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        columns.append(known[key] + np.array([first, first, 0]))
         inner.append(slice(begin, begin + len(known[key])))
         begin = inner[-1].stop
-    start, stop, way = np.ascontiguousarray(np.concatenate(columns).T)
-    return CandidateUnits(bounds=bounds, start=start, stop=stop, way=way, inner=tuple(inner))
+    start, stop, strategy = np.ascontiguousarray(np.concatenate(columns).T)
+    return CandidateUnits(bounds, start, stop, strategy, tuple(inner), tuple(index))
 
 
 def _item_candidates(
-    facts: "Sequence[_Facts]", ways: list[int], root_way: int, *, recompute: bool
-) -> Candidates:
+    facts: "Sequence[_Facts]", unsliced: list[UnitStrategy], root_strategy: UnitStrategy, *, recompute: bool
+) -> list[UnitSpan]:
     """Candidate units inside one item, with operators counted from its beginning."""
-    size, found = len(facts), []
+    size = len(facts)
+    found: list[UnitSpan] = []
     for a in range(size):
         joint = facts[a]
         for b in range(a + 1, size + 1):
             joint = joint.joined(facts[b - 1])
-            found += [(a, b, way) for way in _ways(joint, ways, only=b == a + 1)]
+            found += [(a, b, strategy) for strategy in _usable(joint, unsliced, only=b == a + 1)]
         if facts[a].joins_root:
-            found.append((a, a + 1, root_way))
-    found += [(k, k + 1, way) for k in range(size) for way in facts[k].cuts]
+            found.append((a, a + 1, root_strategy))
+    found += [(k, k + 1, strategy) for k in range(size) for strategy in facts[k].cuts]
     if recompute:
-        found += [(a, b, way + RECOMPUTED) for a, b, way in found if _recomputable(way, whole=b - a == size)]
+        found += [
+            (a, b, strategy._replace(recomputed=True))
+            for a, b, strategy in found
+            if _recomputable(strategy, whole=b - a == size)
+        ]
     return found
 
 
-def _offloaded(candidates: Candidates) -> Candidates:
+def _offloaded(candidates: list[UnitSpan]) -> list[UnitSpan]:
     """Offloaded versions of the candidates that have collectives of their own."""
-    return [(a, b, way + OFFLOADED) for a, b, way in candidates if plain(way) in (SHARD_GRAD_OP, FULL_SHARD)]
+    return [(a, b, strategy._replace(offloaded=True)) for a, b, strategy in candidates if strategy.gathers]
 
 
-def _ways_on(wire: ShardGroup, number: int, allowed: Sequence[Mode]) -> list[int]:
+def _strategies_in(group: ShardGroup, number: int, allowed: Sequence[Mode]) -> list[UnitStrategy]:
     """Strategies of units in a shard group other than the flat one."""
-    if wire.hybrid:
-        return [FULL_SHARD + WIRE * number] if Mode.HYBRID_SHARD in allowed else []
-    return [way + WIRE * number for way in (SHARD_GRAD_OP, FULL_SHARD) if mode_of(way) in allowed]
+    if group.hybrid:
+        return [FULL_SHARD._replace(group=number)] if Mode.HYBRID_SHARD in allowed else []
+    return [
+        strategy._replace(group=number)
+        for strategy in (SHARD_GRAD_OP, FULL_SHARD)
+        if strategy.plan_mode in allowed
+    ]
 
 
-def _recomputable(way: int, *, whole: bool) -> bool:
+def _recomputable(strategy: UnitStrategy, *, whole: bool) -> bool:
     """Whether a unit, the ``whole`` block or a part of it, may be recomputed.
 
     FSDP2 would gather a part twice; kept slices would be gathered twice, too, for no gain.
     """
-    return (plain(way) not in (SHARD_GRAD_OP, FULL_SHARD, ROOT) or whole) and not kept_of(way)
+    in_slices_or_replicated = strategy.mode in (UnitMode.NO_SHARD, UnitMode.SLICED)
+    return (in_slices_or_replicated or whole) and not strategy.kept
 
 
-def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[int, ...]]:
+def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[UnitStrategy, ...]]:
     """Strategies in slices of each operator."""
     weights = [_cut_weight(operator) for operator in chain]
     least = SMALLEST_CUT * max((weight.nbytes for weight in weights if weight is not None), default=0.0)
     return [
         tuple(
-            sliced_way(count, kept)
+            sliced(count, kept)
             for count in slices
             if _may_be_cut(operator, weight, count, least)
             for kept in _keeps(operator, count, keep=keep)
@@ -264,11 +284,11 @@ class _Facts:
 
     shardable: bool
     dtypes: frozenset[str]
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[UnitStrategy, ...] = ()
     joins_root: bool = False
 
     @classmethod
-    def of(cls, operator: Operator, *, cuts: tuple[int, ...], joins_root: bool) -> "_Facts":
+    def of(cls, operator: Operator, *, cuts: tuple[UnitStrategy, ...], joins_root: bool) -> "_Facts":
         dtypes = frozenset(p.dtype for p in operator.parameters if p.trainable)
         return cls(can_shard(operator), dtypes, cuts, joins_root)
 
@@ -276,7 +296,7 @@ class _Facts:
         return _Facts(self.shardable and other.shardable, self.dtypes | other.dtypes)
 
 
-def _ways(facts: _Facts, allowed: list[int], *, only: bool) -> list[int]:
+def _usable(facts: _Facts, allowed: list[UnitStrategy], *, only: bool) -> list[UnitStrategy]:
     """Strategies of a unit; FSDP2 requires one dtype and no 0-dim parameter.
 
     If ``only`` is set, it is the operator's one unsliced unit and needs a strategy in any case.

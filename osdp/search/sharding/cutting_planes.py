@@ -17,7 +17,8 @@ from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import mildest_violation
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.rows import memory_row
-from osdp.cost.sharding.simulate import StepEstimate, simulate_step
+from osdp.cost.sharding.simulate import StepEstimate, price_spans, simulate_units
+from osdp.cost.sharding.strategies import UnitSpan
 from osdp.cost.sharding.time import CriticalMoment, time_row
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.cost.sharding.units import UnitCosts
@@ -78,12 +79,13 @@ class CostedCandidates:
             chain,
             rules,
             root_unit=root_unit,
-            root_way=situation.root_way,
+            root_strategy=situation.root_strategy,
             root_dtype=root_dtype((*situation.timeline.root, *chain)),
             recompute=situation.timeline.recompute.possible,
-            wires=[prices.wire for prices in situation.prices.by_wire],
+            groups=[prices.wire for prices in situation.prices.by_wire],
         )
-        units = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+        strategies = space.table[space.strategy]
+        units = price_units(situation.prices, space.start, space.stop, strategies, situation.device)
         return cls(space, units)
 
 
@@ -117,7 +119,7 @@ class CuttingPlaneSearch:
         """Number of rows."""
         return len(self._times) + len(self._moments)
 
-    def fastest(self, upper: float) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]] | None:
+    def fastest(self, upper: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`."""
         # 1. The bound by device time and the optimizer step alone: often enough to give up.
         self._cut_time(CriticalMoment())
@@ -167,7 +169,7 @@ class CuttingPlaneSearch:
             widths = FIRST_LOOK
         return best
 
-    def _anything_that_fits(self) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]] | None:
+    def _anything_that_fits(self) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
         for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
             found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
@@ -182,8 +184,8 @@ class CuttingPlaneSearch:
         return None
 
     def polished(
-        self, outcome: StepEstimate, chosen: tuple[tuple[int, int, int], ...]
-    ) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]]:
+        self, outcome: StepEstimate, chosen: tuple[UnitSpan, ...]
+    ) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The answer after a bounded number of local improvements, unless it is proven best."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
@@ -191,7 +193,7 @@ class CuttingPlaneSearch:
             self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns
         )
 
-    def leanest(self, enough: float) -> tuple[StepEstimate, tuple[tuple[int, int, int], ...]]:
+    def leanest(self, enough: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
 
         The search also stops when it is proven that no peak is as low as ``enough``.
@@ -236,13 +238,12 @@ class CuttingPlaneSearch:
         self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
         return True
 
-    def _cut_mildest(self, chosen: tuple[tuple[int, int, int], ...]) -> None:
+    def _cut_mildest(self, chosen: tuple[UnitSpan, ...]) -> None:
         """Add the moment at the other end of many equal items that are too high.
 
         Adding the highest moments one by one would take many rounds.
         """
-        start, stop, way = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
-        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
+        units = price_spans(self._situation, chosen)
         moment = mildest_violation(self._situation, units, self._root, self._limit)
         if moment is not None and moment not in self._moments:
             self._cut_moment(moment)
@@ -295,17 +296,11 @@ class CuttingPlaneSearch:
         self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
-    def _priced(
-        self, paths: Sequence[Sequence[int]]
-    ) -> tuple[tuple[tuple[int, int, int], ...], StepEstimate]:
+    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[UnitSpan, ...], StepEstimate]:
         """Units of the paths through all items, and their simulated step."""
         index = np.array(candidates_of(self._space, paths), dtype=np.int64)
-        start, stop, way = (
-            column[index] for column in (self._space.start, self._space.stop, self._space.way)
-        )
-        units = price_units(self._situation.prices, start, stop, way, self._situation.device)
-        chosen = tuple(zip(start.tolist(), stop.tolist(), way.tolist(), strict=True))
-        return chosen, simulate_step(self._situation, units, self._root)
+        chosen = tuple(self._space.spans(index))
+        return chosen, simulate_units(self._situation, chosen, self._root)
 
 
 @dataclass(frozen=True)
@@ -314,5 +309,5 @@ class _Relaxed:
 
     value: float
     bound: float
-    chosen: tuple[tuple[int, int, int], ...] = ()
+    chosen: tuple[UnitSpan, ...] = ()
     outcome: StepEstimate | None = None

@@ -5,25 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from osdp.cost.sharding.problem import ShardingProblem, price_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import (
-    FULL_SHARD,
-    OFFLOADED,
-    RECOMPUTED,
-    WAY_OF,
-    WIRE,
-    is_offloaded,
-    is_recomputed,
-    kept_of,
-    mode_of,
-    sliced_way,
-    slices_of,
-)
+from osdp.cost.sharding.strategies import FULL_SHARD, STRATEGY_OF, UnitSpan, UnitStrategy, sliced
 from osdp.model.description import Operator
 from osdp.plan.sharding import Mode
 from osdp.search.options import SearchOptions
 from osdp.text import format_bytes, format_seconds
 
-UnitTuples = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[UnitSpan, ...]
 
 
 class Explainer:
@@ -32,7 +20,7 @@ class Explainer:
     def __init__(self, situation: ShardingProblem, found: ShardingSolution, rules: SearchOptions) -> None:
         self._situation, self._found = situation, found
         self._limit = situation.device.memory_limit
-        self._ways = list(_named_ways(situation, rules))
+        self._strategies = list(_named_strategies(situation, rules))
         self._forced, self._keep = len(rules.allowed) == 1, rules.keep
         sharded, replicated = found.root_sharded, found.root_replicated
         self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
@@ -40,14 +28,14 @@ class Explainer:
 
     def of_unit(self, index: int) -> str:
         """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
-        a, b, way = self._found.units[index]
+        a, b, strategy = self._found.units[index]
         chain = self._situation.timeline.chain
         # The neighbours' strategies matter: they decide what is prefetched and what is still held.
-        neighbours = tuple(w for _, _, w in self._found.units[max(index - 1, 0) : index + 2])
+        neighbours = tuple(unit[2] for unit in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
-        key = (shapes, way, neighbours)
+        key = (shapes, strategy, neighbours)
         if key not in self._known:
-            forced = self._forced and len(self._ways) == 1 and not is_offloaded(way)
+            forced = self._forced and len(self._strategies) == 1 and not strategy.offloaded
             self._known[key] = "forced" if forced else self._compare(index)
         return self._known[key]
 
@@ -60,33 +48,34 @@ class Explainer:
 
     def _others(self, index: int) -> Iterator[tuple[str, UnitTuples]]:
         """Other strategies of one unit: a name, and the units of the whole chain with it."""
-        way = self._found.units[index][2]
-        again = RECOMPUTED * is_recomputed(way)
-        for name, other in self._ways:
+        own = self._found.units[index][2]
+        again = own.recomputed
+        for name, other in self._strategies:
             # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
             # compared.
-            if other != way - again and (not again or self._is_whole_block(index)):
-                whole = " in one piece" if slices_of(way) > 1 and mode_of(other) is mode_of(way) else ""
-                yield f"{name}{whole}", self._exchanged({index: other + again})
-        count, kept = slices_of(way), kept_of(way)
+            if other != own._replace(recomputed=False) and (not again or self._is_whole_block(index)):
+                whole = " in one piece" if own.slices > 1 and other.plan_mode is own.plan_mode else ""
+                yield f"{name}{whole}", self._exchanged({index: other._replace(recomputed=again)})
+        count, kept = own.slices, own.kept
         if count > 2:
-            yield f"{count // 2} slices", self._exchanged({index: sliced_way(count // 2, kept // 2) + again})
+            half = sliced(count // 2, kept // 2)._replace(recomputed=again)
+            yield f"{count // 2} slices", self._exchanged({index: half})
         if kept:
-            yield "keeping none of the slices", self._exchanged({index: sliced_way(count)})
+            yield "keeping none of the slices", self._exchanged({index: sliced(count)})
         # Another number than the search's none or half, to show what a little more memory would give.
         more = min(kept + max(1, count // 4), count - 1)
         if more > kept and not again and self._keep:
-            yield f"keeping {more} of the slices", self._exchanged({index: sliced_way(count, more)})
-        if is_offloaded(way):
-            yield "keeping it on the device", self._exchanged({index: way - OFFLOADED})
+            yield f"keeping {more} of the slices", self._exchanged({index: sliced(count, more)})
+        if own.offloaded:
+            yield "keeping it on the device", self._exchanged({index: own._replace(offloaded=False)})
         if again:
             # Recomputation is a decision about a block, hence about all its units.
             members = self._of_block(index)
-            keeping = {member: self._found.units[member][2] - RECOMPUTED for member in members}
+            keeping = {member: self._found.units[member][2]._replace(recomputed=False) for member in members}
             yield "keeping its activations", self._exchanged(keeping)
 
-    def _exchanged(self, ways: Mapping[int, int]) -> UnitTuples:
-        return tuple((a, b, ways.get(i, way)) for i, (a, b, way) in enumerate(self._found.units))
+    def _exchanged(self, others: Mapping[int, UnitStrategy]) -> UnitTuples:
+        return tuple((a, b, others.get(i, own)) for i, (a, b, own) in enumerate(self._found.units))
 
     def _of_block(self, index: int) -> list[int]:
         chain = self._situation.timeline.chain
@@ -119,18 +108,18 @@ class Explainer:
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
 
 
-def _named_ways(situation: ShardingProblem, rules: SearchOptions) -> Iterator[tuple[str, int]]:
+def _named_strategies(situation: ShardingProblem, rules: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:
     """Strategies of unsliced units, with their names for people."""
-    flat = (Mode.NO_SHARD,) if rules.two_step else tuple(WAY_OF)
-    yield from ((str(mode), WAY_OF[mode]) for mode in flat if mode in rules.allowed)
+    flat = (Mode.NO_SHARD,) if rules.two_step else (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+    yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in rules.allowed)
     for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
-        wire = prices.wire
-        if wire.hybrid and Mode.HYBRID_SHARD in rules.allowed:
-            yield f"HYBRID_SHARD over {wire.group_size}", FULL_SHARD + WIRE * number
-        if wire.searched and not wire.hybrid and rules.two_step is not False:
+        group = prices.wire
+        if group.hybrid and Mode.HYBRID_SHARD in rules.allowed:
+            yield f"HYBRID_SHARD over {group.group_size}", FULL_SHARD._replace(group=number)
+        if group.searched and not group.hybrid and rules.two_step is not False:
             for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
                 if mode in rules.allowed:
-                    yield f"{mode} in two steps", WAY_OF[mode] + WIRE * number
+                    yield f"{mode} in two steps", STRATEGY_OF[mode]._replace(group=number)
 
 
 def _difference(chosen: StepEstimate, others: Sequence[tuple[str, StepEstimate]], limit: int) -> str:

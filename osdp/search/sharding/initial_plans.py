@@ -4,27 +4,23 @@ They are simulated, not solved for: a search that starts from a feasible plan ne
 an upper bound to prune with from the beginning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
-
-import numpy as np
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
-    OFFLOADED,
-    RECOMPUTED,
     SHARD_GRAD_OP,
-    SLICED,
-    WIRE,
-    is_recomputed,
-    plain,
+    UnitMode,
+    UnitSpan,
+    UnitStrategy,
+    sliced,
 )
 from osdp.search.sharding.candidates import CandidateUnits
 
-UnitTuples = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[UnitSpan, ...]
 
 _MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
 
@@ -62,88 +58,106 @@ def _merit(outcome: StepEstimate, lean: bool) -> float:
 class _Pattern:
     """Plans with one strategy for the first (or last) ``count`` items and another for the rest."""
 
-    def __init__(self, items: dict[int, list[UnitTuples]], first: int, rest: int, *, from_end: bool) -> None:
+    def __init__(
+        self,
+        items: dict[UnitStrategy, list[UnitTuples]],
+        first: UnitStrategy,
+        rest: UnitStrategy,
+        *,
+        from_end: bool,
+    ) -> None:
         self._items, self._first, self._rest, self._from_end = items, first, rest, from_end
 
     def __call__(self, count: int) -> UnitTuples:
         size = len(self._items[self._first])
         inside = range(size - count, size) if self._from_end else range(count)
-        ways = [self._first if item in inside else self._rest for item in range(size)]
-        return tuple(unit for item, way in enumerate(ways) for unit in self._items[way][item])
+        chosen = [self._first if item in inside else self._rest for item in range(size)]
+        return tuple(unit for item, strategy in enumerate(chosen) for unit in self._items[strategy][item])
 
 
 def item_patterns(space: CandidateUnits) -> list[list[UnitTuples]]:
     """Each item with each of the strategies used in initial plans."""
-    return [in_way(space, way) for way in _ways_and_pairs(space)[0]]
+    return [_items_with(space, strategy) for strategy in _strategies_and_pairs(space)[0]]
 
 
 def _patterns(space: CandidateUnits) -> Iterator[_Pattern]:
-    ways, pairs = _ways_and_pairs(space)
-    items = {way: in_way(space, way) for way in ways}
+    strategies, pairs = _strategies_and_pairs(space)
+    items = {strategy: _items_with(space, strategy) for strategy in strategies}
     for first, rest in pairs:
         yield _Pattern(items, first, rest, from_end=False)
         yield _Pattern(items, first, rest, from_end=True)
 
 
-def _ways_and_pairs(space: CandidateUnits) -> tuple[list[int], list[tuple[int, int]]]:
+def _strategies_and_pairs(
+    space: CandidateUnits,
+) -> tuple[list[UnitStrategy], list[tuple[UnitStrategy, UnitStrategy]]]:
     """Strategies of whole items, and the pairs of them used in initial plans."""
-    ways = list(_MODES)
-    pairs = list(combinations(ways, 2))
+    found = list(_MODES)
+    pairs = list(combinations(found, 2))
     # Each further choice in the space adds its strategies and the pairs that lead to them.
-    again = RECOMPUTED * bool((space.way & RECOMPUTED).any())
+    again = any(strategy.recomputed for strategy in space.strategies)
     if again:
-        ways += [NO_SHARD + again, FULL_SHARD + again]
-        pairs += [(first, first + again) for first in (NO_SHARD, FULL_SHARD)]
-        pairs.append((NO_SHARD, FULL_SHARD + again))
-    most_cut = max(map(plain, set(space.way.tolist())), default=0)
-    if most_cut > SLICED:
-        pairs += [(way, most_cut + again) for way in ways]
-        ways.append(most_cut + again)
-    for number in sorted(set((space.way // WIRE).tolist()) - {0}):
-        pairs += [(way, FULL_SHARD + WIRE * number) for way in _MODES]
-        ways.append(FULL_SHARD + WIRE * number)
-    if bool((space.way & OFFLOADED).any()):
-        away = [way + OFFLOADED for way in ways if plain(way) == FULL_SHARD]
-        ways += away
-        pairs += [(way - OFFLOADED, way) for way in away]
-    return ways, pairs
+        recomputed = [mode._replace(recomputed=True) for mode in (NO_SHARD, FULL_SHARD)]
+        found += recomputed
+        pairs += zip((NO_SHARD, FULL_SHARD), recomputed, strict=True)
+        pairs.append((NO_SHARD, recomputed[1]))
+    most_slices = max((strategy.slices for strategy in space.strategies), default=1)
+    if most_slices > 1:
+        thinnest = sliced(most_slices)._replace(recomputed=again)
+        pairs += [(strategy, thinnest) for strategy in found]
+        found.append(thinnest)
+    for number in sorted({strategy.group for strategy in space.strategies} - {0}):
+        in_group = FULL_SHARD._replace(group=number)
+        pairs += [(mode, in_group) for mode in _MODES]
+        found.append(in_group)
+    if any(strategy.offloaded for strategy in space.strategies):
+        on_device = [strategy for strategy in found if strategy.mode == UnitMode.FULL_SHARD]
+        offloaded = [strategy._replace(offloaded=True) for strategy in on_device]
+        found += offloaded
+        pairs += zip(on_device, offloaded, strict=True)
+    return found, pairs
 
 
-def in_way(space: CandidateUnits, way: int) -> list[UnitTuples]:
-    """Each item as one unit with strategy ``way``, or the nearest its candidates allow."""
-    known: dict[bytes, UnitTuples] = {}
+def _items_with(space: CandidateUnits, strategy: UnitStrategy) -> list[UnitTuples]:
+    """Each item as one unit with ``strategy``, or the nearest its candidates allow."""
+    known: dict[tuple[UnitSpan, ...], UnitTuples] = {}
     found = []
     for (first, end), inner in zip(pairwise(space.bounds), space.inner, strict=True):
         # Items with equal candidates get equal units, computed once.
-        columns = np.stack([space.start[inner] - first, space.stop[inner] - first, space.way[inner]], axis=1)
-        key = columns.tobytes()
-        if key not in known:
-            known[key] = _nearest(list(map(tuple, columns.tolist())), end - first, way)
-        found.append(tuple((a + first, b + first, w) for a, b, w in known[key]))
+        candidates = tuple((a - first, b - first, own) for a, b, own in space.spans(inner))
+        if candidates not in known:
+            known[candidates] = _nearest(candidates, end - first, strategy)
+        found.append(tuple((a + first, b + first, own) for a, b, own in known[candidates]))
     return found
 
 
-def _nearest(candidates: list[tuple[int, int, int]], size: int, way: int) -> UnitTuples:
-    """The longest candidates with strategy ``way``; without one, any, its plain strategy first.
+def _nearest(candidates: Sequence[UnitSpan], size: int, strategy: UnitStrategy) -> UnitTuples:
+    """The longest candidates with ``strategy``; without one, any, its mode and slices first.
 
     Operators that cannot run in slices are replicated one by one, so that the others can still be sliced.
 
     Args:
         candidates: Candidates of one item, counted from its beginning.
         size: Its number of operators.
-        way: The wanted strategy.
+        strategy: The wanted strategy.
     """
-    if plain(way) > SLICED:
+    if strategy.slices > 1:
         # Single operators, if they cover the item; first those with the wanted recomputation.
         single = [unit for unit in candidates if unit[1] == unit[0] + 1]
-        alike = [unit for unit in single if is_recomputed(unit[2]) == is_recomputed(way)]
+        alike = [unit for unit in single if unit[2].recomputed == strategy.recomputed]
         complete = (some for some in (alike, single) if len({unit[0] for unit in some}) == size)
         candidates = next(complete, candidates)
+    nearest = (strategy, strategy._replace(recomputed=False), UnitStrategy(strategy.mode, strategy.slices))
     units, place = [], 0
     while place < size:
         here = [unit for unit in candidates if unit[0] == place]
-        nearest = (way, way & ~RECOMPUTED, plain(way))
-        best = max(here, key=lambda unit: (*(unit[2] == near for near in nearest), unit[1], -unit[2]))
+        best = min(here, key=lambda unit: (*(unit[2] != near for near in nearest), -unit[1], _rank(unit[2])))
         units.append(best)
         place = best[1]
     return tuple(units)
+
+
+def _rank(strategy: UnitStrategy) -> tuple[int, ...]:
+    """Order of strategies among which the choice is free: the simplest first."""
+    flags = strategy.offloaded, strategy.recomputed
+    return strategy.group, strategy.kept, *flags, strategy.mode, strategy.slices

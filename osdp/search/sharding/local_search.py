@@ -10,11 +10,11 @@ from itertools import pairwise
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
-from osdp.cost.sharding.strategies import NO_SHARD
+from osdp.cost.sharding.strategies import NO_SHARD, UnitSpan
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.initial_plans import item_patterns
 
-UnitTuples = tuple[tuple[int, int, int], ...]
+UnitTuples = tuple[UnitSpan, ...]
 
 #: Number of operators of an item, and its units with operators counted from its beginning.
 Pattern = tuple[int, UnitTuples]
@@ -51,8 +51,7 @@ def improve_locally(
         for pattern in patterns_of(space, [unit for units in in_one_way for unit in units])
     ]
     others = list(dict.fromkeys([*items, *seen, *usual]))
-    candidates = zip(space.start.tolist(), space.stop.tolist(), space.way.tolist(), strict=True)
-    allowed = set(candidates)
+    allowed = set(space.spans())
     # 2. The first improvement is taken and the sweep starts again, until none is left or LOOKS are used up.
     looks, improved = 0, True
     while improved:
@@ -72,24 +71,24 @@ def improve_locally(
     return outcome, _placed(space, items)
 
 
-def patterns_of(space: CandidateUnits, chosen: Sequence[tuple[int, int, int]]) -> list[Pattern]:
+def patterns_of(space: CandidateUnits, chosen: Sequence[UnitSpan]) -> list[Pattern]:
     """The pattern of each item in a plan."""
     found: list[Pattern] = []
     units = iter(chosen)
     for first, end in pairwise(space.bounds):
         mine, place = [], first
         while place < end:
-            start, place, way = next(units)
-            mine.append((start - first, place - first, way))
+            start, place, strategy = next(units)
+            mine.append((start - first, place - first, strategy))
         found.append((end - first, tuple(mine)))
     return found
 
 
 def _placed(space: CandidateUnits, items: Sequence[Pattern]) -> UnitTuples:
     return tuple(
-        (a + first, b + first, way)
+        (a + first, b + first, strategy)
         for first, (_, units) in zip(space.bounds, items, strict=False)
-        for a, b, way in units
+        for a, b, strategy in units
     )
 
 

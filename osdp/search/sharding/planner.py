@@ -9,16 +9,7 @@ from osdp.cost.evaluate import prediction, price_plan
 from osdp.cost.sharding.problem import ShardingProblem, build_situation, price_root
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import (
-    ROOT,
-    is_offloaded,
-    is_recomputed,
-    kept_of,
-    mode_of,
-    plain,
-    slices_of,
-    wire_of,
-)
+from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.time import passes
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
@@ -31,7 +22,7 @@ from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
 from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
-from osdp.search.sharding.root_unit import root_wire
+from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.solve import least_peak, solve_bounded
 from osdp.text import format_bytes
 
@@ -104,9 +95,9 @@ def _beside_host(training: Training) -> Training:
 def _host_bytes(situation: ShardingProblem, found: ShardingSolution) -> float:
     """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
     total = 0.0
-    for start, stop, way in found.units:
-        if is_offloaded(way):
-            prices = situation.prices.by_wire[wire_of(way)]
+    for start, stop, strategy in found.units:
+        if strategy.offloaded:
+            prices = situation.prices.by_wire[strategy.group]
             total += float(prices.state_sharded[stop] - prices.state_sharded[start])
             total += float(prices.gradient_sharded[stop] - prices.gradient_sharded[start])
     return total
@@ -151,7 +142,7 @@ def _situations(
     found = []
     for each in (True, False) if training.microbatches > 1 else (True,):
         situation = build_situation(model_desc, candidate.profile, device, training, reduce_each=each)
-        found.append(replace(situation, root_wire=root_wire(situation, rules)))
+        found.append(replace(situation, root_group=root_group(situation, rules)))
     return found
 
 
@@ -192,7 +183,7 @@ def _suggestions(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
     if rules.allowed == tuple(Mode):
         found += _wider(situation, rules)
     in_groups = rules.allowed == (Mode.HYBRID_SHARD,)
-    prices = situation.prices.by_wire[situation.root_wire if in_groups else 0]
+    prices = situation.prices.by_wire[situation.root_group if in_groups else 0]
     ranks = f"more ranks than {device.world_size}"
     found.append(
         f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded parameters and "
@@ -275,16 +266,16 @@ def sharding_plan(
     recomputed: dict[str, None] = {}
     in_root: list[Operator] = list(found.root_sharded)
     chain = situation.timeline.chain
-    for index, (a, b, way) in enumerate(found.units):
+    for index, (a, b, strategy) in enumerate(found.units):
         operators = chain[a:b]
-        wire = situation.prices.by_wire[wire_of(way)].wire
-        mode = Mode.HYBRID_SHARD if wire.hybrid else mode_of(way)
+        group = situation.prices.by_wire[strategy.group].wire
+        mode = Mode.HYBRID_SHARD if group.hybrid else strategy.plan_mode
         decided |= {op.name: (mode, reasons.of_unit(index)) for op in operators}
-        slices |= {op.name: slices_of(way) for op in operators}
-        kept |= {op.name: kept_of(way) for op in operators}
-        if is_recomputed(way):
+        slices |= {op.name: strategy.slices for op in operators}
+        kept |= {op.name: strategy.kept for op in operators}
+        if strategy.recomputed:
             recomputed[str(chain[a].block)] = None
-        if plain(way) == ROOT:
+        if strategy.mode == UnitMode.ROOT:
             in_root += operators
             continue
         modules = unit_modules(operators, model_desc.operators, model_desc.modules)
@@ -294,16 +285,16 @@ def sharding_plan(
                 mode,
                 names,
                 modules,
-                offloaded=is_offloaded(way),
-                group_size=wire.group_size,
-                route=wire.route if mode.sharded else Route.FLAT,
+                offloaded=strategy.offloaded,
+                group_size=group.group_size,
+                route=group.route if mode.sharded else Route.FLAT,
             )
         )
     # 2. Operators outside the chain: replicated, or in the root unit, which comes first.
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
     decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
-    on = situation.prices.by_wire[situation.root_wire].wire
+    on = situation.prices.by_wire[situation.root_group].wire
     root_mode = Mode.HYBRID_SHARD if on.hybrid else Mode.SHARD_GRAD_OP
     decided |= {op.name: (root_mode, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
@@ -343,7 +334,7 @@ def search_notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
     notes = [f"{found.cuts} moments of the step decided the search"]
     if gap > _PROVEN:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")
-    if any(is_offloaded(way) for _, _, way in found.units):
+    if any(strategy.offloaded for _, _, strategy in found.units):
         notes.append(
             "no plan was found that fits device memory alone, so some units are offloaded to host memory; "
             "give the optimizer foreach=True, since torch's default for them is a loop over all tensors"

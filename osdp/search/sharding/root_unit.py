@@ -17,7 +17,7 @@ _ROOT_CHOICES = 3
 RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
 
 
-def root_wire(situation: ShardingProblem, rules: SearchOptions) -> int:
+def root_group(situation: ShardingProblem, rules: SearchOptions) -> int:
     """Index of the shard group with the fastest collectives for all operators that may join the root unit.
 
     The root unit is sharded over all ranks, unless every unit must be sharded inside groups. This is decided
@@ -26,13 +26,13 @@ def root_wire(situation: ShardingProblem, rules: SearchOptions) -> int:
     hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
     loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
     nbytes = sum(operator.nbytes for operator in loose)
-    wires = [(number, prices.wire) for number, prices in enumerate(situation.prices.by_wire)]
+    groups = [(number, prices.wire) for number, prices in enumerate(situation.prices.by_wire)]
     seconds = {
-        number: wire.gather.seconds(nbytes) + wire.reduce.seconds(nbytes)
-        for number, wire in wires
-        if wire.searched
-        and wire.hybrid == hybrid
-        and (hybrid or rules.two_step in (None, wire.route.in_two_steps))
+        number: group.gather.seconds(nbytes) + group.reduce.seconds(nbytes)
+        for number, group in groups
+        if group.searched
+        and group.hybrid == hybrid
+        and (hybrid or rules.two_step in (None, group.route.in_two_steps))
     }
     return min(seconds, key=lambda number: seconds[number], default=0)
 

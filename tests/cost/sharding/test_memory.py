@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from osdp.cost.sharding.peaks import mildest_violation, step_peaks
 from osdp.cost.sharding.problem import price_root
 from osdp.cost.sharding.rows import memory_row
-from osdp.cost.sharding.unit_costs import price_units
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.root_unit import root_choices
 from tests.helpers.problems import random_situation
-from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of
+from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of, units_of
 
 
 @given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS), rules=st.sampled_from(RULES))
@@ -27,8 +26,8 @@ def test_every_moment_of_backward_above_a_limit_is_so_in_its_row(
     root = price_root(problem, sharded, replicated, has_unit=has_unit)
     space = space_of(problem, has_unit, rules)
     path = random_path(space, rng)
-    every = price_units(problem.prices, space.start, space.stop, space.way, problem.device)
-    units = price_units(problem.prices, space.start[path], space.stop[path], space.way[path], problem.device)
+    every = units_of(problem, space)
+    units = units_of(problem, space, path)
     highest, _ = step_peaks(problem, units, root)[2]
     below = highest
     for share in (0.99, 0.9, 0.7, 0.5):

@@ -8,7 +8,7 @@ import pytest
 
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, price_root
 from osdp.cost.sharding.simulate import simulate_units
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
 from osdp.cost.sharding.time import unit_seconds
 from osdp.cost.sharding.units import UnitCosts
 from tests.helpers.problems import random_situation
@@ -24,13 +24,13 @@ CONDITIONS = StepSettings(
 )
 
 
-def units(modes: list[int], gather: list[float], reduce: list[float]) -> UnitCosts:
+def units(modes: list[UnitStrategy], gather: list[float], reduce: list[float]) -> UnitCosts:
     """Units of one operator each that cost nothing but these seconds."""
     count = len(modes)
     known = {
         "start": np.arange(count),
         "stop": np.arange(count) + 1,
-        "mode": np.array(modes),
+        "mode": np.array([strategy.mode for strategy in modes]),
         "recomputed": np.zeros(count, dtype=bool),
         "gather_seconds": np.array(gather),
         "reduce_seconds": np.array(reduce),

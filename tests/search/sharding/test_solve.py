@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from osdp.cost.sharding.problem import ShardingProblem, price_root
 from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.simulate import StepEstimate, simulate_step
-from osdp.cost.sharding.strategies import is_recomputed, kept_of
+from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode
 from osdp.cost.sharding.time import time_row
 from osdp.cost.sharding.unit_costs import price_units
 from osdp.model.description import Operator, Parameter
@@ -39,13 +39,22 @@ def all_paths(space):
     return extend(0, [])
 
 
+def strategy(space, index):
+    return space.strategies[space.strategy[index]]
+
+
+def units_of(situation, space, path=slice(None)):
+    strategies = space.table[space.strategy[path]]
+    return price_units(situation.prices, space.start[path], space.stop[path], strategies, situation.device)
+
+
 def following(space, position, taken):
     """Candidates that may come next: a block is recomputed as a whole or not at all."""
     inside = position not in space.bounds
     return [
         index
         for index in np.flatnonzero(space.start == position).tolist()
-        if not inside or is_recomputed(space.way[index]) == is_recomputed(space.way[taken[-1]])
+        if not inside or strategy(space, index).recomputed == strategy(space, taken[-1]).recomputed
     ]
 
 
@@ -55,7 +64,7 @@ def space_of(situation: ShardingProblem, has_unit: bool, rules: SearchOptions):
         rules,
         root_unit=has_unit,
         recompute=situation.timeline.recompute.possible,
-        wires=[prices.wire for prices in situation.prices.by_wire],
+        groups=[prices.wire for prices in situation.prices.by_wire],
     )
 
 
@@ -65,10 +74,7 @@ def brute_force(situation: ShardingProblem, rules: SearchOptions) -> list[tuple[
         root = price_root(situation, sharded, replicated, has_unit=has_unit)
         space = space_of(situation, has_unit, rules)
         for path in all_paths(space):
-            a, b, m = space.start[path], space.stop[path], space.way[path]
-            found.append(
-                simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
-            )
+            found.append(simulate_step(situation, units_of(situation, space, path), root))
     return found
 
 
@@ -140,7 +146,7 @@ def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
         answer = solve(situation, limit, rules=rules)
         assert answer is not None and answer.outcome.peak <= limit
         assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
-        kept |= any(kept_of(way) for _, _, way in answer.units)
+        kept |= any(strategy.kept for _, _, strategy in answer.units)
     assert kept, "a plan that keeps some slices is the best at some limit"
 
 
@@ -162,16 +168,13 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Sea
     sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, SearchOptions()))
     root = price_root(situation, sharded, replicated, has_unit=has_unit)
     space = space_of(situation, has_unit, rules)
-    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+    every = units_of(situation, space)
     paths = [random_path(space, rng) for _ in range(6)]
     # Plans that shard nothing have rows of their own, and a test of their own.
     paths = [path for path in paths if has_unit or (every.sharded | every.sliced)[path].any()]
     outcomes = []
     for path in paths:
-        a, b, m = space.start[path], space.stop[path], space.way[path]
-        outcomes.append(
-            simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
-        )
+        outcomes.append(simulate_step(situation, units_of(situation, space, path), root))
     for own, outcome in enumerate(outcomes):
         row, constant = time_row(situation, every, root, outcome.cut)
         for other, path in enumerate(paths):
@@ -195,17 +198,15 @@ def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
     situation = random_situation(seed, 2, 3)
     root = price_root(situation, (), situation.timeline.root, has_unit=False)
     space = build_space(situation.timeline.chain, SearchOptions(allowed=(Mode.NO_SHARD,)), root_unit=False)
-    every = price_units(situation.prices, space.start, space.stop, space.way, situation.device)
+    every = units_of(situation, space)
     rng = random.Random(seed)
     paths = [random_path(space, rng) for _ in range(4)]
     for own in paths:
-        a, b, m = space.start[own], space.stop[own], space.way[own]
-        outcome = simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
+        outcome = simulate_step(situation, units_of(situation, space, own), root)
         row, constant = time_row(situation, every, root, outcome.cut)
         assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
         for other in paths:
-            a, b, m = space.start[other], space.stop[other], space.way[other]
-            seen = simulate_step(situation, price_units(situation.prices, a, b, m, situation.device), root)
+            seen = simulate_step(situation, units_of(situation, space, other), root)
             assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
 
@@ -231,7 +232,7 @@ def test_forced_modes_are_kept() -> None:
         answer = solve(situation, np.inf, rules=SearchOptions(allowed=(mode,)))
         assert answer is not None
         # An operator outside blocks may join the root unit instead of resharding on its own.
-        assert {m for _, _, m in answer.units} <= {{Mode.NO_SHARD: 0, Mode.FULL_SHARD: 2}[mode], 3}
+        assert {s.mode for _, _, s in answer.units} <= {STRATEGY_OF[mode].mode, UnitMode.ROOT}
 
 
 def test_same_input_same_answer() -> None:
@@ -261,10 +262,10 @@ def test_operators_of_two_dtypes_never_share_a_sharded_unit() -> None:
         for place, (name, dtype) in enumerate([("a", "float32"), ("b", "bfloat16"), ("c", "float32")])
     ]
     space = build_space(chain, root_unit=True, root_dtype="float32")
-    for start, stop, mode in zip(space.start, space.stop, space.way, strict=True):
+    for start, stop, (mode, *_) in space.spans():
         dtypes = {op.parameters[0].dtype for op in chain[start:stop]}
-        assert mode == 0 or len(dtypes) == 1
-        assert mode != 3 or dtypes == {"float32"}
+        assert mode == UnitMode.NO_SHARD or len(dtypes) == 1
+        assert mode != UnitMode.ROOT or dtypes == {"float32"}
 
 
 def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
@@ -273,4 +274,4 @@ def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
     space = build_space(
         [Operator("a", ("a",), mixed, None, 0, 0)], SearchOptions(allowed=(Mode.FULL_SHARD,)), root_unit=False
     )
-    assert space.way.tolist() == [0]
+    assert [unit[2].mode for unit in space.spans()] == [UnitMode.NO_SHARD]
