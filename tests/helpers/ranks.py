@@ -8,6 +8,7 @@ hangs once the parent ran a multi-threaded backward, and spawn pays torch's impo
 import contextlib
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -184,6 +185,8 @@ def _global_state() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack,
         torch._C._len_torch_function_stack,
         threading.active_count,
+        lambda: logging.root.manager.disable,
+        lambda: (logging.root.handlers[:], logging.getLogger("osdp").handlers[:]),
         lambda: dist.group.WORLD,
         lambda: len(os.listdir("/dev/fd")) > _MOST_FILES,
     ]

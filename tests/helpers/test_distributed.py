@@ -1,5 +1,6 @@
 """The process helper itself."""
 
+import logging
 import os
 import signal
 import threading
@@ -51,6 +52,8 @@ def _what_it_finds(leave: str = "") -> tuple[int, float, str | None, str, bool]:
         torch.set_grad_enabled(False)
     elif leave == "a patch":
         dist.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
+    elif leave == "silence":
+        logging.disable()
     elif leave == "a thread":
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     return found
@@ -91,7 +94,7 @@ def test_the_next_call_finds_the_same_ranks_as_if_they_were_new() -> None:
     assert not {pid for pid, *_ in second} & {pid for pid, *_ in fresh}
 
 
-@pytest.mark.parametrize("left", ["a setting", "a patch", "a thread"])
+@pytest.mark.parametrize("left", ["a setting", "a patch", "silence", "a thread"])
 def test_ranks_that_leave_something_behind_are_not_used_again(left: str) -> None:
     first, second = run(2, _what_it_finds, left), run(2, _what_it_finds)
     assert not {pid for pid, *_ in first} & {pid for pid, *_ in second}

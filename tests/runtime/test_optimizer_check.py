@@ -152,6 +152,7 @@ def train_alike(name: str) -> None:
         model = OSDP(model, plan=replace(plan_of(name, model), training=most))
         train(model, optimizers(list(model.parameters())))
         assert_trained(model, single_process(optimizers), name, case)
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -215,27 +216,32 @@ def test_a_subclass_with_a_step_of_its_own_is_let_through() -> None:
 
 
 class Records(logging.Handler):
-    """Keeps what was logged."""
+    """Keeps what is logged inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
+
+    def __enter__(self) -> "Records":
         logging.getLogger("osdp").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("osdp").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
 
 def notes_what_was_planned_in_vain() -> list[str]:
-    records = Records()
-    for name in PLANS:
-        model = wrapped(name, make())  # planned for AdamW
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(parameters, lr=0.1)]
 
-        def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(parameters, lr=0.1)]
-
-        train(model, optimizers(model.parameters()))
-        assert_trained(model, single_process(optimizers), name)
+    with Records() as records:
+        for name in PLANS:
+            model = wrapped(name, make())  # planned for AdamW
+            train(model, optimizers(model.parameters()))
+            assert_trained(model, single_process(optimizers), name)
     return records.messages
 
 

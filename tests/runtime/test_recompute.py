@@ -337,7 +337,7 @@ def alone(kind: str, *, twice: bool) -> list[nn.Module]:
     """Each rank's model in one process: gradients are averaged, buffers are its own, as under FSDP2."""
     models = [build(kind) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    for step in range(3):
+    for step in range(2):
         for rank, model in enumerate(models):
             model.zero_grad()
             backward(model, step, rank, twice=twice)
@@ -355,7 +355,7 @@ def faults(kind: str, layout: str, wanted: nn.Module, *, recomputed: bool, twice
     plan = plan_by_hand(model, modes, 2, groups=groups)
     apply(model, plan.with_sharding(recomputed=("blocks.0", "blocks.1") if recomputed else ()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(3):
+    for step in range(2):
         model.zero_grad()
         backward(model, step, dist.get_rank(), twice=twice)
         optimizer.step()
