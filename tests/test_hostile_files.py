@@ -249,7 +249,7 @@ def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
         named = dataclasses.replace(source, model="gpt2", fields=("n_layer=2", field))
         codec.save(named, described / "source.json")
         with pytest.raises(
-            ValueError, match=r"runs code that transformers fetches for '.*_attn_implementation"
+            ValueError, match=r"runs code that transformers downloads for '.*_attn_implementation"
         ):
             cli_models.load_described_model(described)
     named = dataclasses.replace(source, model="gpt2", fields=("_attn_implementation=eager",))
