@@ -36,7 +36,7 @@ from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
 from osdp.search.options import SearchOptions
 from osdp.tracing.fake_copy import copy_without_weights, on_meta
-from osdp.tracing.loss import NotedLoss
+from osdp.tracing.loss import RecordingLoss
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.derive import derive
 from osdp.tracing.tensor_parallel.rank import describe_rank
@@ -240,7 +240,7 @@ def resolve_description(
     check_plain(model)
     batch = SampleBatch.of(given)
     atoms = _atoms(model, policy)
-    loss = NotedLoss(loss_fn)
+    loss = RecordingLoss(loss_fn)
     with allowed_to_run(model):
         description = ModelDesc.from_module(model, batch, loss_fn=loss, atoms=atoms)
     if loss.is_stand_in and is_first():

@@ -204,7 +204,7 @@ LINK_JSON = '{"collective": "all_gather", "group": "world", "size": 2, "latency"
         ('{"memory_limit": 5, "links": {}}', "must be a list"),
         (f'{{"memory_limit": 5, "links": [{LINK_JSON % "null"}]}}', r"links\[0\].bandwidth must be a number"),
         (f'{{"memory_limit": 5, "links": [{LINK_JSON % "0"}]}}', "bandwidth 0.0 must be positive"),
-        ('{"memory_limit": 5, "flops": NaN}', "NaN is no number of JSON"),
+        ('{"memory_limit": 5, "flops": NaN}', "NaN is not a JSON number"),
     ],
 )
 def test_what_is_no_value_is_refused(text: str, message: str) -> None:

@@ -29,8 +29,8 @@ HOSTILE = {
     '{"a":' * 150 + "1" + "}" * 150: "is nested deeper than 100 levels",
     "9" * 10_000: "is too large: it has 10000 digits",
     '{"version": 1e999}': "the number 1e999 is too large",
-    '{"version": NaN}': "NaN is no number of JSON",
-    "[-Infinity]": "-Infinity is no number of JSON",
+    '{"version": NaN}': "NaN is not a JSON number",
+    "[-Infinity]": "-Infinity is not a JSON number",
     '{"a": 1, "b": 2, "a": 3}': "'a' is written twice in one place",
     "": "line 1: Expecting value",
     '{"a": 1,\n3}': "line 2: Expecting property name",
@@ -249,7 +249,7 @@ def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
         named = dataclasses.replace(source, model="gpt2", fields=("n_layer=2", field))
         codec.save(named, described / "source.json")
         with pytest.raises(
-            ValueError, match=r"runs code that transformers fetches for '.*_attn_implementation"
+            ValueError, match=r"runs code that transformers downloads for '.*_attn_implementation"
         ):
             cli_models.load_described_model(described)
     named = dataclasses.replace(source, model="gpt2", fields=("_attn_implementation=eager",))

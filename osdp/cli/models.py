@@ -194,8 +194,8 @@ def model_label(name: str) -> str:
 
 def changed_fields(name: str, fields: Iterable[str]) -> set[str]:
     """The fields that change the model; those that only add what the weights leave open do not."""
-    told = _NOT_IN_WEIGHTS if is_folder(name) and _source(Path(name)).is_from_function else set()
-    return set(fields) - told
+    free = _NOT_IN_WEIGHTS if is_folder(name) and _source(Path(name)).is_from_function else set()
+    return set(fields) - free
 
 
 def require_described(folder: Path, names: Sequence[str]) -> None:

@@ -181,7 +181,7 @@ def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any
     everyone = gather_objects(mine, group)
     names = [name for name, _ in everyone]
     hosts = list(dict.fromkeys(names))
-    # Only their names tell one network from another; on one host there is none, and a container has a new
+    # Only their names distinguish networks; on one host there is none, and a container has a new
     # name at each start.
     between = [hosts, _network_settings()] if len(hosts) > 1 else []
     layout = [hosts.index(name) for name in names]
@@ -217,7 +217,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file for the user alone, whole or not at all, beside others who may write the same one."""
+    """Write a file for the user alone, whole or not at all, while others may write the same one."""
     # mkstemp: a new name, mode 0600.
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".partial")
     try:

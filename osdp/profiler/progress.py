@@ -27,7 +27,7 @@ def progress_bar(total: int, description: str, *, shown: bool = True) -> Progres
     """A bar of ``total`` steps on standard error, if ``shown``, that is a terminal and tqdm is there."""
     if not shown or importlib.util.find_spec("tqdm") is None:
         return _Silent()
-    # None: not where standard error is no terminal but a log.
+    # disable=None: no bar where standard error is not a terminal.
     bar: Progress = importlib.import_module("tqdm").tqdm(
         total=total, desc=description, leave=False, disable=None
     )

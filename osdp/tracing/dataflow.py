@@ -225,7 +225,7 @@ class _FlowRecorder(TorchDispatchMode):
         """Record that ``tensor`` is read.
 
         Returns:
-            Whether it depends on parameters; ``None`` if it is no value.
+            Whether it depends on parameters; ``None`` if it is not a value.
         """
         here = len(self._steps) - 1
         parameter = self._parameters.get(id(tensor))

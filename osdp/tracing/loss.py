@@ -35,7 +35,7 @@ def scalar_loss(outputs: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
     return loss
 
 
-class NotedLoss:
+class RecordingLoss:
     """:func:`scalar_loss` with a fixed ``loss_fn``, which records whether it had to stand in for a loss.
 
     Attributes:

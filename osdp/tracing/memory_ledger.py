@@ -72,7 +72,7 @@ class Ledger:
             self._gradients.add(number)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Number of the storage of ``tensor`` in the timeline; ``None`` if it is no activation."""
+        """Number of the storage of ``tensor`` in the timeline; ``None`` if it is not an activation."""
         return self._numbers.get(storage_key(tensor))
 
     def book_gradients(self, parameters: Iterable[torch.Tensor]) -> None:

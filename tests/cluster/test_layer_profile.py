@@ -139,7 +139,7 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     assert all(t.working_bytes > 0 for t in own.times)
     assert sum(counts[t.item] * (t.forward + t.backward) for t in own.times) == pytest.approx(whole)
     assert own.times == found.times[:3]
-    with pytest.raises(RuntimeError, match="has the part of one of 2 tensor-parallel ranks"):
+    with pytest.raises(RuntimeError, match="describes the part of one of 2 tensor-parallel ranks"):
         run("plan", str(part))
     with pytest.raises(ValueError, match="is an estimate, which the cluster planner makes itself"):
         layer_profile(desc, replace(profile, measured=False), "A10", "gpt2")

@@ -30,7 +30,7 @@ _LONG = 0.2
 def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
     """The devices with the way from stage to stage measured, unless it is known or nobody is there.
 
-    How unequal the ranks are is measured beside it; not where several share a core, which a moment decides.
+    Slowdowns of the ranks are measured as well, except where ranks share a core.
     """
     if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
         return device

@@ -164,7 +164,7 @@ def _grows_with_size(info: DeviceInfo) -> bool:
 
 
 def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
-    """The devices with the memory of now, which is no measurement: the least of any rank's."""
+    """The devices with the memory that is available now, the least of any rank: it is never cached."""
     host = info.host
     memory = 0 if host is None else available_memory(torch.device("cpu"), info.devices_per_node)
     least = torch.tensor([limit, memory], dtype=torch.int64, device=where)
@@ -236,7 +236,7 @@ def _resolve_shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tup
 
 
 def _ranks_per_host(mesh: DeviceMesh | None, size: int) -> int:
-    """How many neighbouring ranks share a machine, told by its name."""
+    """Number of neighbouring ranks with the same host name."""
     names = gather_objects(socket.gethostname(), None if mesh is None else mesh.get_group())
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     is_even = len({count for _, count in runs}) == 1 and len(runs) == len(set(names))

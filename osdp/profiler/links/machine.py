@@ -32,7 +32,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def hardware(device: torch.device) -> tuple[str | int, ...]:
-    """What times measured on ``device`` depend on beside the model: this and all others of its kind."""
+    """What times measured on ``device``, or on any other of its kind, depend on apart from the model."""
     backends: Any = torch.backends
     return (
         device_kind(device),
@@ -51,7 +51,7 @@ def hardware(device: torch.device) -> tuple[str | int, ...]:
 
 
 def _cpu_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Name of the CPU's model, as far as the system tells."""
+    """Name of the CPU's model, if the system gives it, else of its architecture."""
     lines = cpuinfo.read_text(encoding="utf8").splitlines() if cpuinfo.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())

@@ -74,13 +74,13 @@ def measure_mixed_overlap(
         compute()
         dist.reduce_scatter(shard, whole, group=group)
 
-    def beside() -> None:
+    def overlapped() -> None:
         work = dist.all_reduce(bucket, group=group, async_op=True)
         backward()
         _wait(work)
 
     compute = _compute_lasting(1, communicate, group, device)
-    return _measure_hidden_part(backward, communicate, beside, group, device, repeats)
+    return _measure_hidden_part(backward, communicate, overlapped, group, device, repeats)
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -108,7 +108,7 @@ class _Search:
         # 1. The hidden states must be a tensor (..., sequence, features) that the ranks divide evenly.
         hidden = _first(_arguments(call))
         if hidden is None or hidden.dim() < 3 or not hidden.is_floating_point():
-            return f"the first input of {block} is no floating-point tensor (batch, sequence, features)"
+            return f"the first input of {block} is not a floating-point tensor (batch, sequence, features)"
         if hidden.shape[-2] % self.plan.degree:
             return (
                 f"a sequence of {hidden.shape[-2]} cannot be shared evenly by {self.plan.degree} "
