@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from osdp import DeviceInfo
-from tests.helpers.devices import known_device
+from tests.helpers.devices import known_devices
 from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
 
@@ -81,7 +80,7 @@ def run_session(session: Session, folder: str) -> None:
     with (
         mock.patch("torch.distributed.init_process_group"),
         mock.patch("torch.distributed.destroy_process_group"),
-        mock.patch.object(DeviceInfo, "detect", known_device),
+        known_devices(),
     ):
         exec(compile(session.code, session.page, "exec"), {"__name__": "__main__"})
 

@@ -21,10 +21,9 @@ from examples.stage_options import stages_of
 from examples.text_data import IGNORED, LARGEST_CHUNK, MASK, Corpus, batch, masked
 from examples.text_model import Size, build
 from examples.training_run import Part, Run, Settings
-from osdp import DeviceInfo
 from osdp.plan.dims import ParallelDims
 from tests.helpers import distributed
-from tests.helpers.devices import known_device
+from tests.helpers.devices import known_devices
 from tests.helpers.load import slowdown
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +269,7 @@ def train_on_this_rank(flags: list[str]) -> None:
     with (
         mock.patch.object(sys, "argv", ["train_text", *flags]),
         mock.patch.object(train_text, "start", lambda: part),
-        mock.patch.object(DeviceInfo, "detect", known_device),
+        known_devices(),
     ):
         train_text.main()
 

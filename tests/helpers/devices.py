@@ -1,7 +1,10 @@
 """Devices that nobody measured."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -30,3 +33,13 @@ def known_device(
         stage_link=PointToPointLink(1e-4, 1e9),
         tensor_links=tensor_links if size < dist.get_world_size() else (),
     )
+
+
+@contextmanager
+def known_devices() -> Iterator[None]:
+    """Whoever would measure devices is given :func:`known_device` instead."""
+    with (
+        mock.patch.object(DeviceInfo, "detect", known_device),
+        mock.patch("osdp.inputs.detect", known_device),
+    ):
+        yield
