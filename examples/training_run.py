@@ -164,7 +164,7 @@ def _apart(model: nn.Module, inputs: Inputs) -> tuple[Inputs, torch.Tensor, Call
 
 
 def _steps(model: nn.Module) -> StepRunner:
-    found: StepRunner = cast(Any, model)._applied.steps
+    found: StepRunner = cast(Any, model)._steps
     return found
 
 
