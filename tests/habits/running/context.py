@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from osdp import OSDP, ModelDesc, Training
-from osdp.inputs import from_first_rank
+from osdp.comm.objects import on_first_rank
 from tests.habits.running.habit import Habit
 from tests.habits.running.nets import CLASSES, FEATURES, WORDS, mse
 from tests.habits.running.plans import PLANS, plan_of
@@ -182,7 +182,7 @@ class Context:
         if self._wrapped > len(self._descriptions):
             with torch.random.fork_rng(devices=[]):
                 batch = inputs if len(inputs) > 1 else inputs[0]
-                desc = from_first_rank(partial(ModelDesc.from_module, model, batch, loss_fn=loss_fn))
+                desc = on_first_rank(partial(ModelDesc.from_module, model, batch, loss_fn=loss_fn))
             self._descriptions.append(desc)
         return self._descriptions[self._wrapped - 1]
 

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
 from osdp.api import make_plan
+from osdp.comm.objects import on_first_rank
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import PointToPointLink
-from osdp.inputs import from_first_rank, usable_schedules
+from osdp.inputs import usable_schedules
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
@@ -52,7 +53,7 @@ def wrapped(model: nn.Module, **options: Any) -> OSDP:
         local_batch=SAMPLES // PARTS // dp or 1, microbatches=PARTS, param_dtype=options.pop("dtype", None)
     )
     assert training.local_batch is not None
-    model_desc = from_first_rank(partial(ModelDesc.from_module, model, batch(training.local_batch)))
+    model_desc = on_first_rank(partial(ModelDesc.from_module, model, batch(training.local_batch)))
     device = devices(dp)
     profile = estimate(model_desc, device, training)
     return OSDP(model, model_desc, device, training=training, profile=profile, **options)
