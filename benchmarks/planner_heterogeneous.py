@@ -41,7 +41,6 @@ from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.transformer import Item, TransformerShape
 from osdp.plan.dims import ParallelDims
-from osdp.plan.plan import Plan
 from osdp.plan.shard_math import part_sizes
 from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.runtime.mesh import parallel_mesh
@@ -192,7 +191,7 @@ def _step(case: Case, plan: ClusterPlan, prices: ClusterPrices) -> TrainStep:
     made = runnable_plan(plan, prices.cluster, LOAD, case.model(device="meta"), sample, kind="cpu")
     degrees = plan.layout.degrees
     mesh: DeviceMesh = parallel_mesh(case.model(device="meta"), degrees)
-    wrapped = OSDP(case.model(), plan=made, mesh=mesh if isinstance(made, Plan) else mesh["dp"])
+    wrapped = OSDP(case.model(), plan=made, mesh=mesh)
     optimizer = make_optimizer(wrapped.parameters(), Training())
     share, index_of_rank = GLOBAL_BATCH // degrees.dp, mesh["dp"].get_local_rank()
     mine = slice(index_of_rank * share, (index_of_rank + 1) * share)
