@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from osdp.api import make_plan
+from osdp.cluster.cost.links import Ring, SlotHardware, slot_hardware
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.layer_profile import LayerBytes, layer_bytes
+from osdp.cluster.layer_profile import LayerCost, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
@@ -105,7 +104,7 @@ def runnable_plan(
 
 def traced_layers(
     model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
-) -> tuple[LayerBytes, ...]:
+) -> tuple[LayerCost, ...]:
     """Traced activation bytes of the items of a model, for the cost model of its layouts.
 
     Args:
@@ -319,7 +318,7 @@ def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
         # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
         times = 2 if collective == "all_reduce" else 1
         latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
-        bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times
+        bandwidth = min(ring.link.bandwidth for ring in rings) * size / (size - 1) / times
         links.append(Link(collective, "world", size, latency, bandwidth))
     return tuple(links)
 

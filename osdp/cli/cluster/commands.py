@@ -19,7 +19,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.export.pareto_plot import plot_plans
 from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of, text_table
-from osdp.cluster.layer_profile import merged
+from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, nothing_fits
 from osdp.cluster.search.layouts import arrange, every_layout
@@ -131,11 +131,11 @@ def layers(
     out: Out = Path("layers.json"),
 ) -> None:
     """Save what osdp profile measured of a transformer's layers, for --layer-times of the other commands."""
-    found = merged([load_layer_profile(folder, gpu, model_label(model)) for folder in described])
+    found = merge_profiles([load_layer_profile(folder, gpu, model_label(model)) for folder in described])
     found.save(out)
-    cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
-    told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
-    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {told} in {out}")
+    cases = sorted({(layer.case.samples, layer.case.sequence, layer.case.tp) for layer in found.layers})
+    sizes = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
+    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {sizes} written to {out}")
 
 
 app.command("calibrate")(calibrate_steps)

@@ -17,16 +17,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.corrections import LayerCase, correction_factor
+from osdp.cluster.cost.corrections import LayerSize, correction_factor
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
 from osdp.cluster.cost.layer_work import LayerWork, layer_work
+from osdp.cluster.cost.links import SlotHardware, slot_hardware
 from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
 from osdp.cluster.hardware import Cluster, Gpu
-from osdp.cluster.layer_profile import LayerBytes, LayerProfile
+from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
-from osdp.cluster.transformer import Item, TransformerShape
+from osdp.cluster.transformer import Item
 
 Floats = NDArray[np.float64]
 
@@ -139,7 +139,7 @@ class ClusterPrices:
         workload: Workload,
         rates: Efficiencies = PUBLISHED,
         profiles: Sequence[LayerProfile] = (),
-        traced: Sequence[LayerBytes] = (),
+        traced: Sequence[LayerCost] = (),
     ) -> None:
         self.cluster = cluster
         self.profiles = tuple(profiles)
@@ -156,20 +156,27 @@ class ClusterPrices:
         self.counts = {kind: _count(self.items, kind) for kind in self.kinds}
         self._homes: dict[tuple[int, int, tuple[int, ...]], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
-        self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
-        self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
+        self._work: dict[tuple[LayerCase, int], LayerWork] = {}
+        self._seconds: dict[tuple[LayerCase, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
-        key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
+        key = (self._case(item, layout), layout.token_slices)
         if key not in self._work:
-            self._work[key] = self._work_of(*key, self.workload.shape)
+            self._work[key] = self._work_of(*key)
         return self._work[key]
 
-    def _work_of(self, item: Item, samples: int, tp: int, slices: int, shape: TransformerShape) -> LayerWork:
-        load = self.workload
-        return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
+    def _case(self, item: Item, layout: ParallelLayout) -> LayerCase:
+        return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
+
+    def _work_of(self, case: LayerCase, slices: int = 1) -> LayerWork:
+        load, shape = self.workload, self.workload.shape
+        if case.sequence != shape.sequence:
+            shape = replace(shape, sequence=case.sequence)
+        return layer_work(
+            shape, case.item, case.samples, case.tp, flash=load.flash, slices=slices, width=load.weight_bytes
+        )
 
     def home(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
@@ -180,8 +187,8 @@ class ClusterPrices:
 
     def border_bytes(self, layout: ParallelLayout) -> Floats:
         """Bytes of a token slice sent forward over the boundary before each item; shape ``(I + 1,)``."""
-        outputs = [self.work(item, layout).output_bytes for item in self.items]
-        return np.array([0.0, *outputs[:-1], 0.0])
+        outputs = {kind: self.work(kind, layout).output_bytes for kind in self.kinds}
+        return np.array([0.0, *(outputs[item] for item in self.items[:-1]), 0.0])
 
     def stage_prices(self, layout: ParallelLayout, slot: StageSlot) -> StagePrices:
         """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot.
@@ -225,7 +232,7 @@ class ClusterPrices:
             return np.zeros_like(parameters)
         load, ring = self.workload, home.data
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
-        scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
+        scale = (ring.size - 1) / ring.size / ring.link.bandwidth
         fixed = ring.scatter_seconds(0.0)
         zero = layout.way.zero
         # In units of one reduce-scatter; an all-reduce costs two.
@@ -296,17 +303,12 @@ class ClusterPrices:
 
         With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
         """
-        work, shape = self.work(item, layout), self.workload.shape
-
-        def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
-            return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
-
-        where = (item, layout.samples, shape.sequence, layout.degrees.tp)
+        work, case = self.work(item, layout), self._case(item, layout)
         found = []
         for gpu in home.gpus:
             profile = self._profiles.get(gpu.name)
-            known = self.traced if profile is None else profile.activations
-            found.append(with_measured_bytes(work, known, *where, modelled))
+            known = self.traced if profile is None else profile.layers
+            found.append(with_measured_bytes(work, known, case, self._work_of))
         return replace(
             work,
             kept_bytes=max(each.kept_bytes for each in found),
@@ -316,7 +318,7 @@ class ClusterPrices:
 
     def _layer_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds:
         """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
-        key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
+        key = (self._case(item, layout), layout.token_slices, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
             self._seconds[key] = self._measured(item, layout, gpu) or modelled
@@ -327,26 +329,23 @@ class ClusterPrices:
         if gpu.name not in self._profiles:
             return None
 
-        shape, tp = self.workload.shape, layout.degrees.tp
+        def modelled(case: LayerCase) -> LayerSeconds:
+            return layer_seconds(self._work_of(case), gpu, self.rates)
 
-        def modelled(samples: int, sequence: int, tp: int) -> LayerSeconds:
-            work = self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
-            return layer_seconds(work, gpu, self.rates)
-
-        profile = self._profiles[gpu.name]
-        whole = measured_seconds(profile, item, layout.samples, shape.sequence, tp, modelled)
+        case = self._case(item, layout)
+        whole = measured_seconds(self._profiles[gpu.name], case, modelled)
         if whole is None or layout.token_slices == 1:
             return whole
         # Profiles measure whole sequences: scale to a slice by the modelled ratio.
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
-        return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
+        return whole.scale(of_slice, modelled(case))
 
     def _factor(self, layout: ParallelLayout) -> float:
         """Correction factor of the modelled seconds, interpolated from measured layers."""
         shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
         if key not in self._factors:
-            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
-            self._factors[key] = correction_factor(self.rates.corrections, case)
+            size = LayerSize(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, size)
         return self._factors[key]
 
     def _shards(

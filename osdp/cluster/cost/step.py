@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.slot_links import SlotHardware
+from osdp.cluster.cost.links import Ring, SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds
@@ -85,10 +84,10 @@ def border_seconds(
     Each token slice is sent separately, in messages of ``nbytes``.
     """
     # Between nodes the slower of the sender's and the receiver's link counts.
-    wires = (after.within,) if same_node else (before.between, after.between)
+    links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * layout.schedule_kind.stages_per_rank * layout.token_slices
-    return messages * max(wire.seconds(nbytes) for wire in wires)
+    return messages * max(link.seconds(nbytes) for link in links)
 
 
 def embedding_seconds(
@@ -102,10 +101,10 @@ def embedding_seconds(
         return 0.0
     nbytes = prices.tied_numbers(layout) * prices.workload.reduce_bytes
     holders = min(layout.degrees.pp, 1 + prices.workload.shape.tied_copies)
-    wires = [
+    links = [
         home.within if slot.shares >= layout.degrees.pp else home.between for slot, home in homes.items()
     ]
-    return max(Ring(holders, wire).reduce_seconds(nbytes) for wire in wires)
+    return max(Ring(holders, link).reduce_seconds(nbytes) for link in links)
 
 
 def wrap_seconds(
