@@ -291,7 +291,7 @@ def device_of_stage(
     by_slot = {slot: slot_hardware(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
     prices = ClusterPrices(cluster, workload, rates)
-    layer = {slot: prices.item_prices(plan.thriftiest, slot)[Item.LAYER].compute for slot in by_slot}
+    layer = {slot: prices.item_prices(plan.most_memory_saving, slot)[Item.LAYER].compute for slot in by_slot}
     slowdowns = tuple(layer[slot] / layer[plan.slots[0]] for slot in plan.slots)
     limits = tuple(by_slot[slot].limit - workload.reserve for slot in plan.slots)
     gpus = homes[0].gpus

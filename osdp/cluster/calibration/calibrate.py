@@ -84,7 +84,7 @@ class Calibration(Savable):
     folds: int
     flash: bool
 
-    def applied(self, cluster: Cluster) -> Cluster:
+    def apply_to(self, cluster: Cluster) -> Cluster:
         """The cluster with the fitted links.
 
         Raises:

@@ -120,11 +120,11 @@ def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recomp
     None, unless a step would then have needed more memory than its devices have, even if the estimate is a
     fifth too high; in that case full recomputation of every layer.
     """
-    needed = (_needed(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
+    needed = (_memory_share(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
     return RecomputeLayers.FULL if any(part > _DOUBT for part in needed) else RecomputeLayers.NONE
 
 
-def _needed(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
+def _memory_share(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
     """Memory of the fullest stage, as a fraction of the device's.
 
     Only the first and last stage are checked: they hold the most microbatches and the head.

@@ -76,7 +76,7 @@ class MixedStages:
         return (int(self.first[where]), int(self.second[where])), int(self.cut[where])
 
 
-def mixture(runs: RunPrices) -> MixedStages:
+def mixed_stages(runs: RunPrices) -> MixedStages:
     """Best runs of every stage of a layout; where nothing fits, the runs with the smallest excess of memory.
 
     Args:
@@ -100,7 +100,7 @@ def mixture(runs: RunPrices) -> MixedStages:
             # A cut at an end of the stage stands for none that fits.
             total = np.where((where > start) & (where < stop), total, np.inf)
         there, after = runs.seconds(parts), runs.end(parts)
-        value = np.where(total <= runs.home.limit, runs.step_seconds(there, after), np.inf)
+        value = np.where(total <= runs.hardware.limit, runs.step_seconds(there, after), np.inf)
         # Prefer the faster of those that fit; as long as none does, the one that needs less memory.
         better = (value < best) | (np.isinf(best) & (total < needed))
         best = np.where(better, value, best)
@@ -162,9 +162,15 @@ def _pairs(runs: RunPrices) -> list[tuple[int, int]]:
     nbytes, value = layer_points(runs)
     pairs: set[tuple[int, int]] = set()
     for column in range(nbytes.shape[1]):
-        order = sorted(range(len(value)), key=lambda way: (nbytes[way, column], value[way], way))
-        front = [way for at, way in enumerate(order) if all(value[way] < value[o] for o in order[:at])]
-        pairs |= {(way, way) for way in front} | set(permutations(front, 2))
+        order = sorted(
+            range(len(value)), key=lambda strategy: (nbytes[strategy, column], value[strategy], strategy)
+        )
+        front = [
+            strategy
+            for at, strategy in enumerate(order)
+            if all(value[strategy] < value[o] for o in order[:at])
+        ]
+        pairs |= {(strategy, strategy) for strategy in front} | set(permutations(front, 2))
     return sorted(pairs)
 
 
@@ -187,7 +193,7 @@ def _candidates(runs: RunPrices) -> list[tuple[int, int, tuple[int, int]]]:
 
 def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
     """Bytes of a layer, shape ``(strategies, pp)``, and the seconds it adds to a step, ``(strategies,)``."""
-    nbytes, value = np.zeros((len(runs.ways), len(runs.held))), np.zeros(len(runs.ways))
+    nbytes, value = np.zeros((len(runs.strategies), len(runs.held))), np.zeros(len(runs.strategies))
     where = _first_layer(runs)
     for number, priced in enumerate(runs.priced):
         layer = priced.items[runs.prices.items[where]]
@@ -204,14 +210,14 @@ def _first_layer(runs: RunPrices) -> int:
 
 def lower_hull(nbytes: Floats, value: Floats) -> list[int]:
     """Indices of the points on the lower convex hull of value over bytes, by ascending bytes."""
-    order = sorted(range(len(nbytes)), key=lambda way: (nbytes[way], value[way], way))
+    order = sorted(range(len(nbytes)), key=lambda strategy: (nbytes[strategy], value[strategy], strategy))
     hull: list[int] = []
-    for way in order:
-        if hull and value[way] >= value[hull[-1]]:
+    for strategy in order:
+        if hull and value[strategy] >= value[hull[-1]]:
             continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], way, nbytes, value):
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], strategy, nbytes, value):
             hull.pop()
-        hull.append(way)
+        hull.append(strategy)
     return hull
 
 
@@ -260,7 +266,7 @@ def _cuts(
     # second none before the first.
     low, high = np.maximum(start + 1, segment[0]), np.minimum(stop - 1, segment[1])
     working = np.maximum(runs.priced[one].working[start, high], runs.priced[other].working[low, stop])
-    room = runs.home.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
+    room = runs.hardware.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
     room -= after[rank, stop] - before[rank, start]
     # Prefix sums count a tied weight once per item that uses it, but a stage stores it once: in the first of
     # the runs that use it. No item of the segment does.
@@ -279,20 +285,20 @@ def _cuts(
     return np.where(none, stop, np.where(saves, cut, cut - 1))
 
 
-def _prefix(runs: RunPrices, way: int) -> Floats:
+def _prefix(runs: RunPrices, strategy: int) -> Floats:
     """Bytes of all items before each position, by pipeline rank; shape ``(pp, I + 1)``."""
-    priced = runs.priced[way]
+    priced = runs.priced[strategy]
     found: Floats = (
-        _bytes_each(runs, way) * _numbers(runs)[None, :]
+        _bytes_each(runs, strategy) * _numbers(runs)[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
         + priced.logits[0][None, :] * runs.layout.head_in_flight
     )
     return found
 
 
-def _bytes_each(runs: RunPrices, way: int) -> float:
+def _bytes_each(runs: RunPrices, strategy: int) -> float:
     """Bytes of weight, gradient and optimizer states per parameter with a strategy."""
-    return sum(runs.prices.parameter_bytes(runs.ways[way], runs.layout))
+    return sum(runs.prices.parameter_bytes(runs.strategies[strategy], runs.layout))
 
 
 def _numbers(runs: RunPrices) -> Floats:

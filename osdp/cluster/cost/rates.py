@@ -119,6 +119,6 @@ def occupied_flops(rows: int, columns: int, inner: int, count: int = 1, multipro
     return math.ceil(tiles * count / each) * each * (2.0 * high * wide * inner)
 
 
-def aligned(*sizes: int) -> bool:
+def is_aligned(*sizes: int) -> bool:
     """Whether rows of 16-bit elements of all these lengths allow the widest loads."""
     return not any(size % _ALIGNMENT for size in sizes)

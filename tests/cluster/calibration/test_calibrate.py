@@ -20,7 +20,7 @@ from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.calibration.step_model import Fitted, StepModel, assumed_recompute
 from osdp.cluster.cost.corrections import LayerSize, correction_factor, corrections_of
 from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
-from osdp.cluster.cost.rates import PUBLISHED, Efficiencies, aligned, occupied_flops
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies, is_aligned, occupied_flops
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
@@ -60,7 +60,7 @@ def test_the_network_is_found_where_steps_cross_it() -> None:
     assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.02
     assert found.outside.bandwidth == pytest.approx(network.bandwidth, rel=0.1)
     calibrated = replace(calibrate(steps, SETTING), outside=found.outside)
-    node = calibrated.applied(Cluster((NodeGroup(NODE, 8),))).groups[0].node
+    node = calibrated.apply_to(Cluster((NodeGroup(NODE, 8),))).groups[0].node
     assert (node.inside, node.outside) == (calibrated.inside, found.outside)
 
 
@@ -111,9 +111,9 @@ def test_the_same_steps_give_the_same_calibration(steps: tuple[MeasuredStep, ...
 
 def test_a_calibration_is_of_its_nodes() -> None:
     found = Calibration("node", PUBLISHED, INSIDE, None, 1, 0.1, 0.1, 2, flash=False)
-    assert found.applied(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
+    assert found.apply_to(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
     with pytest.raises(ValueError, match="of nodes 'node', the cluster has other"):
-        found.applied(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
+        found.apply_to(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_host_and_device_hide_behind_each_other() -> None:
 )
 def test_products_take_whole_waves_of_tiles(sizes: tuple[int, int, int], waves: int) -> None:
     assert occupied_flops(*sizes, 1, 108) == waves * 108 * 2 * 256 * 128 * 64
-    assert aligned(*sizes) == (sizes[0] % 8 == 0 and sizes[1] % 8 == 0)
+    assert is_aligned(*sizes) == (sizes[0] % 8 == 0 and sizes[1] % 8 == 0)
 
 
 def test_kendall_counts_pairs() -> None:

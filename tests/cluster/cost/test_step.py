@@ -182,12 +182,12 @@ def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
 
 def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:
     prices = ClusterPrices(FOUR, workload(global_batch=16))
-    homes = [
-        prices.home(ParallelLayout(ParallelDims(1, 16 // tp, tp), 1, 1), StageSlot((4,))) for tp in (1, 4)
+    hardware = [
+        prices.hardware(ParallelLayout(ParallelDims(1, 16 // tp, tp), 1, 1), StageSlot((4,))) for tp in (1, 4)
     ]
-    assert homes[0].data.link.bandwidth == 4 * homes[1].data.link.bandwidth == 5e9
+    assert hardware[0].data.link.bandwidth == 4 * hardware[1].data.link.bandwidth == 5e9
     assert (
-        prices.home(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.link
+        prices.hardware(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.link
         == node_type(FAST).inside
     )
 
