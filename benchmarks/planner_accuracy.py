@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
-from osdp.cluster.calibration.calibrate import Fitted, cross_validation, fit, leave_out, relative_errors
+from osdp.cluster.calibration.calibrate import cross_validation, fit, leave_out, relative_errors
 from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
-from osdp.cluster.calibration.step_model import Setting, assumed_recompute
+from osdp.cluster.calibration.step_model import Fitted, Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 

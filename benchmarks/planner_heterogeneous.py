@@ -34,7 +34,7 @@ from osdp import OSDP, Training
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
-from osdp.cluster.layer_profile import LayerProfile, LayerTime
+from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.runnable import runnable_plan
 from osdp.cluster.search.layouts import best_layouts
@@ -111,9 +111,9 @@ def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
     return ClusterPrices(Cluster(tuple(groups)), LOAD, profiles=profiles)
 
 
-def _time(item: Item, forward: float, backward: float) -> LayerTime:
+def _time(item: Item, forward: float, backward: float) -> LayerCost:
     """What an item takes; there is memory for all layouts, whatever it keeps."""
-    return LayerTime(item, SAMPLES, SHAPE.sequence, 1, forward, backward, kept_bytes=0, working_bytes=0)
+    return LayerCost(LayerCase(item, SAMPLES, SHAPE.sequence, 1), 0, 0, forward, backward)
 
 
 def contest(prices: ClusterPrices) -> list[Entry]:

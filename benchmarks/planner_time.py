@@ -162,14 +162,14 @@ def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
     num_items = len(prices.items)
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, LayoutSpace()):
         cells = family.cells
-        priced = [{slot: StagePricer(prices, way, slot) for slot in cells.slots} for way in family.ways]
+        priced = [{slot: StagePricer(prices, way, slot) for slot in cells.slots} for way in family.layouts]
         kinds = [kind for kind, count in enumerate(cells.counts) for _ in range(count)]
         for order in sorted(set(permutations(kinds))):
             slots = [cells.slots[kind] for kind in order for _ in range(cells.stages[kind])]
             for inside in combinations(range(1, num_items), family.plain.degrees.pp - 1):
                 bounds = (0, *inside, num_items)
                 least = min(stop - start for start, stop in pairwise(bounds))
-                for way, stages in zip(family.ways, priced, strict=True):
+                for way, stages in zip(family.layouts, priced, strict=True):
                     if least >= way.schedule_kind.stages_per_rank:
                         yield price(prices, way, bounds, slots, stages=stages)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp import codec
 from osdp.cluster.infer_shape import shape_of_desc, stream_of
-from osdp.cluster.known_transformers import SHAPES, changed, shape_from_config, shape_of
+from osdp.cluster.known_transformers import SHAPES, shape_from_config, shape_of, with_fields
 from osdp.cluster.layer_profile import LayerProfile, layer_profile
 from osdp.cluster.transformer import TransformerShape
 from osdp.codec import parse_json, quote, read_json
@@ -260,7 +260,7 @@ def resolve_shape(name: str, overrides: Mapping[str, Any], *, trust_code: bool =
         model, _ = load_described_model(folder, trust_code=trust_code)
         config: Any = model.config
         shape = shape_from_config(config.to_dict(), source.model, source.seq)
-        return changed(shape, {"sequence": source.seq, **overrides})
+        return with_fields(shape, {"sequence": source.seq, **overrides})
     if missing := [f"--set {field}=..." for field in sorted(_NOT_IN_WEIGHTS) if field not in overrides]:
         raise ValueError(
             f"the weights of {source.model} do not determine its whole shape, and nothing is assumed: pass "
@@ -271,4 +271,4 @@ def resolve_shape(name: str, overrides: Mapping[str, Any], *, trust_code: bool =
         raise ValueError(f"heads must be an integer and causal true or false, got {heads!r} and {causal!r}")
     desc = ModelDesc.load(folder / MODEL)
     shape = shape_of_desc(desc, heads=heads, causal=causal, name=source.model)
-    return changed(shape, {key: value for key, value in overrides.items() if key not in _NOT_IN_WEIGHTS})
+    return with_fields(shape, {key: value for key, value in overrides.items() if key not in _NOT_IN_WEIGHTS})

@@ -1,7 +1,7 @@
 """Cluster: machines with accelerators, possibly of several kinds, the links inside and between them, prices.
 
 A *node* is one machine. Each step of a transfer over a link takes ``latency + bytes / bandwidth`` (Hockney,
-Parallel Computing 20(3), 1994); :mod:`osdp.cluster.cost.ring` defines the steps of a collective.
+Parallel Computing 20(3), 1994); :mod:`osdp.cluster.cost.links` defines the steps of a collective.
 """
 
 from collections.abc import Sequence

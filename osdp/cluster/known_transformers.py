@@ -131,10 +131,10 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
             + (f"; did you mean {close[0]}?" if close else "")
             + " A JSON file with a configuration is accepted as well"
         )
-    return changed(shape, overrides or {})
+    return with_fields(shape, overrides or {})
 
 
-def changed(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
+def with_fields(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
     """A copy of the shape with some fields changed.
 
     Raises:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import astuple, dataclass
 
 from osdp.cluster.infer_shape import stream_of
 from osdp.cluster.transformer import Item
@@ -11,64 +10,51 @@ from osdp.codec import Savable
 from osdp.hardware.profile import Profile, SegmentProfile
 from osdp.model.description import ModelDesc
 
-LAYER_PROFILE_VERSION = 2
+LAYER_PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBytes:
-    """Activation bytes of one item for one microbatch on one rank.
+class LayerCase:
+    """One item of the chain, for one microbatch, on one rank.
 
     Attributes:
         item: Kind of item.
         samples: Samples per microbatch.
         sequence: Tokens per sample.
         tp: Tensor-parallel degree.
-        kept_bytes: Bytes saved for backward.
-        working_bytes: Peak bytes during the backward in addition to those.
     """
 
     item: Item
     samples: int
     sequence: int
     tp: int
-    kept_bytes: int
-    working_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Time and activation bytes of one item for one microbatch on one rank.
+class LayerCost:
+    """Activation bytes and, if measured, compute time of one item for one microbatch on one rank.
 
     Attributes:
-        item: Kind of item.
-        samples: Samples per microbatch.
-        sequence: Tokens per sample.
-        tp: Tensor-parallel degree; the seconds do not include its communication.
-        forward: Seconds of a forward.
-        backward: Seconds of a backward.
+        case: Item, microbatch and degree.
         kept_bytes: Bytes saved for backward.
         working_bytes: Peak bytes during the backward in addition to those.
+        forward: Seconds of a forward without communication; 0 if only traced.
+        backward: Seconds of a backward, likewise.
     """
 
-    item: Item
-    samples: int
-    sequence: int
-    tp: int
-    forward: float
-    backward: float
+    case: LayerCase
     kept_bytes: int
     working_bytes: int
+    forward: float = 0.0
+    backward: float = 0.0
 
     def __post_init__(self) -> None:
-        found = (self.forward, self.backward, self.kept_bytes, self.working_bytes)
-        if min(self.samples, self.sequence, self.tp) < 1 or min(found) < 0:
+        costs = (self.forward, self.backward, self.kept_bytes, self.working_bytes)
+        if min(self.case.samples, self.case.sequence, self.case.tp) < 1 or min(costs) < 0:
             raise ValueError(
                 "a measured item needs at least 1 sample, token and rank, and no negative seconds or bytes, "
                 f"got {self}"
             )
-
-
-_Point = TypeVar("_Point", LayerBytes, LayerTime)
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class LayerProfile(Savable):
         model: Name of the model's shape.
         hidden: Width of its residual stream.
         dtype: Dtype of its activations, without ``torch.``.
-        times: Measurements; at most one per item, batch, length and degree.
+        layers: Measurements; at most one per case.
         version: Version of this format.
     """
 
@@ -88,63 +74,53 @@ class LayerProfile(Savable):
     model: str
     hidden: int
     dtype: str
-    times: tuple[LayerTime, ...]
+    layers: tuple[LayerCost, ...]
     version: int = LAYER_PROFILE_VERSION
 
     def __post_init__(self) -> None:
-        keys = [(time.item, time.samples, time.sequence, time.tp) for time in self.times]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        cases = [layer.case for layer in self.layers]
+        if repeated := sorted({astuple(case) for case in cases if cases.count(case) > 1}):
             raise ValueError(
-                f"profile of {self.gpu}: (item, samples, sequence, tp) measured several times: {twice}; keep "
-                "one of each"
+                f"profile of {self.gpu}: (item, samples, sequence, tp) measured several times: {repeated}; "
+                "keep one of each"
             )
 
-    @property
-    def activations(self) -> tuple[LayerBytes, ...]:
-        """Activation bytes of all measurements."""
-        return tuple(
-            LayerBytes(t.item, t.samples, t.sequence, t.tp, t.kept_bytes, t.working_bytes) for t in self.times
-        )
 
-
-def points_around(
-    points: Sequence[_Point], item: Item, samples: int, sequence: int, tp: int
-) -> Sequence[tuple[_Point, float]]:
-    """Measured points nearest to a batch, with interpolation weights that sum to 1.
+def points_around(points: Sequence[LayerCost], case: LayerCase) -> Sequence[tuple[LayerCost, float]]:
+    """Measured points nearest to a case, with interpolation weights that sum to 1.
 
     Uses the points with the nearest degree and, among these, the nearest length. Between two batch sizes the
     interpolation is linear; outside of their range the nearest one counts.
 
     Args:
         points: Measurements of any items.
-        item: The item to look up.
-        samples: Samples per microbatch.
-        sequence: Tokens per sample.
-        tp: Tensor-parallel degree.
+        case: The case to look up.
 
     Returns:
         One or two points with their weights; empty if the item was not measured.
     """
-    known = [point for point in points if point.item is item]
+    known = [point for point in points if point.case.item is case.item]
     if not known:
         return ()
     # Ties go to the smaller degree and length, so that the choice does not depend on the order of points.
-    degree = min((point.tp for point in known), key=lambda other: (abs(other - tp), other))
-    known = [point for point in known if point.tp == degree]
+    degree = min((point.case.tp for point in known), key=lambda other: (abs(other - case.tp), other))
+    known = [point for point in known if point.case.tp == degree]
     length = min(
-        (point.sequence for point in known), key=lambda other: (abs(math.log(other / sequence)), other)
+        (point.case.sequence for point in known),
+        key=lambda other: (abs(math.log(other / case.sequence)), other),
     )
-    known = sorted((point for point in known if point.sequence == length), key=lambda point: point.samples)
-    below = [point for point in known if point.samples <= samples]
-    above = [point for point in known if point.samples >= samples]
+    known = [point for point in known if point.case.sequence == length]
+    known.sort(key=lambda point: point.case.samples)
+    below = [point for point in known if point.case.samples <= case.samples]
+    above = [point for point in known if point.case.samples >= case.samples]
     if not below or not above or below[-1] == above[0]:
         return ((below[-1] if below else above[0], 1.0),)
     low, high = below[-1], above[0]
-    share = (samples - low.samples) / (high.samples - low.samples)
+    share = (case.samples - low.case.samples) / (high.case.samples - low.case.samples)
     return ((low, 1 - share), (high, share))
 
 
-def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[LayerBytes, ...]:
+def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[LayerCost, ...]:
     """Activation bytes of the items of a model, from its profile; supports encoder-decoders.
 
     Args:
@@ -158,7 +134,7 @@ def layer_bytes(model_desc: ModelDesc, profile: Profile, layers: int) -> tuple[L
     """
     sequence = stream_of(model_desc).shape[1]
     return tuple(
-        LayerBytes(item, profile.local_batch, sequence, 1, *_most(runs))
+        LayerCost(LayerCase(item, profile.local_batch, sequence, 1), *_most(runs))
         for item, runs in _segments_of_items(model_desc, profile, layers).items()
     )
 
@@ -219,22 +195,19 @@ def layer_profile(
             "measure one on the device"
         )
     stream = stream_of(model_desc)
-    times = []
+    layers = []
     for item, runs in _segments_of_items(model_desc, profile, len(model_desc.block_segments)).items():
         kept, working = _most(runs)
-        times.append(
-            LayerTime(
-                item=item,
-                samples=profile.local_batch,
-                sequence=stream.shape[1],
-                tp=tp,
+        layers.append(
+            LayerCost(
+                LayerCase(item, profile.local_batch, stream.shape[1], tp),
+                kept,
+                working,
                 forward=sum(segment.forward.seconds for run in runs for segment in run) / len(runs),
                 backward=sum(segment.backward.seconds for run in runs for segment in run) / len(runs),
-                kept_bytes=kept,
-                working_bytes=working,
             )
         )
-    return LayerProfile(gpu, model, stream.shape[2], dtype or stream.dtype, tuple(times))
+    return LayerProfile(gpu, model, stream.shape[2], dtype or stream.dtype, tuple(layers))
 
 
 def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
@@ -248,7 +221,7 @@ def _activations(run: Sequence[SegmentProfile]) -> tuple[int, int]:
     return kept, highest - kept
 
 
-def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
+def merge_profiles(profiles: Sequence[LayerProfile]) -> LayerProfile:
     """Merge profiles of one device and model, for example at several batch sizes.
 
     Raises:
@@ -262,5 +235,5 @@ def merged(profiles: Sequence[LayerProfile]) -> LayerProfile:
         raise ValueError(
             f"only profiles of one device, model and dtype can be merged, these are of {', '.join(kinds)}"
         )
-    times = tuple(time for other in profiles for time in other.times)
-    return LayerProfile(first.gpu, first.model, first.hidden, first.dtype, times)
+    layers = tuple(layer for other in profiles for layer in other.layers)
+    return LayerProfile(first.gpu, first.model, first.hidden, first.dtype, layers)

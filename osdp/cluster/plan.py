@@ -10,7 +10,7 @@ from osdp.codec import Savable
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS, ScheduleKind, Size
 
-CLUSTER_PLAN_VERSION = 2
+CLUSTER_PLAN_VERSION = 3
 
 #: Name of a choice that is made item by item.
 MIXED = "mixed"
@@ -51,11 +51,11 @@ class LayerRun:
     """Consecutive items of a stage with the same strategy.
 
     Attributes:
-        way: Their strategy.
+        strategy: Their strategy.
         stop: Index in the chain of the item after the last one.
     """
 
-    way: LayerStrategy
+    strategy: LayerStrategy
     stop: int
 
 
@@ -126,7 +126,7 @@ class ParallelLayout:
     token_slices: int = 1
 
     @property
-    def way(self) -> LayerStrategy:
+    def strategy(self) -> LayerStrategy:
         """Strategy of all items.
 
         Raises:
@@ -185,9 +185,9 @@ class ParallelLayout:
         """Name of its recomputation."""
         return MIXED if self.recompute is None else self.recompute.value
 
-    def living(self, way: LayerStrategy) -> "ParallelLayout":
+    def with_strategy(self, strategy: LayerStrategy) -> "ParallelLayout":
         """The same layout with one strategy for all items."""
-        return replace(self, zero=way.zero, recompute=way.recompute)
+        return replace(self, zero=strategy.zero, recompute=strategy.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +328,15 @@ class ClusterPlan(Savable):
         return all(stage.total <= stage.limit for stage in self.stages)
 
     @property
-    def thriftiest(self) -> ParallelLayout:
+    def most_memory_saving(self) -> ParallelLayout:
         """Most memory-saving uniform layout: the highest ZeRO stage and recomputation of any item."""
         if not self.layout.by_item:
             return self.layout
-        ways = [run.way for stage in self.runs for run in stage]
-        again = max((way.recompute for way in ways), key=list(RecomputeLayers).index)
-        return self.layout.living(LayerStrategy(max(way.zero for way in ways), again))
+        strategies = [run.strategy for stage in self.runs for run in stage]
+        recompute = max((strategy.recompute for strategy in strategies), key=list(RecomputeLayers).index)
+        return self.layout.with_strategy(
+            LayerStrategy(max(strategy.zero for strategy in strategies), recompute)
+        )
 
     @property
     def dollars_per_step(self) -> float | None:

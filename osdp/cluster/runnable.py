@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from osdp.api import make_plan
+from osdp.cluster.cost.links import Ring, SlotHardware, slot_hardware
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
+from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.layer_profile import LayerBytes, layer_bytes
+from osdp.cluster.layer_profile import LayerCost, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
+from osdp.cluster.transformer import Item
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.inputs import make_rank_model
@@ -105,7 +106,7 @@ def runnable_plan(
 
 def traced_layers(
     model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
-) -> tuple[LayerBytes, ...]:
+) -> tuple[LayerCost, ...]:
     """Traced activation bytes of the items of a model, for the cost model of its layouts.
 
     Args:
@@ -282,14 +283,16 @@ def device_of_stage(
 ) -> DeviceInfo:
     """Data-parallel devices of the first stage, with the slowdowns and memory limits of the other stages.
 
-    Links are the slowest of all stages.
+    A slowdown is that of a layer as the cluster planner prices it: it depends on FLOP/s and on memory
+    bandwidth. Links and copies are the slowest of all stages.
     """
     # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
     # of each kind, for which the slowest of all stages counts.
     by_slot = {slot: slot_hardware(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
-    pace = [min(gpu.flops for gpu in by_slot[slot].gpus) for slot in plan.slots]
-    slowdowns = tuple(pace[0] / flops for flops in pace)
+    prices = ClusterPrices(cluster, workload, rates)
+    layer = {slot: prices.item_prices(plan.most_memory_saving, slot)[Item.LAYER].compute for slot in by_slot}
+    slowdowns = tuple(layer[slot] / layer[plan.slots[0]] for slot in plan.slots)
     limits = tuple(by_slot[slot].limit - workload.reserve for slot in plan.slots)
     gpus = homes[0].gpus
     dp = plan.layout.degrees.dp
@@ -303,8 +306,8 @@ def device_of_stage(
         overlap=workload.overlap,
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
-        copy_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) / 2,
-        flops=pace[0] * rates.matrix_share,
+        copy_bandwidth=min(gpu.memory_bandwidth for home in homes for gpu in home.gpus) / 2,
+        flops=min(gpu.flops for gpu in gpus) * rates.matrix_share,
         memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
         slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
         rank_limits=limits if len(set(limits)) > 1 else (),
@@ -319,7 +322,7 @@ def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
         # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
         times = 2 if collective == "all_reduce" else 1
         latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
-        bandwidth = min(ring.wire.bandwidth for ring in rings) * size / (size - 1) / times
+        bandwidth = min(ring.link.bandwidth for ring in rings) * size / (size - 1) / times
         links.append(Link(collective, "world", size, latency, bandwidth))
     return tuple(links)
 

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.layer_profile import LayerProfile, LayerTime, layer_profile, merged, points_around
+from osdp.cluster.layer_profile import (
+    LayerCase,
+    LayerCost,
+    LayerProfile,
+    layer_profile,
+    merge_profiles,
+    points_around,
+)
 from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot
 from osdp.cluster.transformer import Item
 from osdp.hardware.profile import Profile
@@ -23,8 +30,8 @@ MEASURED = LayerProfile(
     512,
     "bfloat16",
     (
-        LayerTime(Item.LAYER, 2, 256, 1, 0.2, 0.4, 10**8, 10**7),
-        LayerTime(Item.LAYER, 8, 256, 1, 0.5, 1.0, 4 * 10**8, 10**7),
+        LayerCost(LayerCase(Item.LAYER, 2, 256, 1), 10**8, 10**7, 0.2, 0.4),
+        LayerCost(LayerCase(Item.LAYER, 8, 256, 1), 4 * 10**8, 10**7, 0.5, 1.0),
     ),
 )
 BOTH = cluster((node_type(FAST, 4), 1), (node_type(SLOW, 4), 1))
@@ -69,31 +76,33 @@ def test_activations_are_those_that_were_measured() -> None:
 def test_other_devices_and_models_are_not_touched() -> None:
     nothing = LayerProfile("fast", "small", 512, "bfloat16", ())
     assert layer_seconds(2, gpu=1) == layer_seconds(2, gpu=1, profile=nothing)
-    other = LayerProfile("fast", "another", 512, "bfloat16", MEASURED.times)
+    other = LayerProfile("fast", "another", 512, "bfloat16", MEASURED.layers)
     assert layer_seconds(2, profile=other) == layer_seconds(2, profile=nothing)
 
 
 @settings(deadline=None)
 @given(samples=st.integers(1, 20), tp=st.integers(1, 8))
 def test_weights_add_up_and_points_lie_around(samples: int, tp: int) -> None:
-    points = points_around(MEASURED.times, Item.LAYER, samples, 256, tp)
+    points = points_around(MEASURED.layers, LayerCase(Item.LAYER, samples, 256, tp))
     assert sum(weight for _, weight in points) == pytest.approx(1.0)
     if 2 <= samples <= 8:
-        assert sum(weight * time.samples for time, weight in points) == pytest.approx(samples)
-    assert points_around(MEASURED.times, Item.HEAD, samples, 256, tp) == ()
+        assert sum(weight * time.case.samples for time, weight in points) == pytest.approx(samples)
+    assert points_around(MEASURED.layers, LayerCase(Item.HEAD, samples, 256, tp)) == ()
 
 
 def test_profiles_are_saved_merged_and_checked(tmp_path: Path) -> None:
     MEASURED.save(tmp_path / "layers.json")
     assert LayerProfile.load(tmp_path / "layers.json") == MEASURED
-    more = LayerProfile("fast", "small", 512, "bfloat16", (LayerTime(Item.HEAD, 2, 256, 1, 0.1, 0.1, 1, 1),))
-    assert merged([MEASURED, more]).times == (*MEASURED.times, *more.times)
+    more = LayerProfile(
+        "fast", "small", 512, "bfloat16", (LayerCost(LayerCase(Item.HEAD, 2, 256, 1), 1, 1, 0.1, 0.1),)
+    )
+    assert merge_profiles([MEASURED, more]).layers == (*MEASURED.layers, *more.layers)
     with pytest.raises(ValueError, match="these are of small of width 512 on fast in bfloat16, small of"):
-        merged([MEASURED, LayerProfile("slow", "small", 512, "bfloat16", ())])
+        merge_profiles([MEASURED, LayerProfile("slow", "small", 512, "bfloat16", ())])
     with pytest.raises(ValueError, match="measured several times"):
-        merged([MEASURED, MEASURED])
+        merge_profiles([MEASURED, MEASURED])
     with pytest.raises(ValueError, match="no negative seconds"):
-        LayerTime(Item.LAYER, 1, 256, 1, -1.0, 0.0, 1, 1)
+        LayerCost(LayerCase(Item.LAYER, 1, 256, 1), 1, 1, -1.0, 0.0)
 
 
 def test_the_nearest_length_counts_and_the_model_carries_it_on() -> None:
@@ -102,13 +111,13 @@ def test_the_nearest_length_counts_and_the_model_carries_it_on() -> None:
         "small",
         512,
         "bfloat16",
-        (*MEASURED.times, LayerTime(Item.LAYER, 2, 2**20, 1, 1.0, 2.0, 1, 1)),
+        (*MEASURED.layers, LayerCost(LayerCase(Item.LAYER, 2, 2**20, 1), 1, 1, 1.0, 2.0)),
     )
-    ((near, _),) = points_around(longer.times, Item.LAYER, 2, 2**15, 1)
-    assert near.sequence == 2**20
+    ((near, _),) = points_around(longer.layers, LayerCase(Item.LAYER, 2, 2**15, 1))
+    assert near.case.sequence == 2**20
     assert layer_seconds(2, profile=longer) == pytest.approx(0.6)
     # So long a sequence fills the device, which this one does not.
-    far = replace(longer, times=longer.times[-1:])
+    far = replace(longer, layers=longer.layers[-1:])
     assert layer_seconds(2, profile=far) < 0.1
 
 
@@ -124,7 +133,7 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     told = capsys.readouterr().out
     assert "gpt2 on A10: layers in float32 at 2 x 8 on tp=1, 2 x 8 on tp=2" in told
     found = LayerProfile.load(out)
-    assert [time.item for time in found.times] == 2 * [Item.EMBEDDING, Item.LAYER, Item.HEAD]
+    assert [time.case.item for time in found.layers] == 2 * [Item.EMBEDDING, Item.LAYER, Item.HEAD]
     desc, profile = ModelDesc.load(folder / "model_desc.json"), Profile.load(folder / "profile.json")
     whole = sum(
         profile.by_signature[s.signature].forward.seconds + profile.by_signature[s.signature].backward.seconds
@@ -132,13 +141,13 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     )
     counts = {Item.EMBEDDING: 1, Item.LAYER: 3, Item.HEAD: 1}
     own = layer_profile(desc, profile, "A10", "gpt2")
-    kept = sum(counts[t.item] * t.kept_bytes for t in own.times)
+    kept = sum(counts[t.case.item] * t.kept_bytes for t in own.layers)
     assert kept == pytest.approx(
         sum(profile.by_signature[s.signature].forward.live_bytes for s in desc.segments), rel=0.01
     )
-    assert all(t.working_bytes > 0 for t in own.times)
-    assert sum(counts[t.item] * (t.forward + t.backward) for t in own.times) == pytest.approx(whole)
-    assert own.times == found.times[:3]
+    assert all(t.working_bytes > 0 for t in own.layers)
+    assert sum(counts[t.case.item] * (t.forward + t.backward) for t in own.layers) == pytest.approx(whole)
+    assert own.layers == found.layers[:3]
     with pytest.raises(RuntimeError, match="describes the part of one of 2 tensor-parallel ranks"):
         run("plan", str(part))
     with pytest.raises(ValueError, match="is an estimate, which the cluster planner makes itself"):

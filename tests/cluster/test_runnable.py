@@ -11,8 +11,8 @@ from osdp import OSDP
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.known_transformers import SHAPES
-from osdp.cluster.plan import ParallelLayout, Workload
-from osdp.cluster.runnable import runnable_plan, step_bounds, traced_layers, with_work_of
+from osdp.cluster.plan import ParallelLayout, StageSlot, Workload
+from osdp.cluster.runnable import device_of_stage, runnable_plan, step_bounds, traced_layers, with_work_of
 from osdp.cluster.search.layouts import arrange
 from osdp.cluster.search.space import cells_of
 from osdp.cluster.transformer import Item
@@ -116,6 +116,20 @@ def test_zero_decides_which_ways_there_are() -> None:
         # What the root's unit holds stays gathered.
         3: {Mode.FULL_SHARD, Mode.SHARD_GRAD_OP},
     }
+
+
+def test_devices_with_slower_memory_are_slower() -> None:
+    fast, narrow = (replace(FAST, name=f"{part:g}", memory_bandwidth=part * 1500e9) for part in (1.0, 0.25))
+    devices = cluster((node_type(fast, 2), 1), (node_type(narrow, 2), 1))
+    slots = (StageSlot((1, 0)), StageSlot((0, 1)))
+    layout = ParallelLayout(ParallelDims(2, 2, 1), 2, 2)
+    plans = [price(ClusterPrices(devices, WORK), layout, (0, 3, 6), order) for order in (slots, slots[::-1])]
+    one, other = (device_of_stage(plan, devices, WORK, "cuda") for plan in plans)
+    # Matrix products take as long, everything else four times as long.
+    assert one.slowdowns[0] == 1.0 and 1.0 < one.slowdowns[1] < 4.0
+    assert other.slowdowns[1] == pytest.approx(1 / one.slowdowns[1])
+    assert one.memory_bandwidth == pytest.approx(4 * other.memory_bandwidth) and one.flops == other.flops
+    assert one.copy_bandwidth == other.copy_bandwidth
 
 
 def test_another_number_of_layers_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from osdp.cluster.calibration.measured_step import COLUMNS, MeasuredStep
-from osdp.cluster.calibration.step_model import Setting, StepModel
+from osdp.cluster.calibration.step_model import Fitted, Setting, StepModel
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 
@@ -35,7 +35,7 @@ def timed(
     outside: NetworkLink = NODE.outside,
 ) -> tuple[MeasuredStep, ...]:
     """The same with the seconds that the model gives them."""
-    seconds = StepModel(steps, SETTING).seconds(rates, inside, outside).tolist()
+    seconds = StepModel(steps, SETTING).seconds(Fitted(rates, inside, outside)).tolist()
     return tuple(replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True))
 
 

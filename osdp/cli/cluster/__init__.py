@@ -3,9 +3,9 @@
 Start at :mod:`osdp.cli.cluster.commands`.
 
 - ``commands``: ``plan``, ``estimate`` and ``layers``
-- ``request``: what ``plan`` and ``estimate`` are asked for
-- ``goal``: what ``plan`` searches for
-- ``outputs``: where answers go
+- ``request``: model, cluster and layout of ``plan`` and ``estimate``
+- ``goal``: objective and limits of ``plan``
+- ``outputs``: output files of ``plan``
 - ``runnable``: ``osdp cluster plan --out``
 - ``calibrate``: ``osdp cluster calibrate``
 """

@@ -1,4 +1,4 @@
-"""``osdp cluster calibrate``: from a CSV file of measured steps to coefficients of the time model."""
+"""``osdp cluster calibrate``: coefficients of the time model from a CSV file of measured steps."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,34 +14,38 @@ from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
 from osdp.cluster.plan import RecomputeLayers
 
-#: Part of the specified bandwidth that a cluster file takes collectives to reach.
+#: Fraction of the specified bandwidth that collectives are assumed to reach in a cluster file.
 SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
 
 
 def calibrate_steps(
-    data: Annotated[Path, typer.Option(help="CSV file of measured steps, in vTrain's columns")],
-    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes they ran on")],
-    vocabulary: Annotated[int, typer.Option(help="entries of the embedding")] = 50257,
-    flash: Annotated[bool, typer.Option(help="whether attention never wrote its scores")] = False,
+    data: Annotated[Path, typer.Option(help="CSV file of measured steps, with the columns of vTrain")],
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes that they ran on")],
+    vocabulary: Annotated[int, typer.Option(help="vocabulary size")] = 50257,
+    flash: Annotated[bool, typer.Option(help="whether attention never stored its scores")] = False,
     recomputation: Annotated[
         str | None,
-        typer.Option(help="none, selective or full; by default full if a step did not fit otherwise"),
+        typer.Option(
+            help="none, selective or full; by default full if a step would not fit otherwise, else none"
+        ),
     ] = None,
     out: Out = Path("calibration.json"),
 ) -> None:
-    """Fit the time model to measured steps, for --calibration; print how far to trust it."""
+    """Fit the time model to measured steps, for --calibration; print its error on held-out steps."""
     groups = load_cluster(cluster).groups
     if len(groups) > 1:
         kinds = ", ".join(group.node.name for group in groups)
-        raise ValueError(f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate on each by itself")
+        raise ValueError(
+            f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate each kind separately"
+        )
     if recomputation not in (None, *RecomputeLayers):
-        raise ValueError(f"--recomputation {recomputation}: there are {', '.join(RecomputeLayers)}")
+        raise ValueError(f"--recomputation {recomputation}: must be one of {', '.join(RecomputeLayers)}")
     steps = read_steps(data)
     most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
     if most > there:
         raise ValueError(
-            f"{data} has steps on {most} devices, and {cluster} has {there}: calibrate on the cluster that "
-            "they ran on"
+            f"{data} has steps on {most} devices, but {cluster} has {there}: give the cluster "
+            "that they ran on"
         )
     setting = Setting(groups[0].node, vocabulary, flash)
     again = assumed_recompute(steps, setting) if recomputation is None else RecomputeLayers(recomputation)
@@ -52,7 +56,7 @@ def calibrate_steps(
 
 
 def _report(found: Calibration, setting: Setting) -> str:
-    """Each coefficient beside what it was taken to be, and the errors of steps that were left out."""
+    """Published and fitted value of each coefficient, and the errors of held-out steps."""
     lines = [f"{'coefficient':<20}{'published':>14}{'fitted':>14}"]
     for field in fields(PUBLISHED):
         if field.name != "corrections":
@@ -66,12 +70,11 @@ def _report(found: Calibration, setting: Setting) -> str:
                 for name in ("bandwidth", "latency")
             ]
             if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
-                lines.append(f"the {kind} comes out faster than specified: these steps tell little of it")
-    attention = "never writes" if found.flash else "writes"
+                lines.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
+    attention = "flash attention" if found.flash else "attention that stores its scores"
     lines.append(
-        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recomputing "
-        f"{setting.recompute}, whose attention {attention} its scores; left out of the fit, in "
-        f"{found.folds} parts, they are met with a mean error of {found.mean_error:.1%}, median "
-        f"{found.median_error:.1%}"
+        f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recompute "
+        f"{setting.recompute}, {attention}; {found.folds}-fold cross-validation: mean error "
+        f"{found.mean_error:.1%}, median {found.median_error:.1%}"
     )
     return "\n".join(lines)

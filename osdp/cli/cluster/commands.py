@@ -19,7 +19,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.export.pareto_plot import plot_plans
 from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of, text_table
-from osdp.cluster.layer_profile import merged
+from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, nothing_fits
 from osdp.cluster.search.layouts import arrange, every_layout
@@ -29,14 +29,15 @@ from osdp.plan.schedules import ONE_STAGE
 from osdp.text import format_bytes
 
 app = typer.Typer(
-    no_args_is_help=True, help="Lay transformers over clusters that need not be there: the cluster planner."
+    no_args_is_help=True,
+    help="The cluster planner: parallel layouts of transformers on clusters, without any device.",
 )
 
 
 @app.command()
 @flat_options
 def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:
-    """Lay --model over --cluster; print the best layouts, and write what was asked for."""
+    """Find the best layouts of --model on --cluster; print them, and write the requested files."""
     outputs.check()
     sought = goal.goal()
     prices = request.prices()
@@ -65,8 +66,8 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
         plot_plans(plans, cluster, outputs.plot)
     typer.echo(text_table(rows))
     typer.echo(
-        f"{found.candidates} layouts in {found.placements} placements, {found.arranged} of them cut and "
-        "placed exactly; none is better than the first row"
+        f"{found.candidates} layouts with {found.placements} placements; {found.arranged} of them were cut "
+        "and placed exactly, none is better than the first row"
     )
     typer.echo(_basis(prices))
     typer.echo("")
@@ -79,27 +80,29 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
 @flat_options
 def estimate(
     request: ClusterRequest,
-    partition: Annotated[str | None, typer.Option(help="items of each stage, as in 13-12-12-13")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="number of items of each stage, for example 13-12-12-13")
+    ] = None,
 ) -> None:
-    """Price one given layout of --model on --cluster, and say what each number is made of.
+    """Estimate time and memory of one layout of --model on --cluster, with a breakdown of each.
 
-    It needs --tp, --pp, --dp and --micro-batch; otherwise it is 1f1b without recomputation, and ZeRO 0.
+    --tp, --pp, --dp and --micro-batch are required; the defaults are 1f1b, no recomputation and ZeRO 0.
     """
     prices = request.prices()
     space = replace(request.space(prices.workload), token_slices=(request.token_slices or 1,))
     missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
     if missing:
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ValueError(f"one layout needs {options}, too")
+        raise ValueError(f"an estimate needs {options}, too")
     check_space(prices, space)
     if request.pp == 1 and request.schedule not in (None, ONE_STAGE):
-        raise ValueError(f"--schedule {request.schedule} orders several stages, and --pp 1 is one")
+        raise ValueError(f"--schedule {request.schedule} needs several stages, but --pp is 1")
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
     layout: ParallelLayout = replace(
         family.plain,
         schedule=request.schedule or ONE_STAGE,
-        recompute=request.way_to_recompute,
-        zero=request.stage_of_zero,
+        recompute=request.recompute_layers,
+        zero=request.zero_stage,
     )
     plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
     if plan is None:
@@ -114,7 +117,8 @@ def estimate(
     typer.echo(_basis(prices))
     if not plan.fits:
         typer.echo(
-            f"it does not fit: {format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} are needed"
+            f"it does not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
+            f"{format_bytes(plan.peak.limit)}"
         )
     typer.echo("")
     typer.echo(breakdown(plan, prices.cluster, prices.workload.shape))
@@ -124,37 +128,37 @@ def estimate(
 def layers(
     described: Annotated[
         list[Path],
-        typer.Argument(help="folders that osdp profile wrote, of several batches, lengths and --tp"),
+        typer.Argument(help="folders written by osdp profile, for different batch sizes, lengths and --tp"),
     ],
-    gpu: Annotated[str, typer.Option(help="name of the GPU in cluster files")],
-    model: Annotated[str, typer.Option(help="name of the model in osdp cluster plan --model")],
+    gpu: Annotated[str, typer.Option(help="name of the GPU, as in cluster files")],
+    model: Annotated[str, typer.Option(help="name of the model, as in osdp cluster plan --model")],
     out: Out = Path("layers.json"),
 ) -> None:
-    """Save what osdp profile measured of a transformer's layers, for --layer-times of the other commands."""
-    found = merged([load_layer_profile(folder, gpu, model_label(model)) for folder in described])
+    """Collect the layer times measured by osdp profile, for --layer-times of the other commands."""
+    found = merge_profiles([load_layer_profile(folder, gpu, model_label(model)) for folder in described])
     found.save(out)
-    cases = sorted({(time.samples, time.sequence, time.tp) for time in found.times})
-    told = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
-    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {told} in {out}")
+    cases = sorted({(layer.case.samples, layer.case.sequence, layer.case.tp) for layer in found.layers})
+    sizes = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
+    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {sizes} written to {out}")
 
 
 app.command("calibrate")(calibrate_steps)
 
 
 def _basis(prices: ClusterPrices) -> str:
-    """What the numbers are made of."""
-    attention = "never writes its scores (flash)" if prices.workload.flash else "writes its scores"
-    kept = "traced from the model" if prices.traced else "those of fused kernels"
+    """Assumptions of the estimates, as text."""
+    attention = "flash attention" if prices.workload.flash else "attention that stores its scores"
+    kept = "traced from the model" if prices.traced else "as with fused kernels"
     measured = [found.gpu for found in prices.profiles]
     layers = f"; layers measured on {', '.join(measured)}" if measured else ""
     return (
-        f"attention {attention}; activations {kept}{layers}; compute hides {prices.workload.overlap:.0%} of "
-        "gradients and gathers"
+        f"assumes {attention}; activations {kept}{layers}; {prices.workload.overlap:.0%} of the "
+        "collectives of gradients and weights overlap with compute"
     )
 
 
 def _progress(what: str) -> Callable[[int, int], None]:
-    """A bar on stderr, where somebody watches."""
+    """A progress bar on stderr, if that is a terminal."""
     from tqdm import tqdm
 
     bar = tqdm(desc=what, leave=False, disable=None)
@@ -170,7 +174,7 @@ def _bounds(partition: str) -> tuple[int, ...]:
     try:
         sizes = [int(word) for word in partition.split("-")]
     except ValueError as error:
-        raise ValueError(f"--partition is written as 13-12-12-13, got {partition!r}") from error
+        raise ValueError(f"--partition must look like 13-12-12-13, got {partition!r}") from error
     return (0, *accumulate(sizes))
 
 

@@ -1,6 +1,6 @@
-"""What ``osdp cluster plan`` searches for.
+"""Objective and limits of ``osdp cluster plan``.
 
-Times are told in seconds and prices in dollars, as the cluster file has them.
+Times are in seconds and prices in dollars, as in the cluster file.
 """
 
 import math
@@ -19,47 +19,49 @@ _HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 @dataclass(frozen=True, kw_only=True)
 class GoalOptions:
-    """Options that say what is least, within which limits, and how much of it is listed."""
+    """Options of the objective, its limits, and the number of layouts to list."""
 
-    objective: Annotated[str, Option(help="time, cost, or pareto over all parts of the cluster")] = "time"
-    top: Annotated[int | None, Option(help="rows of the table; 10, or all with --every")] = None
-    subsets: Annotated[bool, Option(help="whether nodes may be left out")] = False
-    budget: Annotated[float | None, Option(help="dollars for all --steps")] = None
-    deadline: Annotated[str | None, Option(help="time for all --steps, for example 36h")] = None
-    steps: Annotated[int | None, Option(help="of the whole training")] = None
-    every: Annotated[bool, Option(help="list all layouts, those that do not fit as well")] = False
+    objective: Annotated[
+        str, Option(help="time, cost, or pareto: the front of both over all parts of the cluster")
+    ] = "time"
+    top: Annotated[int | None, Option(help="maximum number of rows; 10 by default, all with --every")] = None
+    subsets: Annotated[bool, Option(help="allow layouts that leave nodes unused")] = False
+    budget: Annotated[float | None, Option(help="maximum cost of all --steps in dollars")] = None
+    deadline: Annotated[str | None, Option(help="maximum time of all --steps, for example 36h")] = None
+    steps: Annotated[int | None, Option(help="number of steps of the whole training")] = None
+    every: Annotated[bool, Option(help="list all layouts, including those that do not fit")] = False
 
     @property
     def pareto(self) -> bool:
-        """Whether every trade of time for cost is wanted."""
+        """Whether the Pareto front of time and cost is requested."""
         return self.objective == "pareto"
 
     @property
     def parts(self) -> bool:
-        """Whether parts of the cluster are searched, too."""
+        """Whether parts of the cluster are searched as well."""
         return self.subsets or self.pareto
 
     def goal(self) -> PlannerGoal:
-        """The same for the search.
+        """The objective and limits of the search.
 
         Raises:
-            ValueError: What is asked for is unknown or contradicts itself.
+            ValueError: An option is unknown, or options contradict each other.
         """
         if self.objective not in (*Objective, "pareto"):
             raise ValueError(f"--objective {self.objective}: there are {', '.join(Objective)}, pareto")
         limited = self.budget is not None or self.deadline is not None
         if limited and self.steps is None:
-            raise ValueError("a budget or a deadline is for the whole training: say --steps, too")
+            raise ValueError("--budget and --deadline are for the whole training: give --steps, too")
         if self.pareto and limited:
             raise ValueError(
-                "--objective pareto shows every trade of time for cost: leave out --budget and --deadline"
+                "--objective pareto has no limits on time or cost: leave out --budget and --deadline"
             )
         counts = {"top": self.top, "steps": self.steps}
         low = [f"--{name} {count}" for name, count in counts.items() if count is not None and count < 1]
         if low:
-            raise ValueError(f"{', '.join(low)}: at least 1 is needed")
+            raise ValueError(f"{', '.join(low)}: must be at least 1")
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"--budget {self.budget:g}: a budget is more than 0 dollars")
+            raise ValueError(f"--budget {self.budget:g}: must be positive")
         if self.every:
             self._require_whole()
         steps = self.steps or 1
@@ -72,7 +74,7 @@ class GoalOptions:
         )
 
     def _require_whole(self) -> None:
-        """Refuse what a list of all layouts does not heed; on all nodes the fastest is the cheapest, too."""
+        """Refuse options that --every ignores; on all nodes the fastest layout is also the cheapest."""
         others = {
             "--objective pareto": self.pareto,
             "--subsets": self.subsets,
@@ -81,8 +83,7 @@ class GoalOptions:
         }
         if given := [name for name, there in others.items() if there]:
             raise ValueError(
-                "--every lists all layouts on the whole cluster, without a limit: leave out "
-                f"{', '.join(given)}"
+                f"--every lists all layouts on the whole cluster without limits: leave out {', '.join(given)}"
             )
 
 
@@ -94,5 +95,5 @@ def _seconds(text: str) -> float:
         return found
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"a time is a number above 0 and one of s, m, h and d, such as 36h; got {text!r}"
+            f"a time is a positive number followed by s, m, h or d, such as 36h; got {text!r}"
         ) from error

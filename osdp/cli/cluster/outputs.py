@@ -1,4 +1,4 @@
-"""Where the answers of ``osdp cluster plan`` go."""
+"""Output files of ``osdp cluster plan``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,24 +9,32 @@ from typer import Option
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFiles:
-    """Options that say where answers go, beside what is printed."""
+    """Options for output files, in addition to what is printed."""
 
-    csv: Annotated[Path | None, Option(help="table as CSV")] = None
-    json: Annotated[Path | None, Option(help="table as JSON")] = None
-    plot: Annotated[Path | None, Option(help="time and cost, PNG or HTML")] = None
+    csv: Annotated[Path | None, Option(help="write the table as CSV")] = None
+    json: Annotated[Path | None, Option(help="write the table as JSON")] = None
+    plot: Annotated[Path | None, Option(help="plot time and cost, as PNG or HTML")] = None
     out: Annotated[
-        Path | None, Option(help="the best plan as one that runs, and beside it what starts it elsewhere")
+        Path | None,
+        Option(
+            help="write the best layout as a plan that OSDP runs, with launch scripts and configurations of "
+            "other frameworks in the same folder"
+        ),
     ] = None
 
     def check(self) -> None:
-        """Refuse what cannot be written, before anything is searched; all faults at once."""
+        """Check before the search that all files can be written.
+
+        Raises:
+            ValueError: A folder does not exist, or a plot has an unknown format; all faults are listed.
+        """
         files = {"csv": self.csv, "json": self.json, "plot": self.plot, "out": self.out}
         faults = [
-            f"--{name} {path}: there is no folder {path.parent}"
+            f"--{name} {path}: folder {path.parent} does not exist"
             for name, path in files.items()
             if path is not None and not path.parent.is_dir()
         ]
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
-            faults.append(f"--plot {self.plot}: pictures are .png or .html")
+            faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:
             raise ValueError("; ".join(faults))

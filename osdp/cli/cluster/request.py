@@ -1,4 +1,4 @@
-"""What ``osdp cluster plan`` and ``osdp cluster estimate`` are asked for, and what the planner calls it."""
+"""Options of ``osdp cluster plan`` and ``osdp cluster estimate``, as values of the planner."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,57 +26,66 @@ _STAGES = ("0", "1", "2", "3")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRequest:
-    """Options of both commands: a transformer, a cluster, and what of the layout is given.
+    """Options of both commands: a transformer, a cluster, and the given parts of the layout.
 
-    What is ``None`` or empty is chosen by ``plan``; ``estimate`` takes the simplest.
+    ``plan`` chooses what is ``None`` or empty; ``estimate`` uses the simplest value.
     """
 
     model: Annotated[
         str,
         Option(
-            help="name of a transformer, a JSON file of its configuration or numbers, or a described folder"
+            help="name of a transformer, JSON file with its configuration or dimensions, or folder written "
+            "by osdp profile"
         ),
     ]
-    cluster: Annotated[Path, Option(help="YAML or JSON file of the nodes there are")]
-    global_batch: Annotated[int, Option(min=1, help="samples of a step")]
-    seq: Annotated[int | None, Option(min=1, help="tokens of a sample")] = None
-    settings: Annotated[list[str], Option("--set", help="number of the model, for example layers=40")] = (
+    cluster: Annotated[Path, Option(help="YAML or JSON file that lists the nodes")]
+    global_batch: Annotated[int, Option(min=1, help="samples per step")]
+    seq: Annotated[int | None, Option(min=1, help="tokens per sample")] = None
+    settings: Annotated[list[str], Option("--set", help="dimension of the model, for example layers=40")] = (
         field(default_factory=list)
     )
-    tp: Annotated[int | None, Option(min=1, help="ranks that compute each layer together")] = None
-    pp: Annotated[int | None, Option(min=1, help="stages of a pipeline")] = None
-    dp: Annotated[int | None, Option(min=1, help="data-parallel ranks")] = None
-    micro_batch: Annotated[int | None, Option(min=1, help="samples of a microbatch")] = None
-    schedule: Annotated[str | None, Option(help="order of the stages")] = None
-    recompute: Annotated[str | None, Option("--recomputation", help="none, selective, full or mixed")] = None
-    zero: Annotated[str | None, Option(help="stage of ZeRO, 0 to 3, or mixed: decided layer by layer")] = None
-    token_slices: Annotated[int | None, Option(min=1, help="equal slices of each sequence")] = None
+    tp: Annotated[int | None, Option(min=1, help="tensor-parallel degree")] = None
+    pp: Annotated[int | None, Option(min=1, help="pipeline degree: number of stages")] = None
+    dp: Annotated[int | None, Option(min=1, help="data-parallel degree")] = None
+    micro_batch: Annotated[int | None, Option(min=1, help="samples per microbatch")] = None
+    schedule: Annotated[str | None, Option(help="pipeline schedule")] = None
+    recompute: Annotated[
+        str | None,
+        Option(
+            "--recomputation", help="recomputation: none, selective, full, or mixed: chosen layer by layer"
+        ),
+    ] = None
+    zero: Annotated[str | None, Option(help="ZeRO stage, 0 to 3, or mixed: chosen layer by layer")] = None
+    token_slices: Annotated[int | None, Option(min=1, help="number of equal slices of each sequence")] = None
     flash: Annotated[
         bool | None,
         Option(
-            "--flash/--no-flash", help="whether scores of attention are never written; as calibrated, or yes"
+            "--flash/--no-flash",
+            help="whether attention never stores its scores; by default as calibrated, otherwise yes",
         ),
     ] = None
-    overlap: Annotated[float, Option(help="part of the collectives that compute hides, 0 to 1")] = 0.0
-    reserve: Annotated[str, Option(help="of each device, for the framework")] = "1GiB"
+    overlap: Annotated[
+        float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
+    ] = 0.0
+    reserve: Annotated[str, Option(help="memory of each device that the framework uses")] = "1GiB"
     calibration: Annotated[
-        Path | None, Option(help="file that osdp cluster calibrate wrote, of these nodes")
+        Path | None, Option(help="file written by osdp cluster calibrate, for these nodes")
     ] = None
     layer_times: Annotated[
-        list[Path], Option(help="file that osdp cluster layers wrote; one for each kind of GPU")
+        list[Path], Option(help="file written by osdp cluster layers; one for each kind of GPU")
     ] = field(default_factory=list)
     trust_code: TrustCode = False
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Numbers of the model that were set."""
+        """Dimensions of the model given by ``--set``."""
         return parse_fields(self.settings)
 
     def prices(self) -> ClusterPrices:
-        """The model and the cluster, priced.
+        """Costs of the model on the cluster.
 
         Raises:
-            ValueError: A name or a file is wrong, or the calibration is of the other kind of attention.
+            ValueError: A name or a file is wrong, or the calibration is for the other kind of attention.
         """
         found = None if self.calibration is None else Calibration.load(self.calibration)
         if found is not None and self.flash not in (None, found.flash):
@@ -98,17 +107,18 @@ class ClusterRequest:
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
         if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles)
-        return ClusterPrices(found.applied(cluster), workload, found.rates, profiles)
+        return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles)
 
     def space(self, workload: Workload) -> LayoutSpace:
-        """What is left to choose for a workload.
+        """Choices that the options leave open.
 
         Raises:
-            ValueError: A schedule, a way to recompute or a stage of ZeRO is unknown.
+            ValueError: A schedule, a kind of recomputation or a ZeRO stage is unknown or not possible.
         """
         if self.schedule not in (None, *CLUSTER_SCHEDULES):
             raise ValueError(
-                f"schedule {self.schedule!r} is not known here; there are {', '.join(CLUSTER_SCHEDULES)}"
+                f"the cluster planner does not support schedule {self.schedule!r}; it supports "
+                f"{', '.join(CLUSTER_SCHEDULES)}"
             )
         if self.schedule is not None and SCHEDULE_KINDS[self.schedule].splits_backward:
             raise ValueError(
@@ -121,8 +131,8 @@ class ClusterRequest:
             )
         if self.recompute == RecomputeLayers.SELECTIVE and workload.flash:
             raise ValueError(
-                "--recomputation selective drops the scores of attention, which flash attention never keeps; "
-                "say --no-flash, or full"
+                "--recomputation selective recomputes attention scores, which flash attention never stores; "
+                "use --no-flash, or --recomputation full"
             )
         if self.zero not in (None, MIXED, *_STAGES):
             raise ValueError(f"--zero {self.zero}: ZeRO has the stages {', '.join(_STAGES)}, and {MIXED}")
@@ -134,24 +144,24 @@ class ClusterRequest:
         if self.token_slices is not None:
             space = replace(space, token_slices=(self.token_slices,))
         if self.recompute is not None:
-            space = replace(space, recompute=(self.way_to_recompute,))
-        return space if self.zero is None else replace(space, zero=(self.stage_of_zero,))
+            space = replace(space, recompute=(self.recompute_layers,))
+        return space if self.zero is None else replace(space, zero=(self.zero_stage,))
 
     @property
-    def stage_of_zero(self) -> int | None:
-        """The stage asked for, 0 by default; ``None`` if it is decided item by item."""
+    def zero_stage(self) -> int | None:
+        """ZeRO stage, 0 by default; ``None`` if it is chosen item by item."""
         return None if self.zero == MIXED else int(self.zero or 0)
 
     @property
-    def way_to_recompute(self) -> RecomputeLayers | None:
-        """What is computed again, nothing by default; likewise."""
+    def recompute_layers(self) -> RecomputeLayers | None:
+        """Recomputation, none by default; ``None`` if it is chosen item by item."""
         return None if self.recompute == MIXED else RecomputeLayers(self.recompute or "none")
 
 
 def _require_measured(
     profiles: Sequence[LayerProfile], workload: Workload, cluster: Cluster, changed: set[str]
 ) -> None:
-    """Refuse measured times that are not of these layers on these devices; all faults at once."""
+    """Check that measured times are for these layers on these devices; all faults are listed."""
     shape, here = workload.shape, [group.node.gpu.name for group in cluster.groups]
     faults = [
         f"layers of {found.model} were measured on {found.gpu}, not of {shape.name}"
@@ -169,8 +179,8 @@ def _require_measured(
         if found.gpu not in here
     ]
     faults += [
-        f"layers on {found.gpu} were measured in {found.dtype}, plans on a cluster compute in 16 bits; say "
-        "osdp profile --param-dtype bfloat16"
+        f"layers on {found.gpu} were measured in {found.dtype}, the cluster planner assumes 16 bits: "
+        "use osdp profile --param-dtype bfloat16"
         for found in profiles
         if DTYPE_BYTES.get(found.dtype) != workload.weight_bytes
     ]
@@ -180,7 +190,7 @@ def _require_measured(
         if count > 1
     ]
     if profiles and (other := sorted(changed - {"layers", "name", "sequence"})):
-        faults.append(f"--set {', '.join(other)} makes other layers than were measured")
+        faults.append(f"--set {', '.join(other)} changes the layers that were measured")
     if faults:
         raise ValueError(f"--layer-times: {'; '.join(faults)}")
 

@@ -1,4 +1,4 @@
-"""``osdp cluster plan --out``: the plan that runs, how to start it, and what other frameworks read."""
+"""``osdp cluster plan --out``: a runnable plan, launch scripts, and configurations of other frameworks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPrices:
-    """The same prices with the activations of the model itself, as far as they were not measured."""
+    """The same costs with activations traced from the model, where none were measured."""
     from osdp.cluster.runnable import traced_layers
 
     model, sample = _build(request, prices.workload.shape, None)
@@ -36,22 +36,24 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
 def write_runnable(
     plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest, out: Path
 ) -> None:
-    """Write the first plan that runs, and beside it how to start it and what other frameworks read.
+    """Write the first layout that fits when traced, with launch scripts and configurations of frameworks.
 
     Args:
         plans: Layouts, best first.
-        prices: What they were made with.
-        request: What names the model.
+        prices: Costs that they were made with.
+        request: Options that name the model.
         out: File of the plan.
 
     Raises:
         InfeasibleError: None of them fits when it is traced.
-        ValueError: The model cannot be built, or not cut there.
+        ValueError: The model cannot be built or cut at the stage boundaries.
     """
     shape, cluster = prices.workload.shape, prices.cluster
     plan, made, model = _first_that_fits(plans, prices, request)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
-    note = f"laid out on {used}: {plan.step_seconds:.4g} s a step by the numbers of {shape.name}"
+    note = (
+        f"layout on {used}: estimated {plan.step_seconds:.4g} s per step from the dimensions of {shape.name}"
+    )
     made = replace(made, notes=(*made.notes, note))
     made.save(out)
     program = f"train.py --plan {out.name}"
@@ -61,17 +63,17 @@ def write_runnable(
     numbers = plan.peak.total - plan.peak.reserve
     typer.echo(
         f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
-        f"{format_bytes(made.predicted.peak_bytes)} beside the reserve; by its numbers "
+        f"{format_bytes(made.predicted.peak_bytes)} in addition to the reserve; from its dimensions "
         f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}"
     )
     typer.echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     if hasattr(model, "config"):
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
-        typer.echo(f"written: {config.name}, the {type(model).__name__} that was planned for")
+        typer.echo(f"written: {config.name}, the configuration of the {type(model).__name__}")
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
-        missing = f"; cannot say: {'; '.join(export.notes)}" if export.notes else ""
+        missing = f"; not expressed: {'; '.join(export.notes)}" if export.notes else ""
         typer.echo(f"written: {export.file}{missing}")
 
 
@@ -90,19 +92,19 @@ def _first_that_fits(
             typer.echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
         else:
             return plan, made, model
-    raise ValueError("a plan that runs needs one layout at least, got none")
+    raise ValueError("a runnable plan needs at least 1 layout, got none")
 
 
 def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
-    """Refuse a model that cannot be built when its layout is known.
+    """Check before the search that the model can be built.
 
     Args:
-        request: What names the model.
+        request: Options that name the model.
         shape: Its shape.
 
     Raises:
-        ValueError: The folder names code that is not trusted, the model is in a file or a folder and fields
-            change its numbers, or there are only numbers that no class is built like.
+        ValueError: The folder names code that is not trusted, ``--set`` changes a model that is in a file or
+            a folder, or no known class has these dimensions.
     """
     from osdp.integrations.huggingface.shaped_models import family_of
 
@@ -114,17 +116,17 @@ def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
     elif other := sorted(changed_fields(name, request.fields)):
         raise ValueError(
             f"--out builds the model of {name}, which --set {', '.join(other)} does not change: edit the "
-            "file, or describe the other model"
+            "file, or profile the other model"
         )
 
 
 def _has_model(name: str) -> bool:
-    """Whether a file has a configuration of transformers."""
+    """Whether it is a configuration file of transformers."""
     return name.endswith(".json") and "model_type" in read_json(name)
 
 
 def _build(request: ClusterRequest, shape: TransformerShape, samples: int | None) -> tuple[Any, Any]:
-    """The model itself on the meta device, and a microbatch; of one sample, or what it makes, if ``None``."""
+    """The model on the meta device, and a microbatch of ``samples``, of its own or one sample if ``None``."""
     from osdp.integrations.huggingface.models import token_batch
     from osdp.integrations.huggingface.shaped_models import model_of_shape
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.calibration.measured_step import MeasuredStep
-from osdp.cluster.calibration.step_model import Setting, StepModel
-from osdp.cluster.cost.corrections import Correction, LayerCase, corrections_of
+from osdp.cluster.calibration.step_model import Fitted, Setting, StepModel
+from osdp.cluster.cost.corrections import Correction, LayerSize, corrections_of
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.hardware import Cluster, NetworkLink
 from osdp.codec import Savable
@@ -59,21 +59,6 @@ _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """Coefficients and links that fit measured steps best.
-
-    Attributes:
-        rates: Efficiencies of devices and hosts.
-        inside: Link between devices of a node.
-        outside: Link between a node and the network; unchanged if no step ran on several nodes.
-    """
-
-    rates: Efficiencies
-    inside: NetworkLink
-    outside: NetworkLink
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration(Savable):
     """Coefficients fitted to measured steps, and their cross-validation error.
 
@@ -99,7 +84,7 @@ class Calibration(Savable):
     folds: int
     flash: bool
 
-    def applied(self, cluster: Cluster) -> Cluster:
+    def apply_to(self, cluster: Cluster) -> Cluster:
         """The cluster with the fitted links.
 
         Raises:
@@ -171,8 +156,7 @@ def fit(
 def relative_errors(steps: Sequence[MeasuredStep], setting: Setting, fitted: Fitted) -> Floats:
     """Modelled over measured seconds, minus one; shape ``(steps,)``."""
     model = StepModel(steps, setting)
-    seconds = model.seconds(fitted.rates, fitted.inside, fitted.outside)
-    errors: Floats = seconds / model.measured - 1.0
+    errors: Floats = model.seconds(fitted) / model.measured - 1.0
     return errors
 
 
@@ -279,8 +263,7 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
         return Fitted(Efficiencies(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
 
     def residuals(x: Floats) -> Floats:
-        now = coefficients(x)
-        error = model.seconds(now.rates, now.inside, now.outside) / measured - 1.0
+        error = model.seconds(coefficients(x)) / measured - 1.0
         # The square of ``weighed`` is a step's term of the objective above.
         weighed = error / np.sqrt(_TYPICAL * np.sqrt(error**2 + _SMALL**2))
         return np.concatenate([weighed, (x - start) / spread])
@@ -294,9 +277,9 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
 
 def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
     """Corrections of the residuals that the coefficients leave, one for each measured layer."""
-    logs = np.log(model.measured / model.seconds(fitted.rates, fitted.inside, fitted.outside))
-    cases = [LayerCase(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
-    rows: dict[LayerCase, list[float]] = {}
+    logs = np.log(model.measured / model.seconds(fitted))
+    cases = [LayerSize(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
+    rows: dict[LayerSize, list[float]] = {}
     for case, log in zip(cases, logs.tolist(), strict=True):
         rows.setdefault(case, []).append(log)
     means = np.array([np.mean(found) for found in rows.values()])

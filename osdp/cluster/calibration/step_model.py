@@ -40,6 +40,21 @@ class Setting:
     recompute: RecomputeLayers = RecomputeLayers.NONE
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Coefficients and links that fit measured steps best.
+
+    Attributes:
+        rates: Efficiencies of devices and hosts.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; unchanged if no step ran on several nodes.
+    """
+
+    rates: Efficiencies
+    inside: NetworkLink
+    outside: NetworkLink
+
+
 class StepModel:
     """Layouts of measured steps, to be evaluated with many sets of coefficients."""
 
@@ -53,22 +68,16 @@ class StepModel:
         """Whether any step ran on several nodes."""
         return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
 
-    def seconds(self, rates: Efficiencies, inside: NetworkLink, outside: NetworkLink) -> Floats:
-        """Modelled seconds of each step, shape ``(rows,)``.
-
-        Args:
-            rates: Coefficients of the time model.
-            inside: Link between devices of a node.
-            outside: Link between a node and the network.
-        """
+    def seconds(self, fitted: Fitted) -> Floats:
+        """Modelled seconds of each step with these coefficients and links, shape ``(rows,)``."""
         # Steps of one layer size on one cluster share their layer times.
-        node = replace(self.setting.node, inside=inside, outside=outside)
+        node = replace(self.setting.node, inside=fitted.inside, outside=fitted.outside)
         priced: dict[tuple[int, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))
         for row, (step, layout) in enumerate(zip(self.steps, self.layouts, strict=True)):
             key = (step.hidden, step.heads, step.sequence, num_nodes(step, node))
             if key not in priced:
-                priced[key] = EvenSteps(_prices(step, self.setting, node, rates))
+                priced[key] = EvenSteps(_prices(step, self.setting, node, fitted.rates))
             found[row] = priced[key].seconds(layout, step.layers)
         return found
 
@@ -111,11 +120,11 @@ def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recomp
     None, unless a step would then have needed more memory than its devices have, even if the estimate is a
     fifth too high; in that case full recomputation of every layer.
     """
-    needed = (_needed(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
+    needed = (_memory_share(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
     return RecomputeLayers.FULL if any(part > _DOUBT for part in needed) else RecomputeLayers.NONE
 
 
-def _needed(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
+def _memory_share(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
     """Memory of the fullest stage, as a fraction of the device's.
 
     Only the first and last stage are checked: they hold the most microbatches and the head.

@@ -5,12 +5,10 @@ Start at :func:`osdp.cluster.cost.step.price`.
 - ``step``: the formula of a step, and the price of one layout by it
 - ``layer_work``: what one rank computes, keeps and exchanges for a layer
 - ``layer_time``: seconds of a layer: a roofline with a floor of launches
-- ``matmul``: operations of a matrix product, rounded up to tiles and waves
-- ``rates``: shares of its specification that a device reaches
+- ``rates``: shares of its specification that a device reaches, tiles and waves of matrix products
 - ``corrections``: what measured steps add to these rates
 - ``measured_layers``: measured seconds, carried to other batches and degrees
-- ``ring``: collectives over links of a cluster
-- ``slot_links``: devices of a stage, and the links between them
+- ``links``: devices of a stage, the links between them, and collectives over these
 - ``stage``: seconds and bytes of stages, from the number of their items
 - ``layer_runs``: stages made of runs of layers that are stored alike
 - ``mixed_runs``: the best one or two runs that fit

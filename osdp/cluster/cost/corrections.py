@@ -24,7 +24,7 @@ _VARIANCE, _DOUBLINGS = 0.1**2, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCase:
+class LayerSize:
     """Layer size, microbatch and tensor-parallel degree that a correction belongs to.
 
     Attributes:
@@ -46,16 +46,16 @@ class LayerCase:
 class Correction:
     """A measured case; ``weight`` is its coefficient in the interpolation."""
 
-    case: LayerCase
+    case: LayerSize
     weight: float
 
 
-def correction_factor(corrections: Sequence[Correction], case: LayerCase) -> float:
+def correction_factor(corrections: Sequence[Correction], case: LayerSize) -> float:
     """Factor for the modelled seconds of a case; 1 without corrections."""
     return math.exp(sum(each.weight * _covariance(each.case, case) for each in corrections))
 
 
-def corrections_of(cases: Sequence[LayerCase], logs: Floats, deviations: Floats) -> tuple[Correction, ...]:
+def corrections_of(cases: Sequence[LayerSize], logs: Floats, deviations: Floats) -> tuple[Correction, ...]:
     """Kriging weights of measured corrections.
 
     Args:
@@ -68,6 +68,6 @@ def corrections_of(cases: Sequence[LayerCase], logs: Floats, deviations: Floats)
     return tuple(Correction(case, float(weight)) for case, weight in zip(cases, weights, strict=True))
 
 
-def _covariance(x: LayerCase, y: LayerCase) -> float:
-    doublings = sum(abs(math.log2(getattr(x, f.name) / getattr(y, f.name))) for f in fields(LayerCase))
+def _covariance(x: LayerSize, y: LayerSize) -> float:
+    doublings = sum(abs(math.log2(getattr(x, f.name) / getattr(y, f.name))) for f in fields(LayerSize))
     return _VARIANCE * math.exp(-doublings / _DOUBLINGS)

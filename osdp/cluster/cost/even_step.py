@@ -85,11 +85,11 @@ class EvenSteps:
         each = np.full(pp, float(even_layers(layers, pp)))
         counts = {Item.EMBEDDING: embedding, Item.LAYER: each, Item.HEAD: head}
         stages = StagePrices(prices, layout, slot, counts)
-        homes = {slot: stages.home}
+        hardware_by_slot = {slot: stages.hardware}
         sent = [float(prices.work(Item.LAYER, layout).output_bytes)] * pp
-        transfers = transfer_seconds(prices, layout, homes, [slot] * pp, sent)
+        transfers = transfer_seconds(prices, layout, hardware_by_slot, [slot] * pp, sent)
         seconds = [a + b for a, b in zip(stages.seconds.tolist(), transfers, strict=True)]
-        fixed = step_formula(prices, layout, homes).fixed
+        fixed = step_formula(prices, layout, hardware_by_slot).fixed
         # The backward matters only where it can hide gradient collectives.
         hides = (layout.samples, layout.token_slices, layout.recompute) if prices.workload.overlap else ()
         key = (layers, layout.degrees, layout.zero, *hides)

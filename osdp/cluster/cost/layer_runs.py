@@ -22,13 +22,13 @@ class RunBatch:
     """One run in each of several stages.
 
     Attributes:
-        way: Index of the strategy of its items.
+        strategy: Index of the strategy of its items.
         start: First item of each run.
         stop: Item after the last one.
         parameters: Parameter count it adds to its stage; a weight that both runs use counts in the first.
     """
 
-    way: int
+    strategy: int
     start: Indices
     stop: Indices
     parameters: Floats
@@ -52,7 +52,7 @@ class Sizes:
         return total
 
 
-def ways_of(layout: ParallelLayout, *, flash: bool) -> tuple[LayerStrategy, ...]:
+def strategies_of(layout: ParallelLayout, *, flash: bool) -> tuple[LayerStrategy, ...]:
     """Allowed strategies of the items of a layout.
 
     Args:
@@ -60,12 +60,12 @@ def ways_of(layout: ParallelLayout, *, flash: bool) -> tuple[LayerStrategy, ...]
         flash: Whether attention scores are never written, so that selective recomputation saves nothing.
     """
     zeros = (layout.zero,) if layout.zero is not None else tuple(range(4))
-    again: tuple[RecomputeLayers, ...] = tuple(RecomputeLayers)
+    recomputes: tuple[RecomputeLayers, ...] = tuple(RecomputeLayers)
     if layout.recompute is not None:
-        again = (layout.recompute,)
+        recomputes = (layout.recompute,)
     elif flash:
-        again = (RecomputeLayers.NONE, RecomputeLayers.FULL)
-    return tuple(LayerStrategy(zero, recompute) for recompute in again for zero in zeros)
+        recomputes = (RecomputeLayers.NONE, RecomputeLayers.FULL)
+    return tuple(LayerStrategy(zero, recompute) for recompute in recomputes for zero in zeros)
 
 
 class RunPrices:
@@ -73,11 +73,11 @@ class RunPrices:
 
     def __init__(self, prices: ClusterPrices, layout: ParallelLayout, slot: StageSlot) -> None:
         self.prices, self.layout = prices, layout
-        self.home = prices.home(layout, slot)
-        self.ways = ways_of(layout, flash=prices.workload.flash)
-        self._layouts = [layout.living(way) for way in self.ways]
+        self.hardware = prices.hardware(layout, slot)
+        self.strategies = strategies_of(layout, flash=prices.workload.flash)
+        self._layouts = [layout.with_strategy(strategy) for strategy in self.strategies]
         #: Costs of all stages with all items in one strategy, by strategy index.
-        self.priced = [prices.stage_prices(living, slot) for living in self._layouts]
+        self.priced = [prices.stage_prices(uniform, slot) for uniform in self._layouts]
         #: Microbatches in flight by pipeline rank; shape ``(pp,)``.
         self.held = np.array(layout.in_flight)
         border = prices.border_bytes(layout)
@@ -85,26 +85,28 @@ class RunPrices:
         #: shape ``(I + 1, I + 1)``.
         self.borders: Floats = 2 * (border[:, None] + border[None, :])
 
-    def whole(self, way: int, start: Indices, stop: Indices) -> list[RunBatch]:
+    def whole(self, strategy: int, start: Indices, stop: Indices) -> list[RunBatch]:
         """Stages whose items all have one strategy."""
-        return [RunBatch(way, start, stop, self.priced[way].parameters[start, stop])]
+        return [RunBatch(strategy, start, stop, self.priced[strategy].parameters[start, stop])]
 
-    def split(self, ways: tuple[int, int], start: Indices, cut: Indices, stop: Indices) -> list[RunBatch]:
+    def split(
+        self, strategies: tuple[int, int], start: Indices, cut: Indices, stop: Indices
+    ) -> list[RunBatch]:
         """Stages of two runs."""
         parameters = self.priced[0].parameters
         first, both = parameters[start, cut], parameters[start, stop]
-        return [RunBatch(ways[0], start, cut, first), RunBatch(ways[1], cut, stop, both - first)]
+        return [RunBatch(strategies[0], start, cut, first), RunBatch(strategies[1], cut, stop, both - first)]
 
     def seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds per microbatch, without transfers between stages."""
-        return _sum([self.priced[part.way].seconds[part.start, part.stop] for part in parts])
+        return _sum([self.priced[part.strategy].seconds[part.start, part.stop] for part in parts])
 
     def gradients(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds of collectives after the last microbatch."""
         return _sum(
             [
                 self.prices.gradient_seconds(
-                    self._layouts[part.way], self.home, part.parameters, self._backward(part)
+                    self._layouts[part.strategy], self.hardware, part.parameters, self._backward(part)
                 )
                 for part in parts
             ]
@@ -114,7 +116,7 @@ class RunPrices:
         """Seconds of the optimizer step."""
         return _sum(
             [
-                self.prices.update_seconds(self._layouts[part.way], self.home, part.parameters)
+                self.prices.update_seconds(self._layouts[part.strategy], self.hardware, part.parameters)
                 for part in parts
             ]
         )
@@ -133,7 +135,7 @@ class RunPrices:
     def items(self, parts: Sequence[RunBatch]) -> tuple[ItemPrices, ...]:
         """Costs of each item of one stage."""
         return tuple(
-            self.priced[part.way].items[item]
+            self.priced[part.strategy].items[item]
             for part in parts
             for item in self.prices.items[int(part.start) : int(part.stop)]
         )
@@ -143,14 +145,14 @@ class RunPrices:
         prices, layout = self.prices, self.layout
         weights = gradients = states = working = update = np.zeros(())
         for part in parts:
-            own, way = self.priced[part.way], self.ways[part.way]
-            of_weight, of_gradient, of_state = prices.parameter_bytes(way, layout)
+            own, strategy = self.priced[part.strategy], self.strategies[part.strategy]
+            of_weight, of_gradient, of_state = prices.parameter_bytes(strategy, layout)
             weights = weights + np.ceil(part.parameters * of_weight)
             gradients = gradients + np.ceil(part.parameters * of_gradient)
             states = states + np.ceil(part.parameters * of_state)
             # Items run one after the other, so that their transient memory is a maximum, not a sum.
             working = np.maximum(working, own.working[part.start, part.stop])
-            held = part.parameters / prices.shards_of_states(way, layout)
+            held = part.parameters / prices.shards_of_states(strategy, layout)
             update = update + np.ceil(held * prices.workload.update_bytes)
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
@@ -160,13 +162,13 @@ class RunPrices:
         held, heads = self.held[rank], self.layout.head_in_flight
         kept = []
         for part in parts:
-            own = self.priced[part.way]
+            own = self.priced[part.strategy]
             layers, logits = own.kept[part.start, part.stop], own.logits[part.start, part.stop]
             kept.append(np.ceil(layers * held + logits * heads))
         return _sum(kept)
 
     def _backward(self, part: RunBatch) -> Floats:
-        found: Floats = self.priced[part.way].backward[part.start, part.stop]
+        found: Floats = self.priced[part.strategy].backward[part.start, part.stop]
         return found
 
 

@@ -1,15 +1,14 @@
 """Compute time of one item of a transformer on one kind of accelerator: a roofline with host overhead.
 
 A matrix product, those of attention included, takes the longer of its FLOPs (rounded up to tiles and waves,
-:mod:`osdp.cluster.cost.matmul`) and of moving its bytes; all other operators are memory-bound. The host calls
+:mod:`osdp.cluster.cost.rates`) and of moving its bytes; all other operators are memory-bound. The host calls
 the operators concurrently (:mod:`osdp.cluster.cost.rates`).
 """
 
 from dataclasses import dataclass
 
 from osdp.cluster.cost.layer_work import Gemm, LayerWork
-from osdp.cluster.cost.matmul import aligned, occupied_flops
-from osdp.cluster.cost.rates import Efficiencies
+from osdp.cluster.cost.rates import Efficiencies, is_aligned, occupied_flops
 from osdp.cluster.hardware import Gpu
 
 
@@ -31,7 +30,7 @@ class LayerSeconds:
         """All times multiplied by a factor."""
         return LayerSeconds(self.forward * factor, self.backward * factor, self.attention * factor)
 
-    def scaled(self, to: "LayerSeconds", by: "LayerSeconds") -> "LayerSeconds":
+    def scale(self, to: "LayerSeconds", by: "LayerSeconds") -> "LayerSeconds":
         """All times multiplied by the ratio of ``to`` and ``by``, each by its own."""
         return LayerSeconds(
             self.forward * to.forward / by.forward,
@@ -67,6 +66,6 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSecond
 def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies) -> float:
     """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
-    share = rates.matrix_share * (1.0 if aligned(rows, columns, inner) else rates.unaligned_share)
+    share = rates.matrix_share * (1.0 if is_aligned(rows, columns, inner) else rates.unaligned_share)
     occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)
     return max(occupied / (gpu.flops * share), gemm.moved_bytes / (gpu.memory_bandwidth * rates.memory_share))

@@ -7,14 +7,16 @@ two runs, in which the strategy that needs more memory gets as many items as fit
     start              cut                 stop
       |  first strategy |  second strategy  |
 
-Two runs are optimal up to a fraction of an item: where items are alike, the linear relaxation of a
+The cuts between layers of one kind are searched together, because memory changes there by the same number of
+bytes from one to the next; an encoder-decoder has two such segments. Two runs are optimal up to a fraction of
+an item: where items are alike, the linear relaxation of a
 multiple-choice knapsack has an optimal solution with two strategies (Sinha and Zoltners, "The multiple-choice
 knapsack problem", 1979). Stages with the same number of items of each kind are evaluated only once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import groupby, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +76,7 @@ class MixedStages:
         return (int(self.first[where]), int(self.second[where])), int(self.cut[where])
 
 
-def mixture(runs: RunPrices) -> MixedStages:
+def mixed_stages(runs: RunPrices) -> MixedStages:
     """Best runs of every stage of a layout; where nothing fits, the runs with the smallest excess of memory.
 
     Args:
@@ -88,17 +90,17 @@ def mixture(runs: RunPrices) -> MixedStages:
     best, needed = np.full(len(start), np.inf), np.full(len(start), np.inf)
     seconds, end = np.full(len(start), np.inf), np.zeros(len(start))
     first, second, cut = np.zeros_like(start), np.zeros_like(start), stop.copy()
-    for one, other in _pairs(runs):
+    for one, other, segment in _candidates(runs):
         where, parts = stop, runs.whole(one, start, stop)
         if one != other:
-            where = _cuts(runs, one, other, start, stop, rank)
+            where = _cuts(runs, one, other, segment, start, stop, rank)
             parts = runs.split((one, other), start, where, stop)
         total = runs.sizes(parts, rank).total(runs.prices.workload.reserve)
         if one != other:
-            # A cut at an end of the stage is one run, which its own pair covers.
+            # A cut at an end of the stage stands for none that fits.
             total = np.where((where > start) & (where < stop), total, np.inf)
         there, after = runs.seconds(parts), runs.end(parts)
-        value = np.where(total <= runs.home.limit, runs.step_seconds(there, after), np.inf)
+        value = np.where(total <= runs.hardware.limit, runs.step_seconds(there, after), np.inf)
         # Prefer the faster of those that fit; as long as none does, the one that needs less memory.
         better = (value < best) | (np.isinf(best) & (total < needed))
         best = np.where(better, value, best)
@@ -160,15 +162,38 @@ def _pairs(runs: RunPrices) -> list[tuple[int, int]]:
     nbytes, value = layer_points(runs)
     pairs: set[tuple[int, int]] = set()
     for column in range(nbytes.shape[1]):
-        order = sorted(range(len(value)), key=lambda way: (nbytes[way, column], value[way], way))
-        front = [way for at, way in enumerate(order) if all(value[way] < value[o] for o in order[:at])]
-        pairs |= {(way, way) for way in front} | set(permutations(front, 2))
+        order = sorted(
+            range(len(value)), key=lambda strategy: (nbytes[strategy, column], value[strategy], strategy)
+        )
+        front = [
+            strategy
+            for at, strategy in enumerate(order)
+            if all(value[strategy] < value[o] for o in order[:at])
+        ]
+        pairs |= {(strategy, strategy) for strategy in front} | set(permutations(front, 2))
     return sorted(pairs)
+
+
+def _candidates(runs: RunPrices) -> list[tuple[int, int, tuple[int, int]]]:
+    """Pairs of strategies, and for two runs each segment of the chain that the cut may be in.
+
+    A segment is the first and the last cut position around consecutive layers of one kind.
+    """
+    segments, first = [], 0
+    for item, items in groupby(runs.prices.items):
+        last = first + len(list(items))
+        segments += [(first, last)] if item in LAYERS else []
+        first = last
+    return [
+        (one, other, segment)
+        for one, other in _pairs(runs)
+        for segment in (segments if one != other else segments[:1])
+    ]
 
 
 def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
     """Bytes of a layer, shape ``(strategies, pp)``, and the seconds it adds to a step, ``(strategies,)``."""
-    nbytes, value = np.zeros((len(runs.ways), len(runs.held))), np.zeros(len(runs.ways))
+    nbytes, value = np.zeros((len(runs.strategies), len(runs.held))), np.zeros(len(runs.strategies))
     where = _first_layer(runs)
     for number, priced in enumerate(runs.priced):
         layer = priced.items[runs.prices.items[where]]
@@ -185,14 +210,14 @@ def _first_layer(runs: RunPrices) -> int:
 
 def lower_hull(nbytes: Floats, value: Floats) -> list[int]:
     """Indices of the points on the lower convex hull of value over bytes, by ascending bytes."""
-    order = sorted(range(len(nbytes)), key=lambda way: (nbytes[way], value[way], way))
+    order = sorted(range(len(nbytes)), key=lambda strategy: (nbytes[strategy], value[strategy], strategy))
     hull: list[int] = []
-    for way in order:
-        if hull and value[way] >= value[hull[-1]]:
+    for strategy in order:
+        if hull and value[strategy] >= value[hull[-1]]:
             continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], way, nbytes, value):
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], strategy, nbytes, value):
             hull.pop()
-        hull.append(way)
+        hull.append(strategy)
     return hull
 
 
@@ -202,7 +227,15 @@ def _is_above(left: int, middle: int, right: int, nbytes: Floats, value: Floats)
     return bool(across >= (nbytes[middle] - nbytes[left]) * (value[right] - value[left]))
 
 
-def _cuts(runs: RunPrices, one: int, other: int, start: Indices, stop: Indices, rank: Indices) -> Indices:
+def _cuts(
+    runs: RunPrices,
+    one: int,
+    other: int,
+    segment: tuple[int, int],
+    start: Indices,
+    stop: Indices,
+    rank: Indices,
+) -> Indices:
     """Cut between two runs that gives the strategy with the higher memory use as many items as fit.
 
     With ``P1`` and ``P2`` the bytes of all items before a position under the first and second strategy, a
@@ -210,59 +243,62 @@ def _cuts(runs: RunPrices, one: int, other: int, start: Indices, stop: Indices, 
 
         P1[c] - P1[start] + P2[stop] - P2[c] + (bytes that do not depend on c)  <=  limit
 
-    Only ``added[c] = P1[c] - P2[c]`` varies; the sign of its step over a layer gives the direction.
+    Only ``added[c] = P1[c] - P2[c]`` varies. All items of the segment are of one kind, so that it grows, or
+    falls, with every one of them.
 
     Args:
         runs: Costs of the layout on one kind of slot.
         one: Strategy index of the first run.
         other: Strategy index of the second run.
+        segment: First and last position of the cut in the chain.
         start: First item of each stage, shape ``(num_stages,)``.
         stop: Item after its last one, likewise.
         rank: Its pipeline rank, likewise.
 
     Returns:
-        The cut of each stage, shape ``(num_stages,)``; ``start`` or ``stop`` if two runs do not fit.
+        The cut of each stage, shape ``(num_stages,)``; ``stop`` if no cut of the segment fits.
     """
     # 1. Which strategy saves memory decides from which side the cut moves.
     before, after = _prefix(runs, one), _prefix(runs, other)  # (pp, I + 1)
     added = before - after
-    layer = _first_layer(runs)
-    saves = (added[:, layer + 1] < added[:, layer])[rank]  # (num_stages,): the first strategy needs less
-    # 2. Memory left for ``added``. With two runs, the first never has the stage's last item, the second
-    # never its first.
-    working = np.maximum(
-        runs.priced[one].working[start, stop - 1], runs.priced[other].working[start + 1, stop]
-    )
-    room = runs.home.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
+    saves = (added[:, segment[0] + 1] < added[:, segment[0]])[rank]  # the first strategy needs less
+    # 2. Memory left for ``added``. With two runs, the first never has an item after the last position, the
+    # second none before the first.
+    low, high = np.maximum(start + 1, segment[0]), np.minimum(stop - 1, segment[1])
+    working = np.maximum(runs.priced[one].working[start, high], runs.priced[other].working[low, stop])
+    room = runs.hardware.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
     room -= after[rank, stop] - before[rank, start]
-    # Prefix sums count a tied weight once per item that uses it, but a stage stores it once.
-    numbers = _numbers(runs)
-    twice = numbers[stop] - numbers[start] - runs.priced[0].parameters[start, stop]
-    room += twice * min(_bytes_each(runs, one), _bytes_each(runs, other))
+    # Prefix sums count a tied weight once per item that uses it, but a stage stores it once: in the first of
+    # the runs that use it. No item of the segment does.
+    numbers, stored = _numbers(runs), runs.priced[0].parameters
+    copies = numbers[stop] - numbers[start] - stored[start, stop]
+    of_first = numbers[low] - numbers[start] - stored[start, low]
+    room += of_first * _bytes_each(runs, one) + (copies - of_first) * _bytes_each(runs, other)
 
     # 3. If the first strategy saves memory, take the first cut that fits, otherwise the last one that does.
-    def settled(cut: Indices) -> NDArray[np.bool_]:
+    def is_beyond(cut: Indices) -> NDArray[np.bool_]:
         fits = added[rank, cut] <= room
         return np.where(saves, fits, ~fits)
 
-    low = _first(settled, start + 1, stop)
-    return np.where(saves, low, low - 1)
+    cut = _first(is_beyond, low, high + 1)
+    none = np.where(saves, cut > high, cut <= low)
+    return np.where(none, stop, np.where(saves, cut, cut - 1))
 
 
-def _prefix(runs: RunPrices, way: int) -> Floats:
+def _prefix(runs: RunPrices, strategy: int) -> Floats:
     """Bytes of all items before each position, by pipeline rank; shape ``(pp, I + 1)``."""
-    priced = runs.priced[way]
+    priced = runs.priced[strategy]
     found: Floats = (
-        _bytes_each(runs, way) * _numbers(runs)[None, :]
+        _bytes_each(runs, strategy) * _numbers(runs)[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
         + priced.logits[0][None, :] * runs.layout.head_in_flight
     )
     return found
 
 
-def _bytes_each(runs: RunPrices, way: int) -> float:
+def _bytes_each(runs: RunPrices, strategy: int) -> float:
     """Bytes of weight, gradient and optimizer states per parameter with a strategy."""
-    return sum(runs.prices.parameter_bytes(runs.ways[way], runs.layout))
+    return sum(runs.prices.parameter_bytes(runs.strategies[strategy], runs.layout))
 
 
 def _numbers(runs: RunPrices) -> Floats:
@@ -271,7 +307,7 @@ def _numbers(runs: RunPrices) -> Floats:
     return np.concatenate([[0.0], np.cumsum([float(items[item].parameters) for item in runs.prices.items])])
 
 
-def _first(settled: Callable[[Indices], NDArray[np.bool_]], low: Indices, high: Indices) -> Indices:
+def _first(holds: Callable[[Indices], NDArray[np.bool_]], low: Indices, high: Indices) -> Indices:
     """First index of each range ``low .. high - 1`` at which a monotonic predicate is true, else ``high``.
 
     A bisection of all ranges at once.
@@ -279,7 +315,7 @@ def _first(settled: Callable[[Indices], NDArray[np.bool_]], low: Indices, high: 
     low, high = low.copy(), np.maximum(low, high)
     while (low < high).any():
         middle = (low + high) // 2
-        true = settled(middle)
+        true = holds(middle)
         high = np.where(true & (low < high), middle, high)
         low = np.where(~true & (low < high), middle + 1, low)
     return low

@@ -17,16 +17,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.corrections import LayerCase, correction_factor
+from osdp.cluster.cost.corrections import LayerSize, correction_factor
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
 from osdp.cluster.cost.layer_work import LayerWork, layer_work
+from osdp.cluster.cost.links import SlotHardware, slot_hardware
 from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.cost.slot_links import SlotHardware, slot_hardware
 from osdp.cluster.hardware import Cluster, Gpu
-from osdp.cluster.layer_profile import LayerBytes, LayerProfile
+from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
-from osdp.cluster.transformer import Item, TransformerShape
+from osdp.cluster.transformer import Item
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class ItemPrices:
 
     Attributes:
         compute: Forward and backward.
-        again: Forwards recomputed in the backward.
+        recompute: Forwards recomputed in the backward.
         backward: Backward part of ``compute``.
         tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
         shards: Exposed all-gathers and reduce-scatters of each microbatch.
@@ -47,7 +47,7 @@ class ItemPrices:
     """
 
     compute: float
-    again: float
+    recompute: float
     backward: float
     tensor: float
     shards: float
@@ -58,7 +58,7 @@ class ItemPrices:
     @property
     def seconds(self) -> float:
         """Seconds per microbatch."""
-        return self.compute + self.again + self.tensor + self.shards
+        return self.compute + self.recompute + self.tensor + self.shards
 
 
 class StagePrices:
@@ -67,14 +67,14 @@ class StagePrices:
     All arrays have the shape of those counts.
 
     Attributes:
-        home: The slot's devices and links.
+        hardware: The slot's devices and links.
         items: Costs of each kind of item.
     """
 
     def __init__(
         self, prices: "ClusterPrices", layout: ParallelLayout, slot: StageSlot, counts: Mapping[Item, Floats]
     ) -> None:
-        self.home = prices.home(layout, slot)
+        self.hardware = prices.hardware(layout, slot)
         self.items = prices.item_prices(layout, slot)
         self._prices, self._layout, self._counts = prices, layout, counts
 
@@ -122,7 +122,7 @@ class StagePrices:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
         # The backward matters only where it can hide gradient collectives.
         backward = self.backward if self._prices.workload.overlap else 0.0
-        return self._prices.end_seconds(self._layout, self.home, self.parameters, backward)
+        return self._prices.end_seconds(self._layout, self.hardware, self.parameters, backward)
 
     def _sum(self, values: Mapping[Item, float]) -> Floats:
         """Sum of a value per kind of item over the items of each stage."""
@@ -139,7 +139,7 @@ class ClusterPrices:
         workload: Workload,
         rates: Efficiencies = PUBLISHED,
         profiles: Sequence[LayerProfile] = (),
-        traced: Sequence[LayerBytes] = (),
+        traced: Sequence[LayerCost] = (),
     ) -> None:
         self.cluster = cluster
         self.profiles = tuple(profiles)
@@ -154,34 +154,41 @@ class ClusterPrices:
         #: Number of items of each kind in the stage ``start .. stop - 1``, indexed ``[start, stop]``;
         #: ``(I + 1, I + 1)`` each.
         self.counts = {kind: _count(self.items, kind) for kind in self.kinds}
-        self._homes: dict[tuple[int, int, tuple[int, ...]], SlotHardware] = {}
+        self._hardware: dict[tuple[int, int, tuple[int, ...]], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
-        self._work: dict[tuple[Item, int, int, int], LayerWork] = {}
-        self._seconds: dict[tuple[Item, int, int, int, Gpu], LayerSeconds] = {}
+        self._work: dict[tuple[LayerCase, int], LayerWork] = {}
+        self._seconds: dict[tuple[LayerCase, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
-        key = (item, layout.samples, layout.degrees.tp, layout.token_slices)
+        key = (self._case(item, layout), layout.token_slices)
         if key not in self._work:
-            self._work[key] = self._work_of(*key, self.workload.shape)
+            self._work[key] = self._work_of(*key)
         return self._work[key]
 
-    def _work_of(self, item: Item, samples: int, tp: int, slices: int, shape: TransformerShape) -> LayerWork:
-        load = self.workload
-        return layer_work(shape, item, samples, tp, flash=load.flash, slices=slices, width=load.weight_bytes)
+    def _case(self, item: Item, layout: ParallelLayout) -> LayerCase:
+        return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
 
-    def home(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
+    def _work_of(self, case: LayerCase, slices: int = 1) -> LayerWork:
+        load, shape = self.workload, self.workload.shape
+        if case.sequence != shape.sequence:
+            shape = replace(shape, sequence=case.sequence)
+        return layer_work(
+            shape, case.item, case.samples, case.tp, flash=load.flash, slices=slices, width=load.weight_bytes
+        )
+
+    def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
         key = (layout.degrees.tp, layout.degrees.dp, slot.nodes)
-        if key not in self._homes:
-            self._homes[key] = slot_hardware(self.cluster, layout, slot)
-        return self._homes[key]
+        if key not in self._hardware:
+            self._hardware[key] = slot_hardware(self.cluster, layout, slot)
+        return self._hardware[key]
 
     def border_bytes(self, layout: ParallelLayout) -> Floats:
         """Bytes of a token slice sent forward over the boundary before each item; shape ``(I + 1,)``."""
-        outputs = [self.work(item, layout).output_bytes for item in self.items]
-        return np.array([0.0, *outputs[:-1], 0.0])
+        outputs = {kind: self.work(kind, layout).output_bytes for kind in self.kinds}
+        return np.array([0.0, *(outputs[item] for item in self.items[:-1]), 0.0])
 
     def stage_prices(self, layout: ParallelLayout, slot: StageSlot) -> StagePrices:
         """Costs of all stages of ``layout``, which has one strategy for all items, on a kind of slot.
@@ -192,11 +199,11 @@ class ClusterPrices:
 
     def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
-        degrees, way = layout.degrees, layout.way
-        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, way, slot.nodes)
+        degrees, strategy = layout.degrees, layout.strategy
+        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, strategy, slot.nodes)
         if key not in self._items:
-            home = self.home(layout, slot)
-            self._items[key] = {item: self._item(item, layout, home) for item in self.kinds}
+            hardware = self.hardware(layout, slot)
+            self._items[key] = {item: self._item(item, layout, hardware) for item in self.kinds}
         return self._items[key]
 
     def tied_numbers(self, layout: ParallelLayout) -> int:
@@ -205,7 +212,7 @@ class ClusterPrices:
         return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
 
     def gradient_seconds(
-        self, layout: ParallelLayout, home: SlotHardware, parameters: Floats, backward: Floats | float
+        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, backward: Floats | float
     ) -> Floats:
         """Exposed seconds of the collectives at the end of a step.
 
@@ -214,7 +221,7 @@ class ClusterPrices:
 
         Args:
             layout: Degrees and sharding.
-            home: Devices and links of the slot.
+            hardware: Devices and links of the slot.
             parameters: Parameter count on a rank before data-parallel sharding; any shape.
             backward: Seconds of the last backward, behind which reductions can hide.
 
@@ -223,11 +230,11 @@ class ClusterPrices:
         """
         if layout.degrees.dp == 1:
             return np.zeros_like(parameters)
-        load, ring = self.workload, home.data
+        load, ring = self.workload, hardware.data
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
-        scale = (ring.size - 1) / ring.size / ring.wire.bandwidth
+        scale = (ring.size - 1) / ring.size / ring.link.bandwidth
         fixed = ring.scatter_seconds(0.0)
-        zero = layout.way.zero
+        zero = layout.strategy.zero
         # In units of one reduce-scatter; an all-reduce costs two.
         scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + reduced * scale)
@@ -236,41 +243,38 @@ class ClusterPrices:
             exposed = exposed + fixed + gathered * scale
         return np.where(parameters > 0, exposed, 0.0)
 
-    def update_seconds(self, layout: ParallelLayout, home: SlotHardware, parameters: Floats) -> Floats:
+    def update_seconds(self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats) -> Floats:
         """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
-        held = parameters / self.shards_of_states(layout.way, layout)
-        slowest = min(gpu.memory_bandwidth for gpu in home.gpus)
+        held = parameters / self.shards_of_states(layout.strategy, layout)
+        slowest = min(gpu.memory_bandwidth for gpu in hardware.gpus)
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
-    def shards_of_states(self, way: LayerStrategy, layout: ParallelLayout) -> int:
+    def shards_of_states(self, strategy: LayerStrategy, layout: ParallelLayout) -> int:
         """Number of ranks over which optimizer states are sharded."""
-        return layout.degrees.dp if way.zero else 1
+        return layout.degrees.dp if strategy.zero else 1
 
-    def parameter_bytes(self, way: LayerStrategy, layout: ParallelLayout) -> tuple[float, float, float]:
+    def parameter_bytes(self, strategy: LayerStrategy, layout: ParallelLayout) -> tuple[float, float, float]:
         """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
         load, dp = self.workload, layout.degrees.dp
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
-        weight, gradient, state = (size / dp if way.zero >= stage else size for size, stage in sizes)
+        weight, gradient, state = (size / dp if strategy.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
-    def _item(self, item: Item, layout: ParallelLayout, home: SlotHardware) -> ItemPrices:
+    def _item(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> ItemPrices:
         """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
-        work, slices, recompute = (
-            self._work_there(item, layout, home),
-            layout.token_slices,
-            layout.way.recompute,
-        )
-        slowest = [self._layer_seconds(item, layout, gpu) for gpu in home.gpus]
+        work, slices = self._work_on(item, layout, hardware), layout.token_slices
+        recompute = layout.strategy.recompute
+        slowest = [self._layer_seconds(item, layout, gpu) for gpu in hardware.gpus]
         # 1. Compute: a stage on several kinds of devices runs at the pace of the slowest.
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
         layer = item in (Item.LAYER, Item.CROSS_LAYER)
         full = layer and recompute is RecomputeLayers.FULL
-        again = forward if full else 0.0
+        recomputed = forward if full else 0.0
         if layer and recompute is RecomputeLayers.SELECTIVE:
-            again = max(s.attention for s in slowest)
+            recomputed = max(s.attention for s in slowest)
         # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
         sums = work.sums * (3 if full else 2) * self._factor(layout)
         # 3. Memory: recomputation saves activations but makes them part of the item's transient memory.
@@ -282,31 +286,30 @@ class ClusterPrices:
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
         return ItemPrices(
             compute=slices * (forward + backward),
-            again=slices * again,
+            recompute=slices * recomputed,
             backward=slices * backward,
-            tensor=slices * sums * (self.rates.sum_seconds + home.tensor.reduce_seconds(work.summed_bytes)),
-            shards=self._shards(layout, home, parameters, slices * forward, slices * (backward + again)),
+            tensor=slices
+            * sums
+            * (self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)),
+            shards=self._shards(
+                layout, hardware, parameters, slices * forward, slices * (backward + recomputed)
+            ),
             parameters=parameters,
             kept=slices * kept + _cache_bytes(work, slices),
             working=work.working_bytes + (work.kept_bytes - kept),
         )
 
-    def _work_there(self, item: Item, layout: ParallelLayout, home: SlotHardware) -> LayerWork:
+    def _work_on(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> LayerWork:
         """Work of an item with the activations measured on the slot's devices, or else traced.
 
         With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
         """
-        work, shape = self.work(item, layout), self.workload.shape
-
-        def modelled(samples: int, sequence: int, tp: int) -> LayerWork:
-            return self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
-
-        where = (item, layout.samples, shape.sequence, layout.degrees.tp)
+        work, case = self.work(item, layout), self._case(item, layout)
         found = []
-        for gpu in home.gpus:
+        for gpu in hardware.gpus:
             profile = self._profiles.get(gpu.name)
-            known = self.traced if profile is None else profile.activations
-            found.append(with_measured_bytes(work, known, *where, modelled))
+            known = self.traced if profile is None else profile.layers
+            found.append(with_measured_bytes(work, known, case, self._work_of))
         return replace(
             work,
             kept_bytes=max(each.kept_bytes for each in found),
@@ -316,53 +319,52 @@ class ClusterPrices:
 
     def _layer_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds:
         """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
-        key = (item, layout.samples, layout.degrees.tp, layout.token_slices, gpu)
+        key = (self._case(item, layout), layout.token_slices, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
-            self._seconds[key] = self._measured(item, layout, gpu) or modelled
+            self._seconds[key] = self._measured_seconds(item, layout, gpu) or modelled
         return self._seconds[key]
 
-    def _measured(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds | None:
+    def _measured_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds | None:
         """Seconds from the profile of a device; ``None`` if it has none of the item."""
         if gpu.name not in self._profiles:
             return None
 
-        shape, tp = self.workload.shape, layout.degrees.tp
+        def modelled(case: LayerCase) -> LayerSeconds:
+            return layer_seconds(self._work_of(case), gpu, self.rates)
 
-        def modelled(samples: int, sequence: int, tp: int) -> LayerSeconds:
-            work = self._work_of(item, samples, tp, 1, replace(shape, sequence=sequence))
-            return layer_seconds(work, gpu, self.rates)
-
-        profile = self._profiles[gpu.name]
-        whole = measured_seconds(profile, item, layout.samples, shape.sequence, tp, modelled)
+        case = self._case(item, layout)
+        whole = measured_seconds(self._profiles[gpu.name], case, modelled)
         if whole is None or layout.token_slices == 1:
             return whole
         # Profiles measure whole sequences: scale to a slice by the modelled ratio.
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
-        return whole.scaled(of_slice, modelled(layout.samples, shape.sequence, tp))
+        return whole.scale(of_slice, modelled(case))
 
     def _factor(self, layout: ParallelLayout) -> float:
         """Correction factor of the modelled seconds, interpolated from measured layers."""
         shape, key = self.workload.shape, (layout.samples, layout.degrees.tp)
         if key not in self._factors:
-            case = LayerCase(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
-            self._factors[key] = correction_factor(self.rates.corrections, case)
+            size = LayerSize(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            self._factors[key] = correction_factor(self.rates.corrections, size)
         return self._factors[key]
 
     def _shards(
-        self, layout: ParallelLayout, home: SlotHardware, parameters: int, forward: float, backward: float
+        self, layout: ParallelLayout, hardware: SlotHardware, parameters: int, forward: float, backward: float
     ) -> float:
         """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
-        load, zero = self.workload, layout.way.zero
+        load, zero = self.workload, layout.strategy.zero
         if zero < 2 or layout.degrees.dp == 1 or not parameters:
             return 0.0
-        scatter = home.data.scatter_seconds(parameters * load.reduce_bytes)
-        gather = home.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
-        return _exposed(gather, forward, load.overlap) + _exposed(gather + scatter, backward, load.overlap)
+        scatter = hardware.data.scatter_seconds(parameters * load.reduce_bytes)
+        gather = hardware.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
+        return _exposed_seconds(gather, forward, load.overlap) + _exposed_seconds(
+            gather + scatter, backward, load.overlap
+        )
 
     def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:
         """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
-        load, zero = self.workload, layout.way.zero
+        load, zero = self.workload, layout.strategy.zero
         if layout.degrees.dp == 1:
             return item.working
         # Gradients of this item, and those of the item before while they are reduced
@@ -372,11 +374,11 @@ class ClusterPrices:
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
     def end_seconds(
-        self, layout: ParallelLayout, home: SlotHardware, parameters: Floats, backward: Floats | float
+        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, backward: Floats | float
     ) -> Floats:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
-        exchanged = self.gradient_seconds(layout, home, parameters, backward)
-        exchanged += self.update_seconds(layout, home, parameters)
+        exchanged = self.gradient_seconds(layout, hardware, parameters, backward)
+        exchanged += self.update_seconds(layout, hardware, parameters)
         return exchanged
 
 
@@ -385,7 +387,7 @@ def _cache_bytes(work: LayerWork, slices: int) -> int:
     return 0 if slices == 1 else 2 * slices * work.cache_bytes
 
 
-def _exposed(communication: float, compute: float, overlap: float) -> float:
+def _exposed_seconds(communication: float, compute: float, overlap: float) -> float:
     """Seconds of communication that compute does not hide."""
     return communication - overlap * min(communication, compute)
 

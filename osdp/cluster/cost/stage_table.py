@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.cost.layer_runs import RunBatch, RunPrices, Sizes
-from osdp.cluster.cost.mixed_runs import MixedStages, mixture
+from osdp.cluster.cost.mixed_runs import MixedStages, mixed_stages
 from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
 from osdp.cluster.plan import LayerRun, ParallelLayout, StageBytes, StageSlot
 
@@ -58,26 +58,26 @@ class StagePricer:
 
     def __init__(self, prices: ClusterPrices, layout: ParallelLayout, slot: StageSlot) -> None:
         self._runs = RunPrices(prices, layout, slot)
-        self.home = self._runs.home
+        self.hardware = self._runs.hardware
 
     @cached_property
-    def _mixture(self) -> MixedStages:
-        return mixture(self._runs)
+    def _mixed(self) -> MixedStages:
+        return mixed_stages(self._runs)
 
     def at(self, rank: int) -> StageTables:
         """Tables of all stages at a pipeline rank."""
         if self._runs.layout.by_item:
-            found = self._mixture
+            found = self._mixed
             return StageTables(
                 found.spread(found.seconds, rank, np.inf),
                 found.spread(found.end, rank, 0.0),
-                found.spread(found.total, rank, np.inf) <= self.home.limit,
+                found.spread(found.total, rank, np.inf) <= self.hardware.limit,
             )
         # With one strategy only the activations depend on the pipeline rank; the rest is shared by all.
         own, sizes = self._runs.priced[0], self._sizes
         activations = self._runs.activations(self._all, np.array(rank))
         total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
-        return StageTables(own.seconds, own.end, total <= self.home.limit)
+        return StageTables(own.seconds, own.end, total <= self.hardware.limit)
 
     @cached_property
     def _all(self) -> list[RunBatch]:
@@ -96,14 +96,14 @@ class StagePricer:
         runs, (first, last) = self._runs, (np.array(start), np.array(stop))
         parts = runs.whole(0, first, last)
         if runs.layout.by_item:
-            ways, cut = self._mixture.runs(start, stop, rank)
-            parts = runs.whole(ways[0], first, last)
+            strategies, cut = self._mixed.runs(start, stop, rank)
+            parts = runs.whole(strategies[0], first, last)
             if cut < stop:
-                parts = runs.split(ways, first, np.array(cut), last)
+                parts = runs.split(strategies, first, np.array(cut), last)
         gradients, optimizer = float(runs.gradients(parts)), float(runs.update(parts))
         sizes = runs.sizes(parts, np.array(rank))
         return StageEstimate(
-            runs=tuple(LayerRun(runs.ways[part.way], int(part.stop)) for part in parts),
+            runs=tuple(LayerRun(runs.strategies[part.strategy], int(part.stop)) for part in parts),
             items=runs.items(parts),
             seconds=float(runs.seconds(parts)),
             gradients=gradients,
@@ -111,6 +111,6 @@ class StagePricer:
             bytes=StageBytes(
                 **{field.name: int(getattr(sizes, field.name)) for field in fields(sizes)},
                 reserve=runs.prices.workload.reserve,
-                limit=self.home.limit,
+                limit=self.hardware.limit,
             ),
         )

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from osdp.cluster.cost.ring import Ring
-from osdp.cluster.cost.slot_links import SlotHardware
+from osdp.cluster.cost.links import Ring, SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds
@@ -70,10 +69,10 @@ class StepFormula:
 
 
 def step_formula(
-    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+    prices: ClusterPrices, layout: ParallelLayout, hardware_by_slot: Mapping[StageSlot, SlotHardware]
 ) -> StepFormula:
     """The formula of a layout whose stages are on certain kinds of slots, in any order."""
-    fixed = embedding_seconds(prices, layout, homes) + prices.rates.step_seconds
+    fixed = embedding_seconds(prices, layout, hardware_by_slot) + prices.rates.step_seconds
     return StepFormula(layout.microbatches, layout.bubble_share, fixed)
 
 
@@ -85,14 +84,14 @@ def border_seconds(
     Each token slice is sent separately, in messages of ``nbytes``.
     """
     # Between nodes the slower of the sender's and the receiver's link counts.
-    wires = (after.within,) if same_node else (before.between, after.between)
+    links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * layout.schedule_kind.stages_per_rank * layout.token_slices
-    return messages * max(wire.seconds(nbytes) for wire in wires)
+    return messages * max(link.seconds(nbytes) for link in links)
 
 
 def embedding_seconds(
-    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+    prices: ClusterPrices, layout: ParallelLayout, hardware_by_slot: Mapping[StageSlot, SlotHardware]
 ) -> float:
     """Seconds of the all-reduce of a tied weight's gradients between stages, over the slowest link.
 
@@ -102,14 +101,15 @@ def embedding_seconds(
         return 0.0
     nbytes = prices.tied_numbers(layout) * prices.workload.reduce_bytes
     holders = min(layout.degrees.pp, 1 + prices.workload.shape.tied_copies)
-    wires = [
-        home.within if slot.shares >= layout.degrees.pp else home.between for slot, home in homes.items()
+    links = [
+        hardware.within if slot.shares >= layout.degrees.pp else hardware.between
+        for slot, hardware in hardware_by_slot.items()
     ]
-    return max(Ring(holders, wire).reduce_seconds(nbytes) for wire in wires)
+    return max(Ring(holders, link).reduce_seconds(nbytes) for link in links)
 
 
 def wrap_seconds(
-    prices: ClusterPrices, layout: ParallelLayout, homes: Mapping[StageSlot, SlotHardware]
+    prices: ClusterPrices, layout: ParallelLayout, hardware_by_slot: Mapping[StageSlot, SlotHardware]
 ) -> float:
     """Seconds of the transfers from the last to the first rank for one microbatch (interleaved only).
 
@@ -120,17 +120,17 @@ def wrap_seconds(
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)
     # Of v stages on a rank, all but the very first of the model receive from the last rank.
-    again = (per_rank - 1) / per_rank
-    return again * max(
-        border_seconds(layout, home, home, nbytes, same_node=slot.shares >= layout.degrees.pp)
-        for slot, home in homes.items()
+    receiving = (per_rank - 1) / per_rank
+    return receiving * max(
+        border_seconds(layout, hardware, hardware, nbytes, same_node=slot.shares >= layout.degrees.pp)
+        for slot, hardware in hardware_by_slot.items()
     )
 
 
 def transfer_seconds(
     prices: ClusterPrices,
     layout: ParallelLayout,
-    homes: Mapping[StageSlot, SlotHardware],
+    hardware_by_slot: Mapping[StageSlot, SlotHardware],
     slots: Sequence[StageSlot],
     sent: Sequence[float],
 ) -> list[float]:
@@ -139,14 +139,14 @@ def transfer_seconds(
     Args:
         prices: Costs of the workload on the cluster.
         layout: Degrees, schedule and token slices.
-        homes: Devices and links of each slot.
+        hardware_by_slot: Devices and links of each slot.
         slots: Slot of each stage.
         sent: Bytes of a token slice over the boundary before each stage; the first is not used.
     """
     # Only interleaved schedules send to the first rank.
-    seconds = [wrap_seconds(prices, layout, homes)]
+    seconds = [wrap_seconds(prices, layout, hardware_by_slot)]
     for rank in range(1, layout.degrees.pp):
-        before, here = homes[slots[rank - 1]], homes[slots[rank]]
+        before, here = hardware_by_slot[slots[rank - 1]], hardware_by_slot[slots[rank]]
         same_node = shares_node(slots, rank)
         seconds.append(border_seconds(layout, before, here, sent[rank], same_node=same_node))
     return seconds
@@ -180,17 +180,17 @@ def price(
             f"{len(prices.items)} and {pp} slots, got bounds {tuple(bounds)} and {len(slots)} slots"
         )
     by_slot = stages or {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(slots)}
-    homes = {slot: by_slot[slot].home for slot in dict.fromkeys(slots)}
+    hardware_by_slot = {slot: by_slot[slot].hardware for slot in dict.fromkeys(slots)}
     # 1. Every stage by itself.
     found = [by_slot[slots[rank]].stage(*pair, rank) for rank, pair in enumerate(pairwise(bounds))]
     # 2. Transfers over the boundary before each stage.
     border = prices.border_bytes(layout)
-    sends = transfer_seconds(prices, layout, homes, slots, border[list(bounds[:-1])].tolist())
+    sends = transfer_seconds(prices, layout, hardware_by_slot, slots, border[list(bounds[:-1])].tolist())
     # 3. The slowest stage sets the pace of all microbatches, the stage with the longest end that of the rest.
     times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
     slowest = times.index(max(times))
     last = max(found, key=lambda stage: stage.end)
-    formula = step_formula(prices, layout, homes)
+    formula = step_formula(prices, layout, hardware_by_slot)
     m, inside = formula.microbatches, found[slowest].items
     return ClusterPlan(
         model=prices.workload.shape.name,
@@ -200,14 +200,14 @@ def price(
         slots=tuple(slots),
         seconds=StepSeconds(
             compute=m * sum(item.compute for item in inside),
-            recompute=m * sum(item.again for item in inside),
+            recompute=m * sum(item.recompute for item in inside),
             tensor=m * sum(item.tensor for item in inside),
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
             bubble=formula.bubble(times[slowest], sum(times)),
             gradients=last.gradients,
             optimizer=last.optimizer + prices.rates.step_seconds,
-            embedding=embedding_seconds(prices, layout, homes),
+            embedding=embedding_seconds(prices, layout, hardware_by_slot),
         ),
         stages=tuple(stage.bytes for stage in found),
         runs=tuple(stage.runs for stage in found) if layout.by_item else (),

@@ -47,7 +47,7 @@ def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
 def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Arguments of Megatron-LM's pretraining scripts."""
     # 1. Dimensions, degrees and batch.
-    layout, degrees = plan.thriftiest, plan.layout.degrees
+    layout, degrees = plan.most_memory_saving, plan.layout.degrees
     words: dict[str, int | str] = {
         "num-layers": shape.layers + shape.decoder_layers,
         "hidden-size": shape.hidden,
@@ -79,13 +79,13 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     # 2. Recomputation.
     notes = []
-    zero = layout.way.zero
-    again = {run.way.recompute for stage in plan.runs for run in stage}
-    if again == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
+    zero = layout.strategy.zero
+    recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
+    if recomputes == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
         # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
         # applies to each of a rank's stages.
         stages = layout.schedule_kind.stages_per_rank
-        most = max(-(-number // stages) for number in _recomputed(plan, shape))
+        most = max(-(-number // stages) for number in _num_recomputed(plan, shape))
         text.append("--recompute-granularity full --recompute-method block")
         text.append(f"--recompute-num-layers {most}")
         notes.append("a different number of recomputed layers per stage: the maximum is written for all")
@@ -111,7 +111,7 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
             f"{layout.schedule} with {layout.microbatches} microbatches, not a multiple of {degrees.pp} "
             "stages"
         )
-    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_unsaid(plan)))
+    return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
 
 
 def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
@@ -124,7 +124,7 @@ def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
 def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """DeepSpeed's configuration."""
     del shape
-    layout, degrees = plan.thriftiest, plan.layout.degrees
+    layout, degrees = plan.most_memory_saving, plan.layout.degrees
     config: dict[str, object] = {
         "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "train_micro_batch_size_per_gpu": layout.samples,
@@ -135,7 +135,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     notes = []
     if degrees.pp > 1:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
-        if layout.way.zero > 1:
+        if layout.strategy.zero > 1:
             config["zero_optimization"] = {"stage": 1}
             notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
         if layout.schedule != _DEEPSPEED_SCHEDULE:
@@ -145,7 +145,7 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if layout.recompute is not RecomputeLayers.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
-    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_unsaid(plan)))
+    return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_limitations(plan)))
 
 
 def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
@@ -153,7 +153,7 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     del shape
     # Accelerate has no pipelines for training: the ranks of all stages become data-parallel ones, and
     # accumulation shrinks accordingly.
-    layout, degrees = plan.thriftiest, plan.layout.degrees
+    layout, degrees = plan.most_memory_saving, plan.layout.degrees
     replicas = degrees.dp * degrees.pp
     steps, rest = divmod(layout.microbatches, degrees.pp)
     nodes = sum(nodes_of(plan.slots))
@@ -186,15 +186,15 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
             f"the global batch: {layout.microbatches} microbatches cannot be divided among {degrees.pp} "
             "times as many data-parallel ranks"
         )
-    if layout.way.zero < 2:
+    if layout.strategy.zero < 2:
         notes.append(f"ZeRO {layout.zero}: gradients are sharded as well (ZeRO 2)")
-    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_unsaid(plan)))
+    return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_limitations(plan)))
 
 
 def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
     """Command-line overrides of torchtitan's configuration."""
-    layout, degrees = plan.thriftiest, plan.layout.degrees
-    sharded = layout.way.zero > 0
+    layout, degrees = plan.most_memory_saving, plan.layout.degrees
+    sharded = layout.strategy.zero > 0
     words = {
         "parallelism.tensor_parallel_degree": degrees.tp,
         "parallelism.pipeline_parallel_degree": degrees.pp,
@@ -220,7 +220,7 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if shape.tied and degrees.pp > 1:
         notes.append("a tied embedding in several stages: not supported there")
     text = " \\\n".join(f"--{name} '{value}'" for name, value in words.items()) + "\n"
-    return Export("torchtitan_overrides.sh", text, (*notes, *_unsaid(plan)))
+    return Export("torchtitan_overrides.sh", text, (*notes, *_limitations(plan)))
 
 
 def _modules(layers: Sequence[int]) -> list[list[str]]:
@@ -234,25 +234,25 @@ def _modules(layers: Sequence[int]) -> list[list[str]]:
     return parts
 
 
-def _recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
+def _num_recomputed(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
     """Number of fully recomputed layers of each stage."""
     found = []
     for (start, _), runs in zip(pairwise(plan.bounds), plan.runs, strict=True):
         first, number = start, 0
         for run in runs:
-            full = run.way.recompute is RecomputeLayers.FULL
+            full = run.strategy.recompute is RecomputeLayers.FULL
             number += full * num_layers(shape.items[first : run.stop])
             first = run.stop
         found.append(number)
     return found
 
 
-def _unsaid(plan: ClusterPlan) -> tuple[str, ...]:
+def _limitations(plan: ClusterPlan) -> tuple[str, ...]:
     """Notes on what none of the frameworks can express."""
     notes = []
     if plan.layout.by_item:
-        ways = " / ".join(sorted({describe(run.way) for stage in plan.runs for run in stage}))
-        notes.append(f"strategies chosen item by item ({ways}): one is written for all")
+        strategies = " / ".join(sorted({describe(run.strategy) for stage in plan.runs for run in stage}))
+        notes.append(f"strategies chosen item by item ({strategies}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
         notes.append("the nodes of each stage: start the nodes in the order of the launch sheet")
     if plan.layout.token_slices > 1:

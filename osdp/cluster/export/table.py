@@ -82,10 +82,10 @@ def _nodes(slot: StageSlot, cluster: Cluster) -> str:
     return "+".join(names)
 
 
-def describe(way: LayerStrategy) -> str:
+def describe(strategy: LayerStrategy) -> str:
     """Text of a strategy, such as ``zero2, recompute full``."""
-    again = "" if way.recompute is RecomputeLayers.NONE else f", recompute {way.recompute}"
-    return f"zero{way.zero}{again}"
+    recompute = "" if strategy.recompute is RecomputeLayers.NONE else f", recompute {strategy.recompute}"
+    return f"zero{strategy.zero}{recompute}"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -194,4 +194,4 @@ def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) 
 def _runs_text(start: int, runs: Sequence[LayerRun]) -> str:
     """Number of items of each run of a stage, with their strategy."""
     sizes = [stop - first for first, stop in pairwise((start, *(run.stop for run in runs)))]
-    return "; ".join(f"{size} {describe(run.way)}" for size, run in zip(sizes, runs, strict=True))
+    return "; ".join(f"{size} {describe(run.strategy)}" for size, run in zip(sizes, runs, strict=True))

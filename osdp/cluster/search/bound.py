@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.layer_runs import ways_of
+from osdp.cluster.cost.layer_runs import strategies_of
+from osdp.cluster.cost.links import SlotHardware
 from osdp.cluster.cost.mixed_runs import lower_hull
-from osdp.cluster.cost.slot_links import SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices, ItemPrices
 from osdp.cluster.cost.step import ROUNDING, border_seconds, step_formula, wrap_seconds
 from osdp.cluster.plan import ParallelLayout
@@ -37,16 +37,16 @@ class _Place:
     """One kind of cell.
 
     Attributes:
-        home: Its devices and links.
-        ways: The layout with one strategy for all items, for each allowed strategy.
+        hardware: Its devices and links.
+        layouts: The layout with one strategy for all items, for each allowed strategy.
         priced: Costs of each kind of item with each of these strategies.
         stages: Number of stages of all cells of this kind together.
         border: Minimum seconds of the transfers over the boundary before a stage in it.
         wrap: Seconds of the transfers from the last to the first rank (interleaved only).
     """
 
-    home: SlotHardware
-    ways: tuple[ParallelLayout, ...]
+    hardware: SlotHardware
+    layouts: tuple[ParallelLayout, ...]
     priced: tuple[dict[Item, ItemPrices], ...]
     stages: int
     border: float
@@ -70,13 +70,13 @@ class _Place:
 def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> float:
     """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits."""
     places = _places(prices, layout, cells)
-    homes = {slot: place.home for slot, place in zip(cells.slots, places, strict=True)}
+    hardware_by_slot = {slot: place.hardware for slot, place in zip(cells.slots, places, strict=True)}
     held = np.array(layout.in_flight)
     layers = sum(item in LAYERS for item in prices.items)
     if layout.by_item:
         slowest = _slowest_mixed(prices, places, held, layers)
     else:
-        slowest = _slowest(places, [_room(prices, place, held) for place in places], layers, len(held))
+        slowest = _slowest(places, [_max_layers(prices, place, held) for place in places], layers, len(held))
     if math.isinf(slowest):
         return math.inf
     # The sum over stages: every item on its fastest slot, every boundary over the fastest link.
@@ -84,24 +84,29 @@ def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
     end = min(_end(prices, place) for place in places)
-    bound = step_formula(prices, layout, homes).seconds(slowest, max(total, slowest), end)
+    bound = step_formula(prices, layout, hardware_by_slot).seconds(slowest, max(total, slowest), end)
     # Lowered, so that rounding never puts it above the seconds that it bounds.
     return bound * (1 - ROUNDING)
 
 
 def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[_Place]:
-    homes = {slot: prices.home(layout, slot) for slot in cells.slots}
+    hardware_by_slot = {slot: prices.hardware(layout, slot) for slot in cells.slots}
     crossing = float(prices.border_bytes(layout)[1:-1].min())
-    wrap = wrap_seconds(prices, layout, homes)
-    ways = tuple(layout.living(way) for way in ways_of(layout, flash=prices.workload.flash))
+    wrap = wrap_seconds(prices, layout, hardware_by_slot)
+    layouts = tuple(
+        layout.with_strategy(strategy) for strategy in strategies_of(layout, flash=prices.workload.flash)
+    )
     places = []
     for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True):
-        home = homes[slot]
-        borders = [border_seconds(layout, other, home, crossing, same_node=False) for other in homes.values()]
+        hardware = hardware_by_slot[slot]
+        borders = [
+            border_seconds(layout, other, hardware, crossing, same_node=False)
+            for other in hardware_by_slot.values()
+        ]
         if stages > 1:
-            borders.append(border_seconds(layout, home, home, crossing, same_node=True))
-        priced = tuple(prices.item_prices(way, slot) for way in ways)
-        places.append(_Place(home, ways, priced, count * stages, min(borders), wrap))
+            borders.append(border_seconds(layout, hardware, hardware, crossing, same_node=True))
+        priced = tuple(prices.item_prices(uniform, slot) for uniform in layouts)
+        places.append(_Place(hardware, layouts, priced, count * stages, min(borders), wrap))
     return places
 
 
@@ -112,7 +117,7 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     their speed.
     """
     plain, cells = family.plain, family.cells
-    homes = {slot: prices.home(plain, slot) for slot in cells.slots}
+    hardware_by_slot = {slot: prices.hardware(plain, slot) for slot in cells.slots}
     items = [prices.item_prices(plain, slot) for slot in cells.slots]
     best = {item: min(found[item].seconds for found in items) for item in prices.kinds}
     layers = [min(found[item].seconds for item in LAYERS if item in found) for found in items]
@@ -123,22 +128,22 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     slowest = max(best[Item.HEAD], sum(item in LAYERS for item in prices.items) / speed)
     total = sum(best[item] for item in prices.items)
     # The smallest share of any schedule of the family bounds all of them.
-    share = min(way.bubble_share for way in family.ways)
-    formula = replace(step_formula(prices, plain, homes), share=share)
+    share = min(layout.bubble_share for layout in family.layouts)
+    formula = replace(step_formula(prices, plain, hardware_by_slot), share=share)
     return formula.seconds(slowest, max(total, slowest), 0.0) * (1 - ROUNDING)
 
 
-def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
-    """Maximum bytes left for layers at each pipeline rank with strategy ``way`` for all items; ``(pp,)``.
+def _free_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floats) -> Floats:
+    """Maximum bytes left for layers at each pipeline rank with one strategy for all items; ``(pp,)``.
 
     Buffers of transfers between stages and of the optimizer step are left out, so that this is an upper
     bound.
     """
-    layout, items = place.ways[way], place.priced[way]
-    each = sum(prices.parameter_bytes(layout.way, layout))
+    layout, items = place.layouts[strategy], place.priced[strategy]
+    each = sum(prices.parameter_bytes(layout.strategy, layout))
     # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
-    free = np.full(len(held), float(place.home.limit - prices.workload.reserve) - working)
+    free = np.full(len(held), float(place.hardware.limit - prices.workload.reserve) - working)
     for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, layout.head_in_flight)):
         free[rank] -= items[item].parameters * each + items[item].kept * number
     if len(held) == 1:
@@ -146,20 +151,20 @@ def _free(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Float
     return free
 
 
-def _taken(prices: ClusterPrices, place: _Place, way: int, held: Floats) -> Floats:
-    """Minimum bytes of a layer at each pipeline rank with strategy ``way``; shape ``(pp,)``."""
-    layout, items = place.ways[way], place.priced[way]
+def _layer_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floats) -> Floats:
+    """Minimum bytes of a layer at each pipeline rank with one strategy; shape ``(pp,)``."""
+    layout, items = place.layouts[strategy], place.priced[strategy]
     layers = [items[item] for item in LAYERS if item in items]
-    each = sum(prices.parameter_bytes(layout.way, layout))
+    each = sum(prices.parameter_bytes(layout.strategy, layout))
     taken: Floats = (
         min(layer.parameters for layer in layers) * each + min(layer.kept for layer in layers) * held
     )
     return taken
 
 
-def _room(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
+def _max_layers(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
     """Maximum number of layers that fit at each pipeline rank; shape ``(pp,)``."""
-    room: Floats = np.floor(_free(prices, place, 0, held) / _taken(prices, place, 0, held))
+    room: Floats = np.floor(_free_bytes(prices, place, 0, held) / _layer_bytes(prices, place, 0, held))
     return room
 
 
@@ -177,9 +182,13 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
     last, numbers = len(held) - 1, np.arange(1, layers + 1)
     tables = np.full((len(places), len(held), layers + 1), math.inf)
     for place, table in zip(places, tables, strict=True):
-        ways = range(len(place.ways))
-        free = np.max([_free(prices, place, way, held) for way in ways], axis=0)  # (pp,)
-        taken = np.array([_taken(prices, place, way, held) for way in ways])  # (strategies, pp)
+        strategies = range(len(place.layouts))
+        free = np.max(
+            [_free_bytes(prices, place, strategy, held) for strategy in strategies], axis=0
+        )  # (pp,)
+        taken = np.array(
+            [_layer_bytes(prices, place, strategy, held) for strategy in strategies]
+        )  # (strategies, pp)
         layer = np.array(
             [min(items[item].seconds for item in LAYERS if item in items) for items in place.priced]
         )  # (strategies,)
@@ -275,7 +284,7 @@ def _least(times: Floats, holds: Callable[[float], bool]) -> float:
 
 def _end(prices: ClusterPrices, place: _Place) -> float:
     """Minimum seconds after the last microbatch on the slowest stage, if all stages were in such cells."""
-    items, layout, shape = place.priced[0], place.ways[0], prices.workload.shape
+    items, layout, shape = place.priced[0], place.layouts[0], prices.workload.shape
     total = sum(items[item].parameters for item in prices.items)
     # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
     # the last stage and the embedding in the first.
@@ -284,4 +293,6 @@ def _end(prices: ClusterPrices, place: _Place) -> float:
     shares = [total / layout.degrees.pp, items[Item.EMBEDDING].parameters, items[Item.HEAD].parameters]
     least = np.array([max(shares)], dtype=float)
     # An infinitely long backward hides as much communication as possible.
-    return min(float(prices.end_seconds(way, place.home, least, math.inf)[0]) for way in place.ways)
+    return min(
+        float(prices.end_seconds(uniform, place.hardware, least, math.inf)[0]) for uniform in place.layouts
+    )

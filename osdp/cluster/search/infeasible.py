@@ -14,8 +14,8 @@ from osdp.cluster.search.space import (
     cells_of,
     families,
     slices_fault,
+    strategy_faults,
     tensor_fault,
-    way_faults,
 )
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.plan.shard_math import part_sizes
@@ -73,7 +73,7 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
         if pp > len(prices.items):
             faults.append(f"pp={pp} stages are more than the {len(prices.items)} items of {load.shape.name}")
     faults += [fault for slices in space.token_slices if (fault := slices_fault(load.shape, slices))]
-    faults += way_faults(space, load, world)
+    faults += strategy_faults(space, load, world)
     if (
         space.tp
         and space.dp
@@ -84,40 +84,40 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     raise ValueError("no layout is possible: " + ("; ".join(faults) or "the degrees exclude each other"))
 
 
-def nothing_fits(prices: ClusterPrices, space: LayoutSpace, wish: PlannerGoal) -> Exception:
+def nothing_fits(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) -> Exception:
     """Exception that explains why the search returned no plan.
 
     Args:
         prices: Costs of the workload on the cluster.
         space: Allowed choices.
-        wish: Objective and limits of the search.
+        goal: Objective and limits of the search.
 
     Returns:
         ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, otherwise
         ``InfeasibleError`` with the layout that comes closest to fitting.
     """
     # 1. A limit on time or cost: search again without it, for the minimum of what is limited.
-    if wish.step_dollars < math.inf or wish.step_seconds < math.inf:
-        by_time = wish.step_seconds < math.inf
+    if goal.step_dollars < math.inf or goal.step_seconds < math.inf:
+        by_time = goal.step_seconds < math.inf
         objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
         free = best_plans(
             prices,
             space,
-            replace(wish, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf),
+            replace(goal, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf),
         )
         if free.plans:
             best = free.plans[0]
             dollars = best.dollars_per_step
             cost = "" if dollars is None else f" for ${dollars:.4g}"
-            limits = [f"{wish.step_seconds:.4g} s"] if wish.step_seconds < math.inf else []
-            limits += [f"${wish.step_dollars:.4g}"] if wish.step_dollars < math.inf else []
+            limits = [f"{goal.step_seconds:.4g} s"] if goal.step_seconds < math.inf else []
+            limits += [f"${goal.step_dollars:.4g}"] if goal.step_dollars < math.inf else []
             return ValueError(
                 f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
                 f"{best.step_seconds:.4g} s{cost}"
             )
     # 2. Memory: the layout with the smallest shortfall, with evenly divided stages.
     known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
-    plans = [plan for family in known for plan in _even(prices, family)]
+    plans = [plan for family in known for plan in _even_plans(prices, family)]
     least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)
     shape = prices.workload.shape
     each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
@@ -138,10 +138,10 @@ def nothing_fits(prices: ClusterPrices, space: LayoutSpace, wish: PlannerGoal) -
     )
 
 
-def _even(prices: ClusterPrices, family: Family) -> list[ClusterPlan]:
+def _even_plans(prices: ClusterPrices, family: Family) -> list[ClusterPlan]:
     """All layouts of a family with evenly divided stages, placed in the order of the cells."""
     cells = zip(family.cells.slots, family.cells.counts, family.cells.stages, strict=True)
     slots = [slot for slot, count, stages in cells for _ in range(count * stages)]
     sizes = part_sizes(len(prices.items), family.plain.degrees.pp)
     bounds = (0, *accumulate(sizes))
-    return [price(prices, way, bounds, slots) for way in family.ways]
+    return [price(prices, layout, bounds, slots) for layout in family.layouts]

@@ -88,22 +88,22 @@ def best_layouts(
         family = known[index]
         if number < 0:
             # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
-            for number, way in enumerate(family.ways):
-                if way.schedule_kind.no_better_than not in space.schedules:
-                    heappush(heap, (lower_bound(prices, way, family.cells), index, number))
+            for number, layout in enumerate(family.layouts):
+                if layout.schedule_kind.no_better_than not in space.schedules:
+                    heappush(heap, (lower_bound(prices, layout, family.cells), index, number))
             continue
-        way = family.ways[number]
-        plan = arrange(prices, way, family.cells, upper=ceiling)
+        layout = family.layouts[number]
+        plan = arrange(prices, layout, family.cells, upper=ceiling)
         arranged += 1
-        if plan is not None and not _is_listed(plan, way, family):
+        if plan is not None and not _is_listed(plan, layout, family):
             insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
             del best[top:]
         if advance is not None:
             advance(arranged, arranged + len(heap))
     return SearchResult(
         plans=tuple(replace(plan, optimal=not rank) for rank, (*_, plan) in enumerate(best)),
-        candidates=sum(len(family.ways) for family in known),
-        placements=sum(len(family.ways) * family.cells.num_orders for family in known),
+        candidates=sum(len(family.layouts) for family in known),
+        placements=sum(len(family.layouts) * family.cells.num_orders for family in known),
         arranged=arranged,
     )
 
@@ -111,15 +111,17 @@ def best_layouts(
 def every_layout(prices: ClusterPrices, space: LayoutSpace) -> Iterator[ClusterPlan]:
     """Every layout of the space with its best arrangement; if none fits, the best one ignoring memory."""
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
-        for way in family.ways:
-            plan = arrange(prices, way, family.cells) or arrange(prices, way, family.cells, limited=False)
-            if plan is not None and not _is_listed(plan, way, family):
+        for layout in family.layouts:
+            plan = arrange(prices, layout, family.cells) or arrange(
+                prices, layout, family.cells, limited=False
+            )
+            if plan is not None and not _is_listed(plan, layout, family):
                 yield plan
 
 
-def _is_listed(plan: ClusterPlan, way: ParallelLayout, family: Family) -> bool:
+def _is_listed(plan: ClusterPlan, layout: ParallelLayout, family: Family) -> bool:
     """Whether an arrangement turned out to be another layout of the family, which is listed on its own."""
-    return plan.layout != way and plan.layout in family.ways
+    return plan.layout != layout and plan.layout in family.layouts
 
 
 def arrange(
@@ -145,8 +147,8 @@ def arrange(
     """
     # 1. Tables of all stages on each kind of slot, and the seconds that no arrangement changes.
     by_slot = {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(cells.slots)}
-    homes = {slot: stages.home for slot, stages in by_slot.items()}
-    formula = step_formula(prices, layout, homes)
+    hardware_by_slot = {slot: stages.hardware for slot, stages in by_slot.items()}
+    formula = step_formula(prices, layout, hardware_by_slot)
     # 2. Cut and place.
     problem = PlacementProblem(
         cells=tuple(
@@ -162,10 +164,10 @@ def arrange(
     # 3. Evaluate the arrangement; one strategy for all items is a uniform layout after all.
     slots = [cells.slots[kind] for kind in found.order for _ in range(cells.stages[kind])]
     plan = price(prices, layout, found.bounds, slots, stages=by_slot)
-    ways = {run.way for stage in plan.runs for run in stage}
-    if len(ways) > 1 or not layout.by_item:
+    strategies = {run.strategy for stage in plan.runs for run in stage}
+    if len(strategies) > 1 or not layout.by_item:
         return plan
-    return replace(plan, layout=layout.living(ways.pop()), runs=())
+    return replace(plan, layout=layout.with_strategy(strategies.pop()), runs=())
 
 
 def _cell_kind(
@@ -180,12 +182,14 @@ def _cell_kind(
     """The cells of one kind as the placement problem takes them."""
     own = by_slot[slot]
     border = prices.border_bytes(layout)
-    wrap = wrap_seconds(prices, layout, {slot: stages.home for slot, stages in by_slot.items()})
+    wrap = wrap_seconds(prices, layout, {slot: stages.hardware for slot, stages in by_slot.items()})
 
     def borders(before: StagePricer, *, same_node: bool) -> Floats:
         return np.array(
             [
-                border_seconds(layout, before.home, own.home, nbytes, same_node=same_node) if nbytes else 0.0
+                border_seconds(layout, before.hardware, own.hardware, nbytes, same_node=same_node)
+                if nbytes
+                else 0.0
                 for nbytes in border.tolist()
             ]
         )

@@ -52,7 +52,7 @@ class PlannerGoal:
 def best_plans(
     prices: ClusterPrices,
     space: LayoutSpace,
-    wish: PlannerGoal,
+    goal: PlannerGoal,
     advance: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
     """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
@@ -60,33 +60,33 @@ def best_plans(
     Args:
         prices: Costs of the workload on the cluster.
         space: Allowed choices.
-        wish: Objective and limits.
+        goal: Objective and limits.
         advance: Progress callback, called with the number of parts done and of all parts; if there is only
             one part, with the numbers of its layouts.
 
     Raises:
         ValueError: The price of a node is needed and unknown.
     """
-    if wish.needs_prices:
+    if goal.needs_prices:
         require_prices(prices)
     best: list[ClusterPlan] = []
     totals = [0, 0, 0]
-    parts = parts_of(prices, wish.parts)
+    parts = parts_of(prices, goal.parts)
     for done, counts in enumerate(parts):
         rate = prices.cluster.part(counts).dollars_per_second
-        upper = wish.step_seconds
+        upper = goal.step_seconds
         if rate is not None:
-            upper = min(upper, wish.step_dollars / rate)
+            upper = min(upper, goal.step_dollars / rate)
         # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
         upper *= 1 + ROUNDING
-        if len(best) == wish.top:
-            worst = _value(best[-1], wish)
-            upper = min(upper, worst / rate if wish.objective is Objective.COST and rate else worst)
+        if len(best) == goal.top:
+            worst = _value(best[-1], goal)
+            upper = min(upper, worst / rate if goal.objective is Objective.COST and rate else worst)
         # Report progress by layouts if there is one part, by parts otherwise.
         watch = advance if len(parts) == 1 else None
-        found = best_layouts(prices, space, counts=counts, top=wish.top, upper=upper, advance=watch)
+        found = best_layouts(prices, space, counts=counts, top=goal.top, upper=upper, advance=watch)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        best = sorted([*best, *found.plans], key=lambda plan: _value(plan, wish))[: wish.top]
+        best = sorted([*best, *found.plans], key=lambda plan: _value(plan, goal))[: goal.top]
         if advance is not None and len(parts) > 1:
             advance(done + 1, len(parts))
     return SearchResult(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
@@ -115,13 +115,13 @@ def pareto(
         upper = min((max(plan.step_seconds, _cost(plan) / rate) for plan in front), default=math.inf)
         found = best_layouts(prices, space, counts=counts, upper=upper)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        front = not_beaten([*front, *found.plans])
+        front = pareto_front([*front, *found.plans])
         if advance is not None:
             advance(done + 1, len(parts))
     return SearchResult(tuple(front), *totals)
 
 
-def not_beaten(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
+def pareto_front(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
     """The plans that no other plan dominates in time and cost; fastest first."""
     front: list[ClusterPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.step_seconds, _cost(plan))):
@@ -151,8 +151,8 @@ def _numbers(found: SearchResult) -> tuple[int, int, int]:
     return found.candidates, found.placements, found.arranged
 
 
-def _value(plan: ClusterPlan, wish: PlannerGoal) -> float:
-    return plan.step_seconds if wish.objective is Objective.TIME else _cost(plan)
+def _value(plan: ClusterPlan, goal: PlannerGoal) -> float:
+    return plan.step_seconds if goal.objective is Objective.TIME else _cost(plan)
 
 
 def _cost(plan: ClusterPlan) -> float:

@@ -185,7 +185,7 @@ class _Search:
         # 2. A good start: the minimum sum at the minimum bottleneck.
         best: tuple[float, float, Arrangement] | None = None
         total, arrangement = self._least_sum(slowest, limit)
-        found = self._valued(total, arrangement)
+        found = self._evaluate(total, arrangement)
         if found[0] < ceiling:
             best, ceiling = found, found[0]
         # 3. Lower the pace, the limit on every stage, from the highest that could still pay: with a slower
@@ -195,7 +195,7 @@ class _Search:
             pace = (ceiling - problem.share * least_sum) / problem.bottleneck * (1 + ROUNDING)
         while pace > slowest:
             total, arrangement = self._least_sum(pace, limit)
-            found = self._valued(total, arrangement)
+            found = self._evaluate(total, arrangement)
             if found[0] < ceiling:
                 best, ceiling = found, found[0]
             # A lower pace only raises the minimum sum: stop if that cannot pay even at the best bottleneck.
@@ -204,7 +204,7 @@ class _Search:
             pace = math.nextafter(max(self._times(arrangement)), -math.inf)
         return best
 
-    def _valued(self, total: float, arrangement: Arrangement) -> tuple[float, float, Arrangement]:
+    def _evaluate(self, total: float, arrangement: Arrangement) -> tuple[float, float, Arrangement]:
         """Value and longest end of an arrangement whose stages take ``total`` seconds in sum."""
         # Its slowest stage may be faster than the pace that it was found with.
         slowest = max(self._times(arrangement))
@@ -237,18 +237,18 @@ class _Search:
 
     def _entries(self, kind: int, before: int, rank: int, pace: float, limit: float, of_end: bool) -> Floats:
         """Seconds, or ends, of all stages within ``pace`` and ``limit``, else inf; ``(I + 1, I + 1)``."""
-        seconds, end = self._with_border(kind, before, rank), self._stretches(kind, rank).end
+        seconds, end = self._with_border(kind, before, rank), self._tables(kind, rank).end
         possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
         return np.where(possible, end if of_end else seconds, math.inf)
 
-    def _stretches(self, kind: int, rank: int) -> StageTables:
+    def _tables(self, kind: int, rank: int) -> StageTables:
         # Kept for the lifetime of the search, so that the ``id`` of a table is a safe cache key.
         if (kind, rank) not in self._at:
             self._at[kind, rank] = self._problem.cells[kind].at(rank)
         return self._at[kind, rank]
 
     def _with_border(self, kind: int, before: int, rank: int) -> Floats:
-        plain = self._stretches(kind, rank).seconds
+        plain = self._tables(kind, rank).seconds
         key = (before, id(plain))
         if key not in self._seconds:
             cell = self._problem.cells[kind]
@@ -279,7 +279,7 @@ class _Search:
 
         def stage(kind: int, before: int, rank: int) -> Floats:
             if (kind, before, rank) not in fitting:
-                there = self._stretches(kind, rank)
+                there = self._tables(kind, rank)
                 key = (kind, before, id(there.seconds))
                 if key not in shared:
                     shared[key] = entries(kind, before, rank)
@@ -305,11 +305,11 @@ class _Search:
                     continue
                 previous = states[tuple(count - (other == kind) for other, count in enumerate(used))]
                 rank = sum(count * c.stages for count, c in zip(used, cells, strict=True)) - cell.stages
-                ways = [
+                candidates = [
                     (last, *_extend(join, vector, stage(kind, alike[last], rank)))
                     for last, (vector, _) in previous.items()
                 ]
-                vector, lasts, cuts = _best_of(ways)
+                vector, lasts, cuts = _best_of(candidates)
                 inner = [cuts]
                 for more in range(1, cell.stages):
                     vector, cuts = _extend(join, vector, stage(kind, -1, rank + more))
@@ -336,25 +336,25 @@ class _Search:
 
     def _ends(self, arrangement: Arrangement) -> list[float]:
         return [
-            float(self._stretches(kind, rank).end[a, b])
+            float(self._tables(kind, rank).end[a, b])
             for rank, (kind, _, a, b) in enumerate(self._stages(arrangement))
         ]
 
 
 def _extend(join: np.ufunc, vector: Floats, stage: Floats) -> tuple[Floats, NDArray[np.int64]]:
     """Append a stage to the best values ``vector``: new best values and cuts, by items placed."""
-    ways = join(vector[:, None], stage)
-    cuts = ways.argmin(axis=0)
-    return ways[cuts, np.arange(len(vector))], cuts
+    candidates = join(vector[:, None], stage)
+    cuts = candidates.argmin(axis=0)
+    return candidates[cuts, np.arange(len(vector))], cuts
 
 
 def _best_of(
-    ways: Sequence[tuple[int, Floats, NDArray[np.int64]]],
+    candidates: Sequence[tuple[int, Floats, NDArray[np.int64]]],
 ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
     """Elementwise minimum over the kinds of the cell before: values, that kind, and the cut; ``(I + 1,)``."""
-    last, vector, cuts = ways[0]
+    last, vector, cuts = candidates[0]
     lasts = np.full(len(vector), last, dtype=np.int64)
-    for other, values, others in ways[1:]:
+    for other, values, others in candidates[1:]:
         better = values < vector
         vector = np.where(better, values, vector)
         lasts, cuts = np.where(better, other, lasts), np.where(better, others, cuts)

@@ -142,12 +142,12 @@ class Family:
 
     Attributes:
         plain: Their layout with 1F1B and without recomputation and ZeRO; it need not be in the space.
-        ways: The layouts that are in the space.
+        layouts: The layouts that are in the space.
         cells: Slots for their stages.
     """
 
     plain: ParallelLayout
-    ways: tuple[ParallelLayout, ...]
+    layouts: tuple[ParallelLayout, ...]
     cells: SlotGroups
 
 
@@ -177,11 +177,11 @@ def families(
                         continue
                     degrees = ParallelDims(pp, dp, tp)
                     plain = ParallelLayout(degrees, samples, batch // dp // samples, token_slices=slices)
-                    if ways := tuple(_ways(workload, space, plain)):
-                        yield Family(plain, ways, cells)
+                    if layouts := tuple(_layouts(workload, space, plain)):
+                        yield Family(plain, layouts, cells)
 
 
-def _ways(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
+def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
     shape, degrees = workload.shape, plain.degrees
     for schedule in space.schedules if degrees.pp > 1 else (ONE_STAGE,):
         kind = SCHEDULE_KINDS[schedule]
@@ -210,14 +210,28 @@ def _choices(
     A choice item by item includes every uniform value, so that ``None`` replaces them there.
     """
     zeros = list(space.zero) if dp > 1 else [0]
-    again = [way for way in space.recompute if way is not RecomputeLayers.SELECTIVE or not workload.flash]
-    found = [(zero, way) for way in again for zero in zeros if zero is not None and way is not None]
+    recomputes = [
+        recompute
+        for recompute in space.recompute
+        if recompute is not RecomputeLayers.SELECTIVE or not workload.flash
+    ]
+    found = [
+        (zero, recompute)
+        for recompute in recomputes
+        for zero in zeros
+        if zero is not None and recompute is not None
+    ]
     mixed_zeros = [None] if None in zeros else zeros
-    mixed_again = [None] if None in again else again
-    return found + [(zero, way) for way in mixed_again for zero in mixed_zeros if zero is None or way is None]
+    mixed_recomputes = [None] if None in recomputes else recomputes
+    return found + [
+        (zero, recompute)
+        for recompute in mixed_recomputes
+        for zero in mixed_zeros
+        if zero is None or recompute is None
+    ]
 
 
-def way_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
+def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
     """Reasons why the schedules, strategies and token slices of a space exclude each other."""
     faults = []
     if min(space.token_slices, default=1) > 1:

@@ -45,7 +45,7 @@ def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys)
     printed = capsys.readouterr().out
     assert "matrix_share" in printed
     assert "36 steps" in printed
-    assert "recomputing none" in printed
+    assert "recompute none" in printed
     found = Calibration.load(out)
     assert found.node == "A100-80GB"
     # The steps were made with slower hosts.
@@ -58,7 +58,7 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, cluster: Path) -> 
     data.write_text("hidden size\n1024\n")
     with pytest.raises(ValueError, match="lacks the columns # GPUs"):
         run("calibrate", "--data", data, "--cluster", cluster)
-    with pytest.raises(ValueError, match="there are none, selective, full"):
+    with pytest.raises(ValueError, match="must be one of none, selective, full"):
         run("calibrate", "--data", data, "--cluster", cluster, "--recomputation", "some")
     mixed = tmp_path / "mixed.yaml"
     mixed.write_text(CLUSTER + "  - {gpu: A10, count: 1, devices: 4, network: 40 Gbit/s}\n")
@@ -80,10 +80,10 @@ def test_steps_of_a_larger_cluster_are_refused_and_fast_links_are_told(
     slow.write_text(CLUSTER.replace("devices: 8", "devices: 8, link: 20 GB/s"))
     run("calibrate", "--data", data, "--cluster", slow, "--out", tmp_path / "calibration.json")
     printed = capsys.readouterr().out
-    assert "the link comes out faster than specified" in printed and "attention writes its scores" in printed
+    assert "the fitted link is faster than specified" in printed and "that stores its scores" in printed
     small = tmp_path / "small.yaml"
     small.write_text(CLUSTER.replace("devices: 8", "devices: 4"))
-    with pytest.raises(ValueError, match=r"has steps on 8 devices, and .* has 4: calibrate on the cluster"):
+    with pytest.raises(ValueError, match=r"has steps on 8 devices, but .* has 4: give the cluster"):
         run("calibrate", "--data", data, "--cluster", small)
-    with pytest.raises(ValueError, match="--recomputation some: there are none, selective, full"):
+    with pytest.raises(ValueError, match="--recomputation some: must be one of none, selective, full"):
         run("calibrate", "--data", data, "--cluster", cluster, "--recomputation", "some")

@@ -10,7 +10,6 @@ from benchmarks import planner_accuracy
 from osdp import codec
 from osdp.cluster.calibration.calibrate import (
     Calibration,
-    Fitted,
     calibrate,
     cross_validation,
     fit,
@@ -18,11 +17,10 @@ from osdp.cluster.calibration.calibrate import (
     relative_errors,
 )
 from osdp.cluster.calibration.measured_step import MeasuredStep
-from osdp.cluster.calibration.step_model import StepModel, assumed_recompute
-from osdp.cluster.cost.corrections import LayerCase, correction_factor, corrections_of
+from osdp.cluster.calibration.step_model import Fitted, StepModel, assumed_recompute
+from osdp.cluster.cost.corrections import LayerSize, correction_factor, corrections_of
 from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
-from osdp.cluster.cost.matmul import aligned, occupied_flops
-from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies, is_aligned, occupied_flops
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
@@ -62,7 +60,7 @@ def test_the_network_is_found_where_steps_cross_it() -> None:
     assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.02
     assert found.outside.bandwidth == pytest.approx(network.bandwidth, rel=0.1)
     calibrated = replace(calibrate(steps, SETTING), outside=found.outside)
-    node = calibrated.applied(Cluster((NodeGroup(NODE, 8),))).groups[0].node
+    node = calibrated.apply_to(Cluster((NodeGroup(NODE, 8),))).groups[0].node
     assert (node.inside, node.outside) == (calibrated.inside, found.outside)
 
 
@@ -113,9 +111,9 @@ def test_the_same_steps_give_the_same_calibration(steps: tuple[MeasuredStep, ...
 
 def test_a_calibration_is_of_its_nodes() -> None:
     found = Calibration("node", PUBLISHED, INSIDE, None, 1, 0.1, 0.1, 2, flash=False)
-    assert found.applied(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
+    assert found.apply_to(Cluster((NodeGroup(NODE, 2),))).groups[0].node.inside == INSIDE
     with pytest.raises(ValueError, match="of nodes 'node', the cluster has other"):
-        found.applied(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
+        found.apply_to(Cluster((NodeGroup(NODE, 1), NodeGroup(replace(NODE, name="other"), 1))))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,8 @@ def test_what_cannot_be_fitted_is_said(call, message: str) -> None:
 
 
 def test_even_steps_cost_what_the_planner_says() -> None:
-    for step, seconds in zip(
-        grid(), StepModel(grid(), SETTING).seconds(TRUE, INSIDE, NODE.outside), strict=True
-    ):
+    fitted = Fitted(TRUE, INSIDE, NODE.outside)
+    for step, seconds in zip(grid(), StepModel(grid(), SETTING).seconds(fitted), strict=True):
         shape = TransformerShape(
             name="measured", layers=step.layers, hidden=step.hidden, heads=step.heads,
             sequence=step.sequence, vocabulary=SETTING.vocabulary, positions=step.sequence,
@@ -155,15 +152,13 @@ def test_recomputation_is_assumed_where_a_step_could_not_have_run() -> None:
     assert assumed_recompute(grid(), SETTING) is RecomputeLayers.NONE
     large = MeasuredStep(512, 1536, 6, 12288, 96, 96, 2048, 8, 4, 16, 60.0)
     assert assumed_recompute([*grid(), large], SETTING) is RecomputeLayers.FULL
-    full = replace(SETTING, recompute=RecomputeLayers.FULL)
-    longer = StepModel(grid(), full).seconds(TRUE, INSIDE, NODE.outside) / StepModel(grid(), SETTING).seconds(
-        TRUE, INSIDE, NODE.outside
-    )
+    full, fitted = replace(SETTING, recompute=RecomputeLayers.FULL), Fitted(TRUE, INSIDE, NODE.outside)
+    longer = StepModel(grid(), full).seconds(fitted) / StepModel(grid(), SETTING).seconds(fitted)
     assert ((longer > 1.1) & (longer < 1.6)).all()
 
 
 def test_corrections_fade_with_doublings() -> None:
-    measured = LayerCase(1024, 16, 1024, 2, 4)
+    measured = LayerSize(1024, 16, 1024, 2, 4)
     found = corrections_of((measured,), np.array([np.log(1.2)]), np.array([1e-6]))
     factors = [
         correction_factor(found, replace(measured, samples=4 * 2**n, hidden=1024 * 2**n)) for n in range(4)
@@ -188,7 +183,7 @@ def test_host_and_device_hide_behind_each_other() -> None:
 )
 def test_products_take_whole_waves_of_tiles(sizes: tuple[int, int, int], waves: int) -> None:
     assert occupied_flops(*sizes, 1, 108) == waves * 108 * 2 * 256 * 128 * 64
-    assert aligned(*sizes) == (sizes[0] % 8 == 0 and sizes[1] % 8 == 0)
+    assert is_aligned(*sizes) == (sizes[0] % 8 == 0 and sizes[1] % 8 == 0)
 
 
 def test_kendall_counts_pairs() -> None:

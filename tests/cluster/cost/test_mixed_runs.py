@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp.cluster.cost.layer_runs import RunPrices, ways_of
+from osdp.cluster.cost.layer_runs import RunPrices, strategies_of
 from osdp.cluster.cost.mixed_runs import layer_points, lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
@@ -37,15 +37,26 @@ def prices_of(megabytes: int, load: Workload = LOAD) -> ClusterPrices:
     return ClusterPrices(nodes(megabytes), load)
 
 
-@pytest.mark.parametrize("megabytes", [1200, 1800, 2600, 9000])
-@pytest.mark.parametrize("load", [LOAD, replace(LOAD, flash=False, overlap=0.5)])
+#: Layers of two kinds, and an embedding in between: of two strategies, one may need less memory for some of
+#: these and more for others.
+ENCODER_DECODER = Workload(
+    shape=replace(
+        shape(6, decoder_layers=6, hidden=1024, heads=16, sequence=1024, vocabulary=64000), causal=False
+    ),
+    global_batch=16,
+)
+
+
+@pytest.mark.parametrize("megabytes", [1200, 1800, 2600, 4000, 9000])
+@pytest.mark.parametrize("load", [LOAD, replace(LOAD, flash=False, overlap=0.5), ENCODER_DECODER])
 def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, load: Workload) -> None:
     prices = prices_of(megabytes, load)
     slot = StageSlot((1,))
     runs, stages = RunPrices(prices, MIXED, slot), StagePricer(prices, MIXED, slot)
     value = layer_points(runs)[1]
-    ways = range(len(runs.ways))
-    for rank, (start, stop) in ((0, (0, 7)), (0, (0, 4)), (1, (7, 14)), (1, (10, 14))):
+    ways = range(len(runs.strategies))
+    last = len(load.shape.items)
+    for rank, (start, stop) in ((0, (0, 7)), (0, (0, 4)), (0, (0, 11)), (1, (7, last)), (1, (10, last))):
         best = np.inf
         for one, other in product(ways, ways):
             for cut in range(start + 1, stop + 1):
@@ -53,7 +64,7 @@ def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, loa
                 parts = runs.split((one, other), *bounds)
                 if cut == stop:
                     parts = runs.whole(one, bounds[0], bounds[2])
-                if runs.sizes(parts, np.array(rank)).total(load.reserve) <= runs.home.limit:
+                if runs.sizes(parts, np.array(rank)).total(load.reserve) <= runs.hardware.limit:
                     best = min(best, float(runs.step_seconds(runs.seconds(parts), runs.end(parts))))
         stage = stages.stage(start, stop, rank)
         if np.isinf(best):
@@ -88,15 +99,15 @@ def test_a_little_too_little_memory_costs_a_little_time() -> None:
 
 
 def test_what_is_decided_by_item_can_be_one_of_two_things() -> None:
-    assert ways_of(replace(MIXED, recompute=RecomputeLayers.FULL), flash=True) == tuple(
+    assert strategies_of(replace(MIXED, recompute=RecomputeLayers.FULL), flash=True) == tuple(
         LayerStrategy(zero, RecomputeLayers.FULL) for zero in range(4)
     )
-    assert ways_of(replace(MIXED, zero=2), flash=False) == tuple(
+    assert strategies_of(replace(MIXED, zero=2), flash=False) == tuple(
         LayerStrategy(2, way) for way in RecomputeLayers
     )
-    assert LayerStrategy(0, RecomputeLayers.SELECTIVE) not in ways_of(MIXED, flash=True)
+    assert LayerStrategy(0, RecomputeLayers.SELECTIVE) not in strategies_of(MIXED, flash=True)
     with pytest.raises(ValueError, match="are chosen item by item"):
-        _ = MIXED.way
+        _ = MIXED.strategy
     assert (MIXED.sharding, MIXED.recomputation) == ("mixed", "mixed")
 
 
@@ -130,7 +141,7 @@ def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> 
         cells = cells_of(prices.cluster, (2,), 2)
         assert cells is not None
         plan = arrange(prices, MIXED, cells)
-        ways = {run.way.recompute for stage in plan.runs for run in stage} if plan else set()
+        ways = {run.strategy.recompute for stage in plan.runs for run in stage} if plan else set()
         if plan and {RecomputeLayers.SELECTIVE, RecomputeLayers.FULL} <= ways:
             megatron = exports(plan, load.shape)[0]
             assert "--recompute-method uniform" in megatron.text
@@ -143,7 +154,7 @@ def _stretches(plan: ClusterPlan, stage: int, recompute: RecomputeLayers) -> lis
     """Layers of a stage that are recomputed so: the embedding and the head are not."""
     found, start = [], plan.bounds[stage]
     for run in plan.runs[stage]:
-        if run.way.recompute is recompute:
+        if run.strategy.recompute is recompute:
             found.append((max(start, 1), min(run.stop, plan.bounds[-1] - 1)))
         start = run.stop
     return found
@@ -163,13 +174,13 @@ def test_interleaved_the_last_rank_holds_logits_once_and_the_first_waits_for_it(
     # What goes from the last rank to the first is paid for by the first, here the slowest.
     first = (0, 4, 6, 8, 10)
     plan = price(prices, layout, first, slots)
-    homes = {slots[0]: prices.home(layout, slots[0])}
-    around = wrap_seconds(prices, layout, homes)
+    hardware = {slots[0]: prices.hardware(layout, slots[0])}
+    around = wrap_seconds(prices, layout, hardware)
     nbytes = load.shape.hidden * 256 * 2
     assert around == pytest.approx(2 * (nbytes / (5e9 / 1) + 2e-5))
     assert plan.seconds.sends == pytest.approx(16 * around)
     assert price(prices, replace(layout, schedule="1f1b"), first, slots).seconds.sends == 0.0
-    assert wrap_seconds(prices, replace(layout, degrees=ParallelDims(1, 4, 1)), homes) == 0.0
+    assert wrap_seconds(prices, replace(layout, degrees=ParallelDims(1, 4, 1)), hardware) == 0.0
 
 
 def test_an_update_needs_what_the_optimizer_was_measured_to_need() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from osdp.cluster.cost.layer_work import layer_work
-from osdp.cluster.cost.ring import Ring
+from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import NetworkLink
@@ -107,21 +107,21 @@ def plan_of(zero: int = 0, dp: int = 4, **changes: object) -> ClusterPlan:
 
 def test_zero_shards_what_it_says_and_sends_what_that_costs() -> None:
     count = shape().num_parameters
-    wire = node_type(FAST).inside
+    link = node_type(FAST).inside
     whole, sharded = 2 * count, 2 * count / 4
     zero = [plan_of(stage) for stage in range(4)]
     assert [plan.stages[0].weights for plan in zero] == [whole, whole, whole, sharded]
     assert [plan.stages[0].gradients for plan in zero] == [whole, whole, sharded, sharded]
     assert [plan.stages[0].states for plan in zero] == [12 * count, *[12 * count / 4] * 3]
-    part = 0.75 * whole / wire.bandwidth
-    latency = 3 * wire.latency
+    part = 0.75 * whole / link.bandwidth
+    latency = 3 * link.latency
     assert zero[0].seconds.gradients == pytest.approx(2 * (part + latency))
     assert zero[1].seconds.gradients == pytest.approx(2 * (part + latency))
     assert zero[2].seconds.gradients == pytest.approx(part + latency)
     assert zero[3].seconds.gradients == 0.0
     # An embedding's weight is tied: items are gathered one by one, the head's copy as well.
     items = [shape().parameters(item) for item in shape().items]
-    each = sum(0.75 * 2 * number / wire.bandwidth + latency for number in items)
+    each = sum(0.75 * 2 * number / link.bandwidth + latency for number in items)
     assert zero[2].seconds.shards == pytest.approx(4 * each)
     assert zero[3].seconds.shards == pytest.approx(4 * 3 * each)
 
@@ -182,12 +182,12 @@ def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
 
 def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:
     prices = ClusterPrices(FOUR, workload(global_batch=16))
-    homes = [
-        prices.home(ParallelLayout(ParallelDims(1, 16 // tp, tp), 1, 1), StageSlot((4,))) for tp in (1, 4)
+    hardware = [
+        prices.hardware(ParallelLayout(ParallelDims(1, 16 // tp, tp), 1, 1), StageSlot((4,))) for tp in (1, 4)
     ]
-    assert homes[0].data.wire.bandwidth == 4 * homes[1].data.wire.bandwidth == 5e9
+    assert hardware[0].data.link.bandwidth == 4 * hardware[1].data.link.bandwidth == 5e9
     assert (
-        prices.home(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.wire
+        prices.hardware(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.link
         == node_type(FAST).inside
     )
 

@@ -65,12 +65,12 @@ def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
     found: dict[ParallelLayout, ClusterPlan] = {}
     for family in families(devices, devices.counts, load, space):
         loose = family_bound(prices, family)
-        for way in family.ways:
+        for way in family.layouts:
             plan = arrange(prices, way, family.cells)
             if plan is None:
                 continue
             assert loose <= plan.step_seconds and lower_bound(prices, way, family.cells) <= plan.step_seconds
-            if way.schedule != "gpipe" and (plan.layout == way or plan.layout not in family.ways):
+            if way.schedule != "gpipe" and (plan.layout == way or plan.layout not in family.layouts):
                 found[plan.layout] = plan
     listed = sorted(plan.step_seconds for plan in found.values())
     best = best_layouts(prices, space, top=5).plans
@@ -96,10 +96,10 @@ def test_bounds_are_the_formula_of_the_step_at_lower_seconds(first: int) -> None
         prices = ClusterPrices(devices, load, replace(PUBLISHED, step_seconds=0.003))
         for family in families(devices, devices.counts, load, LayoutSpace(samples=(1, 2))):
             loose = family_bound(prices, family)
-            for layout in family.ways[:: 1 + len(family.ways) // 4]:
+            for layout in family.layouts[:: 1 + len(family.layouts) // 4]:
                 plan = random_plan(prices, layout, family.cells, seed)
-                homes = {slot: prices.home(layout, slot) for slot in plan.slots}
-                formula = step_formula(prices, layout, homes)
+                hardware = {slot: prices.hardware(layout, slot) for slot in plan.slots}
+                formula = step_formula(prices, layout, hardware)
                 parts = plan.seconds
                 slowest = (parts.pipeline - parts.bubble) / layout.microbatches
                 total = slowest + parts.bubble / formula.share
@@ -118,7 +118,7 @@ def test_the_first_rows_of_random_problems_are_the_best_of_all(first: int) -> No
     for seed in range(first, first + 20):
         devices, load = random_problem(seed)
         known = families(devices, devices.counts, load, LayoutSpace())
-        if sum(len(family.ways) for family in known) <= _MOST:
+        if sum(len(family.layouts) for family in known) <= _MOST:
             check(devices, load, LayoutSpace())
             checked += 1
     assert checked

@@ -37,7 +37,7 @@ def test_the_best_rows_are_those_of_the_whole_list(devices: Cluster, load: Workl
     whole = sorted(plan.step_seconds for plan in every if plan.fits)
     found = best_layouts(prices, LayoutSpace(), top=5)
     known = families(devices, devices.counts, load, LayoutSpace())
-    assert found.candidates == sum(len(family.ways) for family in known)
+    assert found.candidates == sum(len(family.layouts) for family in known)
     # What is decided item by item, and best alike, is listed as what it is.
     layouts = [plan.layout for plan in every]
     assert len(set(layouts)) == len(layouts) < found.candidates
@@ -61,7 +61,7 @@ def test_bounds_lie_below_what_they_bound(devices: Cluster, load: Workload) -> N
     tight = 0
     for family in families(devices, devices.counts, load, LayoutSpace()):
         loose = family_bound(prices, family)
-        for way in family.ways:
+        for way in family.layouts:
             bound = lower_bound(prices, way, family.cells)
             plan = arrange(prices, way, family.cells)
             if plan is not None:
@@ -122,7 +122,7 @@ def test_a_mixed_stage_has_the_slowest_pace_and_the_smallest_memory() -> None:
     layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1)
     mixed = prices.stage_prices(layout, StageSlot((1, 1)))
     slow = ClusterPrices(cluster((node_type(SLOW, 4), 2)), workload()).stage_prices(layout, StageSlot((2,)))
-    assert mixed.home.limit == SLOW.memory
+    assert mixed.hardware.limit == SLOW.memory
     assert np.array_equal(mixed.seconds, slow.seconds)
 
 

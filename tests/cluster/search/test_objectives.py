@@ -7,7 +7,7 @@ import pytest
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.layouts import best_layouts
-from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, not_beaten, pareto, parts_of
+from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, pareto_front, parts_of
 from osdp.cluster.search.space import LayoutSpace
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
@@ -64,7 +64,7 @@ def test_limits_are_kept_and_used(prices: ClusterPrices, every: list[ClusterPlan
 
 def test_the_front_is_what_nothing_beats(prices: ClusterPrices, every: list[ClusterPlan]) -> None:
     front = pareto(prices, SPACE).plans
-    expected = not_beaten(every)
+    expected = pareto_front(every)
     assert [(plan.step_seconds, dollars(plan)) for plan in front] == [
         (plan.step_seconds, dollars(plan)) for plan in expected
     ]

@@ -1,0 +1,101 @@
+"""Links of a stage: those of its devices in a slot, and the time of ring collectives over them.
+
+A ring of ``n`` ranks takes ``n - 1`` steps. Each rank sends ``(n - 1) / n`` of the tensor in an all-gather or
+a reduce-scatter, and twice that in an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", 2009). Backends change to trees where the latency of the steps would dominate;
+it then grows with the logarithm of the number of ranks (Sanders, Speck and Traeff, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", 2009).
+"""
+
+import math
+from dataclasses import dataclass
+
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink
+from osdp.cluster.plan import ParallelLayout, StageSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A process group and the link its collectives run over.
+
+    Attributes:
+        size: Number of ranks.
+        link: Slowest link between two neighbours, with the bandwidth that remains for this ring while all
+            other rings of the same stage run.
+    """
+
+    size: int
+    link: NetworkLink
+
+    def scatter_seconds(self, nbytes: float) -> float:
+        """Seconds of an all-gather or reduce-scatter of a tensor of ``nbytes`` in total."""
+        if self.size == 1:
+            return 0.0
+        part = (self.size - 1) / self.size
+        return self._latency + part * nbytes / self.link.bandwidth
+
+    def reduce_seconds(self, nbytes: float) -> float:
+        """Seconds of an all-reduce of a tensor of ``nbytes``."""
+        return 2 * self.scatter_seconds(nbytes)
+
+    @property
+    def _latency(self) -> float:
+        # A ring, or a tree (up and down) where that takes fewer steps.
+        steps = min(self.size - 1, 2 * math.ceil(math.log2(self.size)))
+        return steps * self.link.latency
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHardware:
+    """Devices and links available to the stage in a slot.
+
+    Attributes:
+        gpus: Kinds of its devices; the slowest one sets the pace.
+        limit: Memory of its smallest device, in bytes.
+        tensor: Ring of a tensor-parallel group.
+        data: Ring of a data-parallel group.
+        within: Link to the next stage in the same node.
+        between: Link to a stage in another node, as one device has it while all devices of this node send.
+    """
+
+    gpus: tuple[Gpu, ...]
+    limit: int
+    tensor: Ring
+    data: Ring
+    within: NetworkLink
+    between: NetworkLink
+
+
+def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
+    """Devices and links of a slot.
+
+    Consecutive ranks form a tensor-parallel group, and groups are strided into data-parallel ones. A node's
+    network link therefore carries ``tp`` data-parallel rings at once, and the point-to-point messages of all
+    its devices that serve the stage::
+
+        node 0: d0 d1 | d2 d3        tp = 2: groups (d0 d1), (d2 d3), (d4 d5), (d6 d7)
+        node 1: d4 d5 | d6 d7        dp = 4: rings (d0 d2 d4 d6) and (d1 d3 d5 d7)
+    """
+    kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
+    tp, dp = layout.degrees.tp, layout.degrees.dp
+    within = _slowest([kind.inside for kind in kinds])
+    out = _slowest([kind.outside for kind in kinds])
+    crosses = sum(slot.nodes) > 1
+    # All devices of a node that serve the stage send at the same time.
+    senders = min(min(kind.devices for kind in kinds), tp * dp)
+    return SlotHardware(
+        gpus=tuple(kind.gpu for kind in kinds),
+        limit=min(kind.gpu.memory for kind in kinds),
+        tensor=Ring(tp, within),
+        data=Ring(dp, _slowest([within, _share(out, tp)]) if crosses else within),
+        within=within,
+        between=_share(out, senders),
+    )
+
+
+def _slowest(links: list[NetworkLink]) -> NetworkLink:
+    return NetworkLink(min(link.bandwidth for link in links), max(link.latency for link in links))
+
+
+def _share(link: NetworkLink, users: int) -> NetworkLink:
+    return NetworkLink(link.bandwidth / users, link.latency)
