@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from osdp.arrays import Floats, Ints
+
 #: Function (stage, first item, one past the last) -> seconds of that stage; infinite if it cannot fit.
 StageSeconds = Callable[[int, int, int], float]
 
@@ -86,8 +86,8 @@ def partition(
     Raises:
         ValueError: There are fewer places to cut than stages need, or exact seconds are below their bound.
     """
-    prices = _prices(num_items, num_stages, bottleneck, cuts)
-    search = _Search(prices, num_stages, bottleneck, lower)
+    cut_costs = _cut_costs(num_items, num_stages, bottleneck, cuts)
+    search = _Search(cut_costs, num_stages, bottleneck, lower)
     best: tuple[float, tuple[int, ...]] | None = None
     # Best path by what is known; if it is exact it is proven, otherwise compute the seconds of its stages.
     while (chosen := search.shortest()) is not None:
@@ -96,13 +96,13 @@ def partition(
             return search.partition(path, bound, bound)
         if best is not None and max_evaluations is not None and len(search.exact) >= max_evaluations:
             return search.partition(best[1], best[0], bound)
-        if search.price(path, evaluate):
+        if search.evaluate(path, evaluate):
             candidate = (search.value(path), path)
             best = candidate if best is None else min(best, candidate)
     return None
 
 
-def _prices(
+def _cut_costs(
     num_items: int, num_stages: int, bottleneck: float, cuts: Mapping[int, float] | None
 ) -> dict[int, float]:
     """Cost of a boundary at each place where one may be, including the chain's own two ends."""
@@ -124,12 +124,12 @@ class _Search:
     """Paths through the possible boundaries, with exact or lower-bound seconds of each stage."""
 
     def __init__(
-        self, prices: Mapping[int, float], num_stages: int, bottleneck: float, lower: StageSeconds
+        self, cut_costs: Mapping[int, float], num_stages: int, bottleneck: float, lower: StageSeconds
     ) -> None:
-        self._places = [*prices]
-        self._prices, self._bottleneck = np.array([*prices.values()]), bottleneck
+        self._places = [*cut_costs]
+        self._cut_costs, self._bottleneck = np.array([*cut_costs.values()]), bottleneck
         #: Seconds of each stage from each place to each other, exact or bounds, shape ``(S, P, P)``.
-        self._seconds = np.full((num_stages, len(prices), len(prices)), np.inf)
+        self._seconds = np.full((num_stages, len(cut_costs), len(cut_costs)), np.inf)
         for stage in range(num_stages):
             self._bound_stage(stage, lower)
         #: Stages (stage, index of first place, index of last) whose seconds are exact.
@@ -167,7 +167,7 @@ class _Search:
         """Whether all stages of the path have exact seconds."""
         return self.exact.issuperset(self._stages(path))
 
-    def price(self, path: tuple[int, ...], evaluate: StageSeconds) -> bool:
+    def evaluate(self, path: tuple[int, ...], evaluate: StageSeconds) -> bool:
         """Compute the exact seconds of the path's stages; stops, with ``False``, at one that cannot fit."""
         for stage, start, stop in self._stages(path):
             if (stage, start, stop) not in self.exact:
@@ -190,7 +190,7 @@ class _Search:
         total = 0.0
         # Summed from the end, as in the shortest path, so that equal paths get equal values.
         for stage in reversed(range(len(seconds))):
-            total = float(seconds[stage] + (self._prices[path[stage + 1]] + total))
+            total = float(seconds[stage] + (self._cut_costs[path[stage + 1]] + total))
         return self._bottleneck * float(seconds.max()) + total
 
     def partition(self, path: tuple[int, ...], value: float, bound: float) -> Partition:
@@ -214,9 +214,9 @@ class _Search:
     def _least_sum(self, limit: float) -> tuple[float, tuple[int, ...]]:
         """Minimum sum of the paths whose stages all keep ``limit``, and the first such path."""
         rest = self._at_the_end()
-        nexts: list[NDArray[np.int64]] = []
+        nexts: list[Ints] = []
         for seconds in self._seconds[::-1]:
-            sums = np.where(seconds <= limit, seconds, np.inf) + (self._prices + rest)
+            sums = np.where(seconds <= limit, seconds, np.inf) + (self._cut_costs + rest)
             nexts.append(sums.argmin(axis=1))
             rest = sums.min(axis=1)
         path = [0]

@@ -22,9 +22,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from osdp.arrays import Floats
 
 #: Relative difference of values that count as equal: sums in another order.
 TOLERANCE = 1e-12
