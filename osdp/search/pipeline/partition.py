@@ -9,9 +9,7 @@ passes all stages, and the slowest stage sets the pace of all but one. GPipe wit
 that if one stage is the slowest in forward and backward; for other schedules see
 :func:`osdp.cost.pipeline.simulate.simulate`.
 
-Algorithm: under a limit on the slowest stage the minimum sum is a shortest path, found from the end of the
-chain. Lowering the limit below the slowest stage of each answer gives every Pareto-optimal pair (slowest,
-sum); it stops where no lower limit can give a better value.
+Algorithm: :mod:`osdp.search.chain_cuts`, with shortest paths found from the end of the chain.
 
 Exact seconds of a stage are expensive, as each is a search of its own. So the first paths use lower bounds;
 the stages of the best path get their exact seconds, and so on until the best path is exact in all its stages:
@@ -25,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.arrays import Floats, Ints
+from osdp.search.chain_cuts import cut_chain
 
 #: Function (stage, first item, one past the last) -> seconds of that stage; infinite if it cannot fit.
 StageSeconds = Callable[[int, int, int], float]
@@ -148,20 +147,9 @@ class _Search:
         least = self._least_bottleneck()
         if math.isinf(least):
             return None
-        total, path = self._least_sum(least)
-        found = (self._bottleneck * least + total, path)
-        limit = math.inf
-        if self._bottleneck:
-            # With a slower stage than this, even the minimum sum without limit gives a higher value.
-            spare = found[0] - self._least_sum(math.inf)[0]
-            limit = max(least, (spare + TOLERANCE * abs(found[0])) / self._bottleneck)
-        while True:
-            total, path = self._least_sum(limit)
-            slowest = float(self._of(path).max())
-            found = min(found, (self._bottleneck * slowest + total, path))
-            if slowest <= least or self._bottleneck * least + total > found[0]:
-                return found
-            limit = math.nextafter(slowest, -math.inf)
+        limits = np.unique(self._seconds[np.isfinite(self._seconds)])
+        found = cut_chain(self._least_sum, limits, least, self._bottleneck, ties=True)
+        return min((path.value, path.bounds) for path in found.paths)
 
     def is_exact(self, path: tuple[int, ...]) -> bool:
         """Whether all stages of the path have exact seconds."""
@@ -211,8 +199,8 @@ class _Search:
             rest = np.maximum(seconds, rest).min(axis=1)
         return float(rest[0])
 
-    def _least_sum(self, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Minimum sum of the paths whose stages all keep ``limit``, and the first such path."""
+    def _least_sum(self, limit: float) -> tuple[tuple[int, ...], float, float]:
+        """The first path of minimum sum whose stages all keep ``limit``, its sum and its slowest stage."""
         rest = self._at_the_end()
         nexts: list[Ints] = []
         for seconds in self._seconds[::-1]:
@@ -222,7 +210,7 @@ class _Search:
         path = [0]
         for following in reversed(nexts):
             path.append(int(following[path[-1]]))
-        return float(rest[0]), tuple(path)
+        return tuple(path), float(rest[0]), float(self._of(tuple(path)).max())
 
     def _at_the_end(self) -> Floats:
         rest = np.full(len(self._places), np.inf)
