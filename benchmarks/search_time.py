@@ -30,11 +30,11 @@ from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.models import Case, bert, gpt2, llama
 from osdp import DeviceInfo, Link, ModelDesc, Training
-from osdp.cost.sharding.problem import ShardingProblem, build_situation
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.profiler.roofline import estimate
 from osdp.search.options import SHARDING, SLICES, SearchOptions
-from osdp.search.sharding.solve import least_peak, solve
+from osdp.search.sharding.solve import min_peak, solve
 from osdp.text import format_bytes
 
 GIB = 2**30
@@ -53,7 +53,7 @@ class Problem:
         memory_limit: Bytes per device.
         batches: Local batch sizes.
         param_dtype: Compute dtype, or ``None``.
-        rules: What the search may use; by default sharding alone.
+        options: What the search may use; by default sharding alone.
     """
 
     case: Case
@@ -61,12 +61,12 @@ class Problem:
     memory_limit: int
     batches: tuple[int, ...]
     param_dtype: str | None = None
-    rules: SearchOptions = SHARDING
+    options: SearchOptions = SHARDING
 
     @property
     def name(self) -> str:
         """Model, devices, batches, and whether there are slices and recomputation."""
-        wide = ", wide" if self.rules.slices else ""
+        wide = ", wide" if self.options.slices else ""
         return f"{self.case.name} on {self.world_size}, batches {self.batches[0]}-{self.batches[-1]}{wide}"
 
     def device(self) -> DeviceInfo:
@@ -139,9 +139,9 @@ def solve_all(problem: Problem, model_desc: ModelDesc, *, milp_seconds: float | 
     begin = time.perf_counter()
     for batch in sorted(problem.batches, reverse=True):
         started = time.perf_counter()
-        situation = situation_of(problem, model_desc, device, batch)
+        sharding = sharding_problem(problem, model_desc, device, batch)
         upper = batch / best["samples_per_second"] if best else float("inf")
-        found = solve(situation, problem.memory_limit, rules=problem.rules, upper=upper, **options)
+        found = solve(sharding, problem.memory_limit, options=problem.options, upper=upper, **options)
         if found is not None:
             best = {
                 "batch": batch,
@@ -149,16 +149,18 @@ def solve_all(problem: Problem, model_desc: ModelDesc, *, milp_seconds: float | 
                 "samples_per_second": batch / found.outcome.seconds,
                 "peak_bytes": found.outcome.peak,
                 "proven_gap": found.gap,
-                "cuts": found.cuts,
+                "cuts": found.num_rows,
             }
         slowest = max(slowest, time.perf_counter() - started)
     return {"seconds": time.perf_counter() - begin, "slowest_batch_seconds": slowest, "plan": best}
 
 
-def situation_of(problem: Problem, model_desc: ModelDesc, device: DeviceInfo, batch: int) -> ShardingProblem:
+def sharding_problem(
+    problem: Problem, model_desc: ModelDesc, device: DeviceInfo, batch: int
+) -> ShardingProblem:
     """What the search is given for one batch size."""
     training = Training(local_batch=batch, param_dtype=problem.param_dtype)
-    return build_situation(model_desc, estimate(model_desc, device, training), device, training)
+    return build_problem(model_desc, estimate(model_desc, device, training), device, training)
 
 
 def milp_in_time(problem: Problem, index: int, description: Path, each: float) -> Row | None:
@@ -195,7 +197,7 @@ def row_of(problem: Problem, *, repeats: int, milp_seconds: float) -> Row:
         "operators": len(model_desc.operators),
         "parameters": model_desc.num_parameters,
         "describe_seconds": described,
-        "wide": bool(problem.rules.slices),
+        "wide": bool(problem.options.slices),
         "seconds": best["seconds"],
         "slowest_batch_seconds": best["slowest_batch_seconds"],
         "all_seconds": [run["seconds"] for run in runs],
@@ -204,8 +206,8 @@ def row_of(problem: Problem, *, repeats: int, milp_seconds: float) -> Row:
     if any(run["plan"] != best["plan"] for run in runs):
         row["error"] = "the same problem had different answers"
     if best["plan"] is None:
-        smallest = situation_of(problem, model_desc, problem.device(), min(problem.batches))
-        least = least_peak(smallest, rules=problem.rules)
+        smallest = sharding_problem(problem, model_desc, problem.device(), min(problem.batches))
+        least = min_peak(smallest, options=problem.options)
         row["error"] = (
             f"nothing fits {format_bytes(problem.memory_limit)}; the least peak is {format_bytes(least)}"
         )

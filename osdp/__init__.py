@@ -32,6 +32,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``errors``: exceptions that carry facts
 - ``codec``: values in JSON files, and safe reading of files that others may have written
 - ``text``: bytes, seconds and counts as text
+- ``arrays``: types of arrays of numbers
 """
 
 import importlib

@@ -24,6 +24,7 @@ SHARED = VALUES - {"hardware"} | {"torch_private", "comm", "nn"}
 #: What is not listed may import everything.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": (set(), set()),
+    "arrays": (set(), {"numpy"}),
     "errors": ({"text"}, set()),
     "codec": (set(), set()),
     "model": (BASE, set()),
@@ -34,10 +35,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "nn": ({"plan", "torch_private", "comm"}, {"torch", "numpy"}),
     "tracing": (SHARED, {"torch"}),
     "profiler": (SHARED | {"hardware", "tracing"}, {"torch", "tqdm"}),
-    "cost": (VALUES, {"numpy"}),
-    "search": (VALUES | {"cost"}, {"numpy", "scipy"}),
+    "cost": (VALUES | {"arrays"}, {"numpy"}),
+    "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
     "runtime": (SHARED, {"torch"}),
-    "cluster": (VALUES, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
+    "cluster": (VALUES | {"arrays"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
     "report": (VALUES, {"networkx"}),
 }
 #: From a layout of the planner to a plan that runs: it calls the verbs.

@@ -12,7 +12,7 @@ from torch import nn
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec, make_plan
 from osdp.cost.evaluate import evaluate
-from osdp.cost.sharding.problem import build_situation
+from osdp.cost.sharding.problem import build_problem
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import HostLink
 from osdp.hardware.profile import OptimizerProfile
@@ -24,7 +24,7 @@ from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.planner import Candidate, best_plan
-from osdp.search.sharding.solve import least_peak
+from osdp.search.sharding.solve import min_peak
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import offload, plan_by_hand
@@ -38,7 +38,7 @@ def least_on_device(seed: int, **options: object) -> int:
     """The lowest peak with all states on the device."""
     model_desc, profile = random_model(seed, 3, 2)
     return int(
-        -(-least_peak(build_situation(model_desc, profile, random_device(seed, **options), Training())) // 1)
+        -(-min_peak(build_problem(model_desc, profile, random_device(seed, **options), Training())) // 1)
     )
 
 
@@ -63,8 +63,8 @@ def test_only_what_does_not_fit_the_device_goes_to_host_memory(seed: int) -> Non
     assert "host memory" in just_below.notes[-1] and "offloaded to host memory" in " ".join(
         str(just_below).split()
     )
-    lowest = least_peak(
-        build_situation(*random_model(seed, 3, 2), random_device(seed), Training()), rules=HOST_TOO
+    lowest = min_peak(
+        build_problem(*random_model(seed, 3, 2), random_device(seed), Training()), options=HOST_TOO
     )
     tightest = plan_at(seed, int(-(-lowest // 1)))
     assert tightest.predicted.step_seconds >= just_below.predicted.step_seconds
@@ -140,9 +140,9 @@ def planned_and_trained() -> tuple[bool, float, float]:
         memory_bandwidth=1e9,
     )
     profile = estimate(model_desc, device, training)
-    on_device = least_peak(
-        build_situation(model_desc, profile, device, training),
-        rules=SearchOptions(slices=(2,), recompute=True),
+    on_device = min_peak(
+        build_problem(model_desc, profile, device, training),
+        options=SearchOptions(slices=(2,), recompute=True),
     )
     tight = replace(device, memory_limit=int(on_device) - 1)
     plan = make_plan(None, model_desc, tight, training=training, profile=profile, slices=(2,))

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from osdp.cost.sharding.memory import PeakMoment
-from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_situation, price_root
-from osdp.cost.sharding.simulate import StepEstimate, price_spans, simulate_step
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_problem, cost_root
+from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_step
 from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode, UnitSpan, UnitStrategy, sliced
 from osdp.cost.sharding.units import UnitCosts
 from osdp.errors import PlanMismatchError
@@ -43,14 +43,12 @@ def evaluate(
     """
     if plan.dp != device.world_size:
         raise PlanMismatchError([f"the plan was made for {plan.dp} ranks, there are {device.world_size}"])
-    situation = build_situation(
-        model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch
-    )
-    units, root = price_plan(situation, plan.sharding)
-    return prediction(situation, simulate_step(situation, units, root))
+    problem = build_problem(model_desc, profile, device, training, reduce_each=plan.reduce_each_microbatch)
+    units, root = cost_plan(problem, plan.sharding)
+    return prediction(problem, simulate_step(problem, units, root))
 
 
-def prediction(situation: ShardingProblem, outcome: StepEstimate) -> Prediction:
+def prediction(problem: ShardingProblem, outcome: StepEstimate) -> Prediction:
     """The simulated step as the ``Prediction`` of a plan."""
     # Communication that compute does not hide.
     communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
@@ -60,12 +58,12 @@ def prediction(situation: ShardingProblem, outcome: StepEstimate) -> Prediction:
         communication_seconds=communication,
         optimizer_seconds=outcome.optimizer_seconds,
         peak_bytes=int(-(-outcome.peak // 1)),
-        peak_moment=describe_moment(situation, outcome.moment),
+        peak_moment=describe_moment(problem, outcome.moment),
         state_bytes=int(-(-outcome.state // 1)),
     )
 
 
-def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, RootUnitCost]:
+def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the plan's units over the chain, and of its operators outside it.
 
     Raises:
@@ -73,8 +71,8 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
     """
     # 1. Places of the operators: in the chain, or outside it.
     roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
-    situation = replace(situation, root_group=_group_of(situation, roots[0]) if roots else 0)
-    timeline = situation.timeline
+    problem = replace(problem, root_group=_group_of(problem, roots[0]) if roots else 0)
+    timeline = problem.timeline
     position = {operator.name: k for k, operator in enumerate(timeline.chain)}
     outside = {operator.name: operator for operator in timeline.root}
     faults = _differences(plan, {*position, *outside})
@@ -99,44 +97,44 @@ def price_plan(situation: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCost
                     f"unit {', '.join(unit.operators)} has operators of the root unit and cannot be offloaded"
                 )
             (sharded if unit.mode.sharded else replicated).extend(beside)
-            chained.extend((k, k + 1, situation.root_strategy) for k in places)
+            chained.extend((k, k + 1, problem.root_strategy) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
         elif places:
-            faults += _slice_faults(situation, unit, slices)
+            faults += _slice_faults(problem, unit, slices)
             count = slices[unit.operators[0]] if unit.mode.sharded else 1
             num_kept = kept[unit.operators[0]]
             try:
-                strategy = sliced(count, num_kept) if count > 1 else _strategy_of(situation, unit)
+                strategy = sliced(count, num_kept) if count > 1 else _strategy_of(problem, unit)
             except PlanMismatchError as error:
                 faults += error.differences
             else:
                 chained.append((places[0], places[-1] + 1, strategy))
     # 3. Recomputation of blocks, and the faults that show only then.
-    chained = [_again(situation, plan, unit) for unit in chained]
-    faults += _kept_faults(situation, chained)
-    faults += _recompute_faults(situation, plan, chained)
+    chained = [_again(problem, plan, unit) for unit in chained]
+    faults += _kept_faults(problem, chained)
+    faults += _recompute_faults(problem, plan, chained)
     if faults:
         raise PlanMismatchError(faults)
     chained.sort()
     # 4. Costs of the units and of the root.
     has_unit = bool(sharded) or any(strategy.mode == UnitMode.ROOT for _, _, strategy in chained)
-    return price_spans(situation, chained), price_root(situation, sharded, replicated, has_unit=has_unit)
+    return cost_spans(problem, chained), cost_root(problem, sharded, replicated, has_unit=has_unit)
 
 
-def _strategy_of(situation: ShardingProblem, unit: Unit) -> UnitStrategy:
+def _strategy_of(problem: ShardingProblem, unit: Unit) -> UnitStrategy:
     """Strategy of a unit that FSDP2 shards, or of a replicated one."""
-    group = _group_of(situation, unit)
+    group = _group_of(problem, unit)
     return STRATEGY_OF[unit.mode]._replace(offloaded=unit.offloaded, group=group)
 
 
-def _group_of(situation: ShardingProblem, unit: Unit) -> int:
+def _group_of(problem: ShardingProblem, unit: Unit) -> int:
     """Index of a unit's shard group.
 
     Raises:
         PlanMismatchError: The links of its shard group are unknown.
     """
-    groups = [prices.wire for prices in situation.prices.by_wire]
+    groups = [costs.shard_group for costs in problem.costs.by_group]
     hybrid = unit.mode is Mode.HYBRID_SHARD
     number = next(
         (
@@ -148,7 +146,7 @@ def _group_of(situation: ShardingProblem, unit: Unit) -> int:
         None,
     )
     if number is None:
-        known = ", ".join(str(size) for size in situation.device.group_sizes) or "none"
+        known = ", ".join(str(size) for size in problem.device.group_sizes) or "none"
         raise PlanMismatchError(
             [
                 f"unit {', '.join(unit.operators)} uses a {unit.route} route with groups of "
@@ -159,41 +157,41 @@ def _group_of(situation: ShardingProblem, unit: Unit) -> int:
     return number
 
 
-def _slice_faults(situation: ShardingProblem, unit: Unit, slices: Mapping[str, int]) -> list[str]:
+def _slice_faults(problem: ShardingProblem, unit: Unit, slices: Mapping[str, int]) -> list[str]:
     """Faults of a unit's slices: operators that cannot run in slices."""
     cut = [name for name in unit.operators if slices[name] > 1]
     if not cut:
         return []
-    operators = {operator.name: operator for operator in situation.timeline.chain}
+    operators = {operator.name: operator for operator in problem.timeline.chain}
     faults = [f"operator {name!r} cannot run in slices" for name in cut if operators[name].cut is None]
     if len(unit.operators) > 1 or not unit.mode.sharded:
         faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
     return faults
 
 
-def _kept_faults(situation: ShardingProblem, units: Sequence[UnitSpan]) -> Iterator[str]:
+def _kept_faults(problem: ShardingProblem, units: Sequence[UnitSpan]) -> Iterator[str]:
     """Faults of operators that keep slices gathered where that has no use."""
     for start, _, strategy in units:
-        operator = situation.timeline.chain[start]
+        operator = problem.timeline.chain[start]
         name = operator.name
         if strategy.kept and operator.cut is not None and not operator.cut.in_backward:
             yield f"operator {name!r} keeps slices gathered, but needs none of them in backward"
         if strategy.kept and strategy.recomputed:
             yield f"operator {name!r} keeps slices gathered, but is recomputed, which gathers them again"
-        if strategy.kept and situation.timeline.others:
+        if strategy.kept and problem.timeline.others:
             yield f"operator {name!r} keeps slices gathered, while several microbatches are in flight"
 
 
-def _again(situation: ShardingProblem, plan: ShardingPlan, unit: UnitSpan) -> UnitSpan:
+def _again(problem: ShardingProblem, plan: ShardingPlan, unit: UnitSpan) -> UnitSpan:
     """``unit``, recomputed if its block is."""
     start, stop, strategy = unit
-    block = situation.timeline.chain[start].block
+    block = problem.timeline.chain[start].block
     return start, stop, strategy._replace(recomputed=block is not None and block in plan.recomputed)
 
 
-def _recompute_faults(situation: ShardingProblem, plan: ShardingPlan, units: Sequence[UnitSpan]) -> list[str]:
+def _recompute_faults(problem: ShardingProblem, plan: ShardingPlan, units: Sequence[UnitSpan]) -> list[str]:
     """Faults of recomputed modules: no such block, or a block only partly in one sharded unit."""
-    chain, again = situation.timeline.chain, situation.timeline.recompute
+    chain, again = problem.timeline.chain, problem.timeline.recompute
     blocks = {str(chain[k].block): k for k in np.flatnonzero(again.possible).tolist()}
     faults = [
         f"module {name!r} is not a block that can be recomputed"
@@ -216,9 +214,9 @@ def _differences(plan: ShardingPlan, known: set[str]) -> list[str]:
     return faults + [f"the plan does not decide {name!r}" for name in sorted(known - decided)]
 
 
-def describe_moment(situation: ShardingProblem, moment: PeakMoment) -> str:
+def describe_moment(problem: ShardingProblem, moment: PeakMoment) -> str:
     """Human-readable description of ``moment``."""
-    chain = situation.timeline.chain
+    chain = problem.timeline.chain
     if moment.kind == "step":
         return "optimizer step"
     if moment.kind == "final" or not chain:

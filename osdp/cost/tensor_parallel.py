@@ -76,7 +76,7 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
             if exchange.backward is backward
         )
 
-    def priced(segment: SegmentProfile) -> SegmentProfile:
+    def with_seconds(segment: SegmentProfile) -> SegmentProfile:
         found, backward = exchanges.get(segment.signature, ()), segment.backward
         peak = max(backward.peak_bytes, 0) + sums[segment.signature] if segment.signature in sums else None
         return replace(
@@ -89,7 +89,7 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
             ),
         )
 
-    return replace(profile, segments=tuple(map(priced, profile.segments)))
+    return replace(profile, segments=tuple(map(with_seconds, profile.segments)))
 
 
 def _summed_apart(rank: RankDesc) -> dict[str, int]:

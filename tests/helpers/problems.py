@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from osdp.cost.sharding.problem import ShardingProblem, build_situation
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, HostLink, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, SliceSpec, Work
@@ -12,9 +12,7 @@ from osdp.model.training import Training
 NOTHING = Work(*(Affine(0.0, 0.0),) * 4)
 
 
-def random_situation(
-    seed: int, num_blocks: int = 1, per_block: int = 2, **options: object
-) -> ShardingProblem:
+def random_problem(seed: int, num_blocks: int = 1, per_block: int = 2, **options: object) -> ShardingProblem:
     """A small random step; equal blocks, an embedding before and a head after."""
     model_desc, profile = random_model(seed, num_blocks, per_block, tied=bool(options.pop("tied", False)))
     rng = random.Random(seed + 1)
@@ -26,7 +24,7 @@ def random_situation(
         reduce_dtype=options.pop("reduce_dtype", None),
     )
     reduce_each = bool(options.pop("reduce_each", True))
-    return build_situation(
+    return build_problem(
         model_desc, profile, random_device(seed, **options), training, reduce_each=reduce_each
     )
 

@@ -3,7 +3,7 @@
 import random
 
 from osdp.api import make_plan
-from osdp.cost.sharding.problem import build_situation, price_root
+from osdp.cost.sharding.problem import build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import UnitMode, UnitSpan
@@ -51,15 +51,15 @@ def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
     training = Training(local_batch=model_desc.local_batch)
     info = device(world_size)
     profile = estimate(model_desc, info, training)
-    situation = build_situation(model_desc, profile, info, training, reduce_each=True)
-    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, _RULES))
-    space = CostedCandidates.of(situation, _RULES, root_unit=has_unit).space
+    problem = build_problem(model_desc, profile, info, training, reduce_each=True)
+    sharded, replicated, has_unit = rng.choice(root_choices(problem.timeline.root, _RULES))
+    space = CostedCandidates.of(problem, _RULES, root_unit=has_unit).space
     units = [unit for item in range(space.num_items) for unit in _path(space, item, rng)]
     joins = any(strategy.mode == UnitMode.ROOT for *_, strategy in units)
-    root = price_root(situation, sharded, replicated, has_unit=bool(sharded) or joins)
-    outcome = simulate_units(situation, units, root)
-    found = ShardingSolution(tuple(units), sharded, replicated, outcome, cuts=0, bound=0.0)
-    return whole_plan(model_desc, situation, found, _RULES, gap=1.0)
+    root = cost_root(problem, sharded, replicated, has_unit=bool(sharded) or joins)
+    outcome = simulate_units(problem, units, root)
+    found = ShardingSolution(tuple(units), sharded, replicated, outcome, num_rows=0, bound=0.0)
+    return whole_plan(model_desc, problem, found, _RULES, gap=1.0)
 
 
 def _path(space: CandidateUnits, item: int, rng: random.Random) -> list[UnitSpan]:

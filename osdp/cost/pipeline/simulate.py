@@ -129,12 +129,12 @@ def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool
     Raises:
         ValueError: The number of costs differs from the number of stages, or that of a stage from its slices.
     """
-    prices = _Prices.of(schedule, stages)
-    clock = _Clock(schedule, prices, blocking_send)
+    stage_costs = _StageCosts.of(schedule, stages)
+    clock = _Clock(schedule, stage_costs, blocking_send)
     for action in schedule.sequence:
         clock.run(action)
     ends = [
-        sum(prices.by_slice[stage][0].end_seconds for stage in schedule.stages_of(rank))
+        sum(stage_costs.by_slice[stage][0].end_seconds for stage in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)
     ]
     finish = tuple(free + end for free, end in zip(clock.free, ends, strict=True))
@@ -151,13 +151,13 @@ def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Prices:
+class _StageCosts:
     """Costs of each stage, by slice."""
 
     by_slice: tuple[tuple[StageCost, ...], ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, stages: Sequence[Costs]) -> "_Prices":
+    def of(cls, schedule: Schedule, stages: Sequence[Costs]) -> "_StageCosts":
         if len(stages) != schedule.num_stages:
             raise ValueError(
                 f"costs of {len(stages)} stages are given and schedule {schedule.name!r} has "
@@ -183,8 +183,8 @@ class _Prices:
 class _Clock:
     """Current time of each rank and link, advanced action by action."""
 
-    def __init__(self, schedule: Schedule, prices: _Prices, blocking_send: bool) -> None:
-        self._placement, self._prices, self._blocking = schedule.placement, prices, blocking_send
+    def __init__(self, schedule: Schedule, stage_costs: _StageCosts, blocking_send: bool) -> None:
+        self._placement, self._stage_costs, self._blocking = schedule.placement, stage_costs, blocking_send
         self.free = [0.0] * schedule.num_ranks
         self.busy = [0.0] * schedule.num_ranks
         self.spans: list[list[StageSpan]] = [[] for _ in self.free]
@@ -202,7 +202,7 @@ class _Clock:
             # The first stage's input and the last stage's loss are available from the start.
             source = stage - 1 if forward else stage + 1
             start = max(start, self._arrived.get((forward, source, microbatch), 0.0))
-        end = start + self._prices[action].seconds(action.kind)
+        end = start + self._stage_costs[action].seconds(action.kind)
         self.spans[rank].append(StageSpan(action, start, end))
         self.busy[rank] += end - start
         self.free[rank] = end
@@ -220,7 +220,7 @@ class _Clock:
             return end
         # Messages on one link queue behind each other.
         link = (self._placement[stage], self._placement[target])
-        cost = self._prices[action]
+        cost = self._stage_costs[action]
         begin = max(end, self._links.get(link, 0.0))
         self._links[link] = begin + (cost.send_seconds if forward else cost.send_gradient_seconds)
         return self._links[link]
@@ -231,12 +231,12 @@ def peak_activations(schedule: Schedule, stages: Sequence[Costs]) -> list[int]:
 
     Without backwards, only what the running forward needs is kept.
     """
-    trains, prices = schedule.trains, _Prices.of(schedule, stages)
+    trains, stage_costs = schedule.trains, _StageCosts.of(schedule, stages)
     peaks = []
     for order in schedule.orders:
         held = peak = 0
         for action in order:
-            cost = prices[action]
+            cost = stage_costs[action]
             match action.kind:
                 case ActionKind.FORWARD:
                     # Without backwards nothing frees activations later: each forward drops what came before.

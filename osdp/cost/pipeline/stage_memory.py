@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from osdp.arrays import Floats
 from osdp.cost.pipeline.memory import StageMemory
 from osdp.cost.sharding.memory import always, lasting_gradients, root_always
-from osdp.cost.sharding.problem import ShardingProblem, build_situation
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.simulate import simulate_step
-from osdp.cost.sharding.solution import ShardingSolution, priced
+from osdp.cost.sharding.solution import ShardingSolution, solution_costs
 from osdp.cost.sharding.strategies import UnitMode
-from osdp.cost.sharding.timeline import Floats, Timeline
+from osdp.cost.sharding.timeline import Timeline
 from osdp.hardware.profile import Profile
 from osdp.model.dataflow import Dataflow, Transfer
 from osdp.model.description import DTYPE_BYTES, ModelDesc
@@ -125,28 +126,28 @@ def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
 def stage_memory(
     desc: ModelDesc,
     profile: Profile,
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     found: ShardingSolution,
     messages: StageMessages,
 ) -> StageMemory:
-    """Memory required by a stage planned as ``found`` in ``situation`` that exchanges ``messages``."""
+    """Memory required by a stage planned as ``found`` in ``problem`` that exchanges ``messages``."""
     # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
     #    Resident bytes belong to the rank, not to the stage.
     bare = replace(profile, resident_bytes=0)
-    if situation.device.world_size == 1:
+    if problem.device.world_size == 1:
         found = _one_by_one(found)
-    training = situation.training
+    training = problem.training
     once, again = (
         replace(
-            build_situation(desc, bare, situation.device, counted, reduce_each=False),
-            root_group=situation.root_group,
+            build_problem(desc, bare, problem.device, counted, reduce_each=False),
+            root_group=problem.root_group,
         )
         for counted in (replace(training, microbatches=1), replace(training, microbatches=2))
     )
     first, later = (_highest(each, found) for each in (once, again))
     gradients = later["always"] - first["always"]
     # 2. What recomputation drops, and what a split backward captures.
-    timeline, (units, _) = once.timeline, priced(once, found)
+    timeline, (units, _) = once.timeline, solution_costs(once, found)
     dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
     captured = captured_bytes(desc, profile.local_batch)
     return StageMemory(
@@ -180,14 +181,14 @@ def _one_by_one(found: ShardingSolution) -> ShardingSolution:
     return replace(found, units=tuple(units))
 
 
-def _highest(situation: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
+def _highest(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
     """Peak bytes by pass, and the bytes that are alive throughout forward and backward."""
-    units, root = priced(situation, found)
+    units, root = solution_costs(problem, found)
     highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    for nbytes, moment in simulate_step(situation, units, root).moments:
+    for nbytes, moment in simulate_step(problem, units, root).moments:
         kind = "forward" if moment.kind in _FORWARD else moment.kind
         # Every kind but "step" that is not of forward is of backward.
         kind = kind if kind in highest else "backward"
         highest[kind] = max(highest[kind], nbytes)
-    own = always(units, situation, lasting_gradients(units, situation.conditions))
-    return highest | {"always": root_always(situation, root) + float(own.sum())}
+    own = always(units, problem, lasting_gradients(units, problem.settings))
+    return highest | {"always": root_always(problem, root) + float(own.sum())}

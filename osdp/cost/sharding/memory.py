@@ -26,13 +26,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class PeakMoment(NamedTuple):
@@ -198,7 +195,7 @@ def _backward_unshard(view: View) -> Floats:
 def _reduce(view: View) -> Floats:
     """Bytes during a gradient reduction, when no earlier reduce-scatter input is held any more."""
     units = view.units
-    peak = units.reduce_peak - (units.gradient if view.problem.conditions.keeps_gradients else 0.0)
+    peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
     reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
     activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation(excess=False)
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
@@ -213,10 +210,10 @@ def _running(view: View, more: Callable[[], Floats]) -> Floats:
 
 def _made(view: View) -> Floats:
     """Gradients of the unit inside that exist once the backward of the region runs."""
-    units, prefix, operator = view.units, view.problem.prices.gradient, view.region // 2
+    units, prefix, operator = view.units, view.problem.costs.gradient, view.region // 2
     start, stop = view.inside(units.start), view.inside(units.stop)
     made = prefix[stop] - prefix[np.minimum(np.maximum(start, operator), stop)]
-    if view.problem.conditions.keeps_gradients:
+    if view.problem.settings.keeps_gradients:
         # Gradients are added in place as they come, unless the sum is of another dtype.
         in_place = view.inside(units.accumulated == units.gradient)
         made = np.where(in_place, _gradient_at(view.problem, operator), made)
@@ -225,7 +222,7 @@ def _made(view: View) -> Floats:
 
 def _gradient_at(problem: ShardingProblem, operator: Any) -> Floats:
     """Gradient bytes of an operator; of the last one beyond the chain."""
-    prefix = problem.prices.gradient
+    prefix = problem.costs.gradient
     operator = np.minimum(operator, len(prefix) - 2)
     return np.asarray(prefix[operator + 1] - prefix[operator])
 
@@ -276,14 +273,14 @@ def step_row(
 
     Where temporaries do not add up, they are those of ``operator``, or of the root if that is negative.
     """
-    prices, timeline = problem.prices, problem.timeline
+    costs, timeline = problem.costs, problem.timeline
     row = units.state + units.gradient_kept
     constant = timeline.resident + timeline.final + root.state + root.gradient_kept
-    if prices.temporaries_add:
+    if costs.temporaries_add:
         return row + units.temporary, constant + root.temporary
     if operator < 0:
         return row, constant + root.temporary
     has = (units.start <= operator) & (operator < units.stop)
-    of_shards = np.array([on_wire.temporary_sharded[operator] for on_wire in prices.by_wire])
-    one = np.where(units.mode != UnitMode.NO_SHARD, of_shards[units.group], prices.temporary_whole[operator])
+    of_shards = np.array([in_group.temporary_sharded[operator] for in_group in costs.by_group])
+    one = np.where(units.mode != UnitMode.NO_SHARD, of_shards[units.group], costs.temporary_whole[operator])
     return row + np.where(has & ~units.offloaded, one, 0.0), constant

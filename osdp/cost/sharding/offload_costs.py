@@ -4,18 +4,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats
 from osdp.hardware.device_info import DeviceInfo
 
 if TYPE_CHECKING:
     from osdp.cost.sharding.operator_costs import OperatorCosts
     from osdp.cost.sharding.units import UnitCosts
 
-Floats = NDArray[np.float64]
 
-
-def in_host_memory(units: "UnitCosts", prices: "OperatorCosts", device: DeviceInfo) -> "UnitCosts":
+def in_host_memory(units: "UnitCosts", costs: "OperatorCosts", device: DeviceInfo) -> "UnitCosts":
     """``units`` with the costs of the offloaded ones replaced by the costs of offloading.
 
     Shards are copied to the device for each all-gather, and reduced gradients are copied to the host at once,
@@ -24,7 +22,7 @@ def in_host_memory(units: "UnitCosts", prices: "OperatorCosts", device: DeviceIn
     Raises:
         ValueError: The bandwidths to host memory, or the speed of the optimizer there, are unknown.
     """
-    host, optimizer = device.host, prices.host_optimizer
+    host, optimizer = device.host, costs.host_optimizer
     if host is None or optimizer is None:
         raise ValueError(
             "the cost of offloaded units needs DeviceInfo.host and a profile with a host_optimizer; "
@@ -36,15 +34,12 @@ def in_host_memory(units: "UnitCosts", prices: "OperatorCosts", device: DeviceIn
 
     # Shards and gradients are on the host between collectives; copies there and back delay every collective.
     off = units.offloaded
-    step = optimizer.per_dtensor * span(prices.num_trainable) + optimizer.per_byte * span(
-        prices.local_sharded
-    )
+    step = optimizer.per_dtensor * span(costs.num_trainable) + optimizer.per_byte * span(costs.local_sharded)
     return replace(
         units,
         state=np.where(off, 0.0, units.state),
         gradient_kept=np.where(off, 0.0, units.gradient_kept),
-        gather_seconds=units.gather_seconds + np.where(off, span(prices.shard) / host.to_device, 0.0),
-        reduce_seconds=units.reduce_seconds
-        + np.where(off, span(prices.gradient_sharded) / host.to_host, 0.0),
+        gather_seconds=units.gather_seconds + np.where(off, span(costs.shard) / host.to_device, 0.0),
+        reduce_seconds=units.reduce_seconds + np.where(off, span(costs.gradient_sharded) / host.to_host, 0.0),
         step_seconds=np.where(off, step, units.step_seconds),
     )

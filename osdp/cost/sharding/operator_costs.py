@@ -6,16 +6,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats
 from osdp.cost.sharding.shard_groups import ShardGroup
-from osdp.cost.sharding.sliced_costs import SlicedCosts, price_slices
+from osdp.cost.sharding.sliced_costs import SlicedCosts, cost_slices
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator, Parameter
 from osdp.model.training import Training
 from osdp.plan.shard_math import padded_numel, shard_numel
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +47,19 @@ class OperatorCosts:
     optimizer: OptimizerProfile
     host_optimizer: OptimizerProfile | None
     slices: SlicedCosts
-    wire: ShardGroup
+    shard_group: ShardGroup
     others: tuple["OperatorCosts", ...] = ()  # the same operators in the other shard groups
 
     @property
-    def by_wire(self) -> tuple["OperatorCosts", ...]:
+    def by_group(self) -> tuple["OperatorCosts", ...]:
         """Costs by index of the shard group."""
         return (self, *self.others)
 
 
-def price_operators(
+def cost_operators(
     operators: Sequence[Operator],
     *,
-    wires: Sequence[ShardGroup],
+    shard_groups: Sequence[ShardGroup],
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
@@ -69,20 +67,21 @@ def price_operators(
 ) -> OperatorCosts:
     """Costs of each operator in each shard group."""
     first, *others = (
-        _price_on(operators, wire, training, optimizer, device_kind, host_optimizer) for wire in wires
+        _cost_in(operators, shard_group, training, optimizer, device_kind, host_optimizer)
+        for shard_group in shard_groups
     )
     return replace(first, others=tuple(others))
 
 
-def _price_on(
+def _cost_in(
     operators: Sequence[Operator],
-    wire: ShardGroup,
+    shard_group: ShardGroup,
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
     host_optimizer: OptimizerProfile | None,
 ) -> OperatorCosts:
-    world_size = wire.num_shards
+    world_size = shard_group.num_shards
     columns: dict[str, Any] = {
         name: _prefix([column(op, world_size, training) for op in operators])
         for name, column in _COLUMNS.items()
@@ -110,8 +109,8 @@ def _price_on(
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),
         temporaries_add=add,
-        slices=price_slices(operators, world_size=world_size, training=training),
-        wire=wire,
+        slices=cost_slices(operators, world_size=world_size, training=training),
+        shard_group=shard_group,
     )
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.memory import (
     MOMENTS,
-    Floats,
-    Ints,
     PeakMoment,
     always,
     edges,
@@ -63,15 +62,15 @@ def _highest(kind: str, plan: "_Plan") -> tuple[float, PeakMoment]:
 
 def _largest_temporary(problem: ShardingProblem, units: UnitCosts) -> int:
     """The operator whose optimizer step needs the largest temporaries, or -1."""
-    prices = problem.prices
-    if prices.temporaries_add or not problem.timeline.chain:
+    costs = problem.costs
+    if costs.temporaries_add or not problem.timeline.chain:
         return -1
     sizes = units.stop - units.start
     sharded, offloaded, group = (
         np.repeat(values, sizes) for values in (units.mode != UnitMode.NO_SHARD, units.offloaded, units.group)
     )
-    of_shards = np.stack([on_wire.temporary_sharded for on_wire in prices.by_wire])
-    here = np.where(sharded, of_shards[group, np.arange(len(group))], prices.temporary_whole)
+    of_shards = np.stack([in_group.temporary_sharded for in_group in costs.by_group])
+    here = np.where(sharded, of_shards[group, np.arange(len(group))], costs.temporary_whole)
     return int(np.argmax(np.where(offloaded, 0.0, here)))
 
 
@@ -80,7 +79,7 @@ class _Plan:
 
     def __init__(self, problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> None:
         self.problem, self.units, self.root = problem, units, root
-        self.gradients = lasting_gradients(units, problem.conditions)
+        self.gradients = lasting_gradients(units, problem.settings)
         #: Alive throughout forward and backward.
         self.base = root_always(problem, root) + float(always(units, problem, self.gradients).sum())
         #: Parameters that the units before each keep, and gradients of those from it on, ``(U + 1,)``.

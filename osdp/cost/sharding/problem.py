@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osdp.cost.sharding.operator_costs import OperatorCosts, price_operators
-from osdp.cost.sharding.shard_groups import wires_of
+from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
+from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, UnitStrategy, strategy_table
 from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -58,8 +58,8 @@ class ShardingProblem:
 
     Attributes:
         timeline: Activation memory and compute time.
-        prices: Costs of the chain's operators.
-        conditions: Settings of devices and training.
+        costs: Costs of the chain's operators.
+        settings: Settings of devices and training.
         device: The devices.
         training: The training.
         profile: The profile.
@@ -69,8 +69,8 @@ class ShardingProblem:
     """
 
     timeline: Timeline
-    prices: OperatorCosts
-    conditions: StepSettings
+    costs: OperatorCosts
+    settings: StepSettings
     device: DeviceInfo
     training: Training
     profile: Profile
@@ -121,7 +121,7 @@ class RootUnitCost:
     backward: Backward = field(default=_NO_BACKWARD, compare=False)
 
 
-def build_situation(
+def build_problem(
     model_desc: ModelDesc,
     profile: Profile,
     device: DeviceInfo,
@@ -141,8 +141,8 @@ def build_situation(
     optimizer = profile.optimizer
     return ShardingProblem(
         timeline=timeline,
-        prices=_prices(timeline.chain, device, training, profile),
-        conditions=StepSettings(
+        costs=_operator_costs(timeline.chain, device, training, profile),
+        settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
             overlap=device.overlap,
@@ -159,64 +159,64 @@ def build_situation(
     )
 
 
-def price_root(
-    situation: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
+def cost_root(
+    problem: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
 ) -> RootUnitCost:
     """Memory and time of the operators outside the chain: one root unit, one bucket per replicated operator.
 
     Args:
-        situation: The step to plan.
+        problem: The step to plan.
         sharded: Operators in the root unit.
         replicated: Operators that are replicated.
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
     """
     # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
-    unit, unit_temporary = _price_group(situation, sharded, situation.root_strategy)
-    wire = situation.prices.by_wire[situation.root_group].wire
-    whole = [_price_group(situation, [operator], NO_SHARD) for operator in replicated]
+    unit, unit_temporary = _cost_group(problem, sharded, problem.root_strategy)
+    shard_group = problem.costs.by_group[problem.root_group].shard_group
+    whole = [_cost_group(problem, [operator], NO_SHARD) for operator in replicated]
 
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
 
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
-    arrivals = _gradient_arrivals(situation, sharded, buckets)
+    arrivals = _gradient_arrivals(problem, sharded, buckets)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
     return RootUnitCost(
         has_unit=has_unit,
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
         low_precision=replicated_sum("unsharded"),
-        carried=_carried(situation.conditions, unit, [units for units, _ in whole]),
+        carried=_carried(problem.settings, unit, [units for units, _ in whole]),
         gradient=sum(nbytes for _, nbytes in arrivals),
         reduce_input=float(unit.reduce_input.sum()),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
-        gather_seconds=float(unit.gather_seconds.sum()) + has_unit * wire.gather.latency,
-        reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * wire.reduce_latency,
+        gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
+        reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
         average_seconds=replicated_sum("reduce_seconds"),
         step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
-        temporary=float(sum(temporaries) if situation.prices.temporaries_add else max(temporaries)),
-        backward=situation.timeline.backward_with(arrivals),
+        temporary=float(sum(temporaries) if problem.costs.temporaries_add else max(temporaries)),
+        backward=problem.timeline.backward_with(arrivals),
     )
 
 
-def _carried(conditions: StepSettings, sharded: UnitCosts, replicated: Sequence[UnitCosts]) -> float:
+def _carried(settings: StepSettings, sharded: UnitCosts, replicated: Sequence[UnitCosts]) -> float:
     """Gradients of operators outside the chain that earlier microbatches left."""
-    if conditions.microbatches == 1:
+    if settings.microbatches == 1:
         return 0.0
-    kept = sharded.gradient_kept if conditions.reduce_each else sharded.accumulated
+    kept = sharded.gradient_kept if settings.reduce_each else sharded.accumulated
     return float(kept.sum() + sum(units.bucket.sum() for units in replicated))
 
 
 def _gradient_arrivals(
-    situation: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, UnitCosts]]
+    problem: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[tuple[Operator, UnitCosts]]
 ) -> list[tuple[int, float]]:
     """Gradient bytes of each operator outside the chain, and the first segment whose backward makes them.
 
     An operator used twice keeps its partial gradient in autograd until its second use, in addition to a
     bucket that another operator may have opened.
     """
-    again = situation.conditions.microbatches > 1
+    again = problem.settings.microbatches > 1
 
     def arriving(units: UnitCosts) -> float:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
@@ -224,33 +224,33 @@ def _gradient_arrivals(
         return float((opened + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]
-    strategy = situation.root_strategy
-    ours = [(op, float(_price_group(situation, [op], strategy)[0].gradient.sum())) for op in sharded]
-    last = len(situation.timeline.backward_high) - 1
+    strategy = problem.root_strategy
+    ours = [(op, float(_cost_group(problem, [op], strategy)[0].gradient.sum())) for op in sharded]
+    last = len(problem.timeline.backward_high) - 1
     return [(op.last if op.executed else last, nbytes) for op, nbytes in (*whole, *ours)]
 
 
-def _price_group(
-    situation: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
+def _cost_group(
+    problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> tuple[UnitCosts, float]:
-    prices = _prices(operators, situation.device, situation.training, situation.profile)
+    costs = _operator_costs(operators, problem.device, problem.training, problem.profile)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
-    units = price_units(
-        prices, [0] * count, [len(operators)] * count, strategy_table([strategy] * count), situation.device
+    units = cost_units(
+        costs, [0] * count, [len(operators)] * count, strategy_table([strategy] * count), problem.device
     )
-    prices = prices.by_wire[strategy.group]
-    temporary = prices.temporary_whole if strategy == NO_SHARD else prices.temporary_sharded
-    value = temporary[-1] if prices.temporaries_add else temporary.max(initial=0.0)
+    costs = costs.by_group[strategy.group]
+    temporary = costs.temporary_whole if strategy == NO_SHARD else costs.temporary_sharded
+    value = temporary[-1] if costs.temporaries_add else temporary.max(initial=0.0)
     return units, float(value)
 
 
-def _prices(
+def _operator_costs(
     operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
 ) -> OperatorCosts:
-    return price_operators(
+    return cost_operators(
         operators,
-        wires=wires_of(device),
+        shard_groups=shard_groups_of(device),
         training=training,
         optimizer=profile.optimizer,
         host_optimizer=profile.host_optimizer,

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Floats
 from osdp.cost.sharding.memory import (
     MOMENTS,
-    Bools,
-    Floats,
     Gradients,
     PeakMoment,
     always,
@@ -46,7 +45,7 @@ def memory_row(
     """
     if moment.kind == "step":
         return step_row(problem, units, root, moment.where)
-    gradients = lasting_gradients(units, problem.conditions)
+    gradients = lasting_gradients(units, problem.settings)
     if moment.kind == "final":
         row, constant = final_row(problem, units, root, gradients)
     else:

@@ -18,7 +18,7 @@ class ShardGroup:
         across: Link of the all-reduce of reduced gradients between groups (HYBRID_SHARD); ``None`` otherwise.
         group_size: Ranks of a group; 0 without groups.
         route: Route of its collectives (flat, two-step, by exchange).
-        searched: Whether the search may choose it; otherwise it only prices plans given by the user.
+        searched: Whether the search may choose it; otherwise it only costs plans given by the user.
     """
 
     num_shards: int
@@ -55,7 +55,7 @@ class ShardGroup:
         return self.reduce.latency + (self.across.latency if self.across is not None else 0.0)
 
 
-def wires_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
+def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
     """All shard groups whose links are known; the first is flat, over all ranks.
 
     Raises:
@@ -85,7 +85,7 @@ def wires_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
                 Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
             )
         )
-    # FSDP2's own reduce-scatter stays priced even where an exchange is faster.
+    # FSDP2's own reduce-scatter stays known even where an exchange is faster.
     slower = [
         link
         for link in device.links

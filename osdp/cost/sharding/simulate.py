@@ -30,7 +30,7 @@ from osdp.cost.sharding.peaks import step_peaks
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.strategies import UnitSpan, UnitStrategy, strategy_table
 from osdp.cost.sharding.time import CriticalMoment, optimizer_time, step_time
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 
 
@@ -59,51 +59,49 @@ class StepEstimate:
     state: float
 
 
-def simulate_step(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> StepEstimate:
+def simulate_step(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> StepEstimate:
     """Simulate one step of a set of units.
 
     Args:
-        situation: Activations, compute, operator costs and settings.
+        problem: Activations, compute, operator costs and settings.
         units: Units that partition the chain, in trace order.
         root: Costs of the operators outside the chain.
 
     Returns:
         Time, peak and the moments that decide them.
     """
-    timeline = situation.timeline
+    timeline = problem.timeline
     # Recomputation is charged to the first operator of a block, which its first unit starts with.
     again = timeline.recompute.seconds[units.start[units.recomputed]]
-    seconds, cut = step_time(situation, units, root)
-    moments = step_peaks(situation, units, root)
+    seconds, cut = step_time(problem, units, root)
+    moments = step_peaks(problem, units, root)
     peak, moment = max(moments, key=lambda candidate: candidate[0])
-    optimizer = optimizer_time(situation, units, root)
+    optimizer = optimizer_time(problem, units, root)
     return StepEstimate(
         seconds=seconds + optimizer,
         peak=peak,
         moment=moment,
         moments=tuple(moments),
         cut=cut,
-        compute_seconds=situation.conditions.microbatches * (timeline.compute_seconds + float(again.sum())),
+        compute_seconds=problem.settings.microbatches * (timeline.compute_seconds + float(again.sum())),
         optimizer_seconds=optimizer,
         state=float(np.sum(units.state)) + root.state,
     )
 
 
-def simulate_units(
-    situation: ShardingProblem, chosen: Sequence[UnitSpan], root: RootUnitCost
-) -> StepEstimate:
+def simulate_units(problem: ShardingProblem, chosen: Sequence[UnitSpan], root: RootUnitCost) -> StepEstimate:
     """Simulate one step of units given as tuples (first operator, one past the last, strategy).
 
     See :func:`simulate_step`.
     """
-    return simulate_step(situation, price_spans(situation, chosen), root)
+    return simulate_step(problem, cost_spans(problem, chosen), root)
 
 
-def price_spans(situation: ShardingProblem, chosen: Sequence[UnitSpan]) -> UnitCosts:
+def cost_spans(problem: ShardingProblem, chosen: Sequence[UnitSpan]) -> UnitCosts:
     """Costs of units given as tuples (first operator, one past the last, strategy)."""
     # Plans have few different strategies, and one row for each makes the array of all fast.
     table: dict[UnitStrategy, int] = {}
     rows = [(start, stop, table.setdefault(strategy, len(table))) for start, stop, strategy in chosen]
     start, stop, index = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     strategies = strategy_table(table)[index]
-    return price_units(situation.prices, start, stop, strategies, situation.device)
+    return cost_units(problem.costs, start, stop, strategies, problem.device)

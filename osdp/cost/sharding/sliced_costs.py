@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Floats
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator
@@ -23,8 +23,6 @@ from osdp.plan.shard_math import shard_numel
 
 if TYPE_CHECKING:
     from osdp.cost.sharding.units import UnitCosts
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,9 @@ class SlicedCosts:
     column: Floats
     reduce_column: Floats
     bias_bucket: Floats
-    trains: NDArray[np.bool_]
-    in_backward: NDArray[np.bool_]
-    in_profile: NDArray[np.bool_]
+    trains: Bools
+    in_backward: Bools
+    in_profile: Bools
     num_shards: int
     accumulates: bool
 
@@ -99,34 +97,34 @@ class SlicedCosts:
         bias = self.bias_bucket[k]
         reduce_seconds += np.where(bias > 0, average.latency + bias / average.bandwidth, 0.0)
 
-        def priced(own: Floats, others: Floats) -> Floats:
+        def chosen(own: Floats, others: Floats) -> Floats:
             return np.where(sliced, own, others)
 
         zero = np.zeros(len(k))
         return replace(
             units,
-            state=priced(self.state[k], units.state),
-            unsharded=priced(zero, units.unsharded),
-            gradient=priced(zero, units.gradient),
-            reduce_input=priced(zero, units.reduce_input),
-            reduce_peak=priced(zero, units.reduce_peak),
-            accumulated=priced(zero, units.accumulated),
-            gradient_kept=priced(self.gradient_kept[k], units.gradient_kept),
-            bucket=priced(self.gradient_kept[k], units.bucket),
-            largest_gradient=priced(backward, units.largest_gradient),
-            gather_seconds=priced(gather_seconds, units.gather_seconds),
-            reduce_seconds=priced(reduce_seconds, units.reduce_seconds),
-            step_seconds=priced(
+            state=chosen(self.state[k], units.state),
+            unsharded=chosen(zero, units.unsharded),
+            gradient=chosen(zero, units.gradient),
+            reduce_input=chosen(zero, units.reduce_input),
+            reduce_peak=chosen(zero, units.reduce_peak),
+            accumulated=chosen(zero, units.accumulated),
+            gradient_kept=chosen(self.gradient_kept[k], units.gradient_kept),
+            bucket=chosen(self.gradient_kept[k], units.bucket),
+            largest_gradient=chosen(backward, units.largest_gradient),
+            gather_seconds=chosen(gather_seconds, units.gather_seconds),
+            reduce_seconds=chosen(reduce_seconds, units.reduce_seconds),
+            step_seconds=chosen(
                 optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
                 units.step_seconds,
             ),
-            kept=priced(kept, units.kept),
-            slice_forward=priced(forward, zero),
-            slice_regather=priced(regather_seconds * self.in_backward[k], zero),
+            kept=chosen(kept, units.kept),
+            slice_forward=chosen(forward, zero),
+            slice_regather=chosen(regather_seconds * self.in_backward[k], zero),
         )
 
 
-def price_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicedCosts:
+def cost_slices(operators: Sequence[Operator], *, world_size: int, training: Training) -> SlicedCosts:
     """Costs of running each operator in slices; zeros for operators that cannot be cut."""
     columns = [_column(operator, world_size, training) for operator in operators]
     names = (

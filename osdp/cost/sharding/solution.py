@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, price_root
-from osdp.cost.sharding.simulate import StepEstimate, price_spans
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, cost_root
+from osdp.cost.sharding.simulate import StepEstimate, cost_spans
 from osdp.cost.sharding.strategies import UnitMode, UnitSpan
 from osdp.cost.sharding.units import UnitCosts
 from osdp.model.description import Operator
@@ -18,7 +18,7 @@ class ShardingSolution:
         root_sharded: Operators outside the chain that form the root unit.
         root_replicated: Operators outside the chain that are replicated.
         outcome: The simulated step.
-        cuts: Number of rows (cutting planes) that the search used.
+        num_rows: Number of rows (linear bounds on time or memory) that the search used.
         bound: Lower bound of the seconds of any assignment; equal to the outcome's seconds if proven best.
     """
 
@@ -26,7 +26,7 @@ class ShardingSolution:
     root_sharded: tuple[Operator, ...]
     root_replicated: tuple[Operator, ...]
     outcome: StepEstimate
-    cuts: int
+    num_rows: int
     bound: float
 
     @property
@@ -45,8 +45,8 @@ class ShardingSolution:
         return max(0.0, 1 - self.bound / self.outcome.seconds) if self.bound < self.outcome.seconds else 0.0
 
 
-def priced(situation: ShardingProblem, found: ShardingSolution) -> tuple[UnitCosts, RootUnitCost]:
+def solution_costs(problem: ShardingProblem, found: ShardingSolution) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the units and of the root of an assignment, as the simulator takes them."""
-    units = price_spans(situation, found.units)
-    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    units = cost_spans(problem, found.units)
+    root = cost_root(problem, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
     return units, root

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Ints
 from osdp.plan.sharding import Mode
 
 #: Largest number of slices of an operator.
@@ -89,6 +89,6 @@ def sliced(slices: int, kept: int = 0) -> UnitStrategy:
     return UnitStrategy(UnitMode.SLICED, slices, kept)
 
 
-def strategy_table(strategies: Iterable[UnitStrategy]) -> NDArray[np.int64]:
+def strategy_table(strategies: Iterable[UnitStrategy]) -> Ints:
     """The strategies as numbers: one row each, with a column for each field."""
     return np.array(list(strategies), dtype=np.int64).reshape(-1, len(UnitStrategy._fields))

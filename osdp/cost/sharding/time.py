@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.timeline import RecomputeSpan, Timeline
 from osdp.cost.sharding.units import UnitCosts
-
-Floats = NDArray[np.float64]
 
 
 class CriticalMoment(NamedTuple):
@@ -59,22 +57,22 @@ class UnitSeconds:
 
 
 def unit_seconds(
-    units: UnitCosts, root: RootUnitCost, conditions: StepSettings, recompute: RecomputeSpan | None = None
+    units: UnitCosts, root: RootUnitCost, settings: StepSettings, recompute: RecomputeSpan | None = None
 ) -> UnitSeconds:
     """Split the collectives of each unit between device and link, and add its recomputation."""
-    overlap = conditions.mixed_overlap if _shards(units, root) else conditions.overlap
+    overlap = settings.mixed_overlap if _shards(units, root) else settings.overlap
     sharded, gather, reduce = units.sharded, units.gather_seconds, units.reduce_seconds
     replicated = ~sharded & ~units.in_root & ~units.sliced
     # 1. Gathering again in backward. Slices of a recomputed block are gathered once more; whole units stay
     #    gathered from the recomputation to their backward.
     regather = np.where(units.mode == UnitMode.FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
-    hooks = np.where(sharded, conditions.unit_overhead, 0.0)
+    hooks = np.where(sharded, settings.unit_overhead, 0.0)
     # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
     #    reduction follows everything, so neither can be hidden. Slices wait for each other.
-    held_up = np.where(units.in_root | units.sliced, 1.0, float(conditions.blocking))
+    held_up = np.where(units.in_root | units.sliced, 1.0, float(settings.blocking))
     # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
-    copied = np.where(units.largest_gradient > 0, units.bucket / conditions.copy_bandwidth, 0.0)
+    copied = np.where(units.largest_gradient > 0, units.bucket / settings.copy_bandwidth, 0.0)
     silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
     if recompute is not None:
         silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
@@ -106,53 +104,51 @@ class Passes:
     cut: CriticalMoment
 
 
-def passes(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Passes:
+def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Passes:
     """Seconds of each kind of pass, and where the link determines them."""
-    timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, root, conditions, timeline.recompute)
+    timeline, settings = problem.timeline, problem.settings
+    seconds_of = unit_seconds(units, root, settings, timeline.recompute)
     # Forward: for each unit, all gathers up to its own, then the compute from its start on.
-    waits = np.cumsum(price.link_forward) + compute_after(timeline)[units.start]
+    waits = np.cumsum(seconds_of.link_forward) + compute_after(timeline)[units.start]
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     # Backward: for each unit, device work until its backward ends, then the link's remaining work.
-    done = np.cumsum(price.backward[::-1])[::-1]
-    link_before = np.cumsum(price.link) - price.link
-    ends = compute_until(timeline)[units.start] + done + link_before + price.link_after
-    device_only = float(timeline.backward_seconds.sum() + price.backward.sum())
+    done = np.cumsum(seconds_of.backward[::-1])[::-1]
+    link_before = np.cumsum(seconds_of.link) - seconds_of.link
+    ends = compute_until(timeline)[units.start] + done + link_before + seconds_of.link_after
+    device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
     backward, worst = _larger(ends, device_only)
-    root_forward, root_backward = _root_seconds(root, conditions)
+    root_forward, root_backward = _root_seconds(root, settings)
     starts = units.start
     return Passes(
-        forward=forward + float(price.forward.sum()) + root_forward,
-        silent=float(timeline.backward_seconds.sum() + price.silent.sum()),
+        forward=forward + float(seconds_of.forward.sum()) + root_forward,
+        silent=float(timeline.backward_seconds.sum() + seconds_of.silent.sum()),
         reducing=backward + root_backward,
         cut=CriticalMoment(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
     )
 
 
-def step_time(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost
-) -> tuple[float, CriticalMoment]:
+def step_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> tuple[float, CriticalMoment]:
     """Seconds of forward and backward of all microbatches, and where the link determines them."""
-    found, conditions = passes(situation, units, root), situation.conditions
-    m, reductions = conditions.microbatches, conditions.reductions
+    found, settings = passes(problem, units, root), problem.settings
+    m, reductions = settings.microbatches, settings.reductions
     seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
     return seconds, found.cut
 
 
-def optimizer_time(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
+def optimizer_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
     """Seconds of the optimizer step."""
-    return float(np.sum(units.step_seconds)) + root.step_seconds - _plain_saving(situation, units, root)
+    return float(np.sum(units.step_seconds)) + root.step_seconds - _plain_saving(problem, units, root)
 
 
 def time_row(
-    situation: ShardingProblem, units: UnitCosts, root: RootUnitCost, cut: CriticalMoment
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, cut: CriticalMoment
 ) -> tuple[Floats, float]:
     """A linear lower bound of the step's seconds, exact for plans whose critical moment is ``cut``.
 
     For a plan that shards nothing it is a bound only if no candidate shards anything.
 
     Args:
-        situation: The step to plan.
+        problem: The step to plan.
         units: Candidate units; a plan takes some of them.
         root: Costs of the operators outside the chain.
         cut: A critical moment returned by :func:`step_time`.
@@ -160,30 +156,30 @@ def time_row(
     Returns:
         Seconds per unit, shape ``(U,)``, and a constant; the optimizer step is included.
     """
-    timeline, conditions = situation.timeline, situation.conditions
-    price = unit_seconds(units, root, conditions, timeline.recompute)
+    timeline, settings = problem.timeline, problem.settings
+    seconds_of = unit_seconds(units, root, settings, timeline.recompute)
     if cut.forward < 0:
-        forward, forward_constant = price.forward, float(timeline.forward_seconds.sum())
+        forward, forward_constant = seconds_of.forward, float(timeline.forward_seconds.sum())
     else:
-        forward = price.forward + np.where(units.start <= cut.forward, price.link_forward, 0.0)
+        forward = seconds_of.forward + np.where(units.start <= cut.forward, seconds_of.link_forward, 0.0)
         forward_constant = float(compute_after(timeline)[cut.forward])
     if cut.backward < 0:
-        backward, backward_constant = price.backward, float(timeline.backward_seconds.sum())
+        backward, backward_constant = seconds_of.backward, float(timeline.backward_seconds.sum())
     else:
-        at = price.backward + np.where(units.start == cut.backward, price.link_after, 0.0)
+        at = seconds_of.backward + np.where(units.start == cut.backward, seconds_of.link_after, 0.0)
         # A unit that contains the cut has at least its reduction still to come.
-        before = np.where(units.stop > cut.backward, price.link_after, price.link)
+        before = np.where(units.stop > cut.backward, seconds_of.link_after, seconds_of.link)
         backward = np.where(units.start >= cut.backward, at, before)
         backward_constant = float(compute_until(timeline)[cut.backward])
-    m, reductions = conditions.microbatches, conditions.reductions
-    root_forward, root_backward = _root_seconds(root, conditions)
-    row = m * forward + reductions * backward + (m - reductions) * price.silent + units.step_seconds
+    m, reductions = settings.microbatches, settings.reductions
+    root_forward, root_backward = _root_seconds(root, settings)
+    row = m * forward + reductions * backward + (m - reductions) * seconds_of.silent + units.step_seconds
     constant = (
         m * (forward_constant + root_forward)
         + reductions * (backward_constant + root_backward)
         + (m - reductions) * float(timeline.backward_seconds.sum())
         + root.step_seconds
-        - _plain_saving(situation, units, root)
+        - _plain_saving(problem, units, root)
     )
     return row, constant
 
@@ -198,8 +194,8 @@ def compute_until(timeline: Timeline) -> Floats:
     return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
 
 
-def _plain_saving(situation: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
-    return 0.0 if _shards(units, root) else situation.plain_saving
+def _plain_saving(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
+    return 0.0 if _shards(units, root) else problem.plain_saving
 
 
 def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
@@ -207,8 +203,8 @@ def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
     return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
-def _root_seconds(root: RootUnitCost, conditions: StepSettings) -> tuple[float, float]:
-    hooks = conditions.unit_overhead if root.has_unit else 0.0
+def _root_seconds(root: RootUnitCost, settings: StepSettings) -> tuple[float, float]:
+    hooks = settings.unit_overhead if root.has_unit else 0.0
     return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
 
 

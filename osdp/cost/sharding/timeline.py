@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Floats, Ints
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
-
-Floats = NDArray[np.float64]
 
 #: Bytes of scalars and index tensors that belong to no segment or parameter. The most that was measured on
 #: top of a prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
@@ -68,10 +66,10 @@ class RecomputeSpan:
     """
 
     saving: Floats
-    until: NDArray[np.int64]
+    until: Ints
     excess: Floats
     seconds: Floats
-    possible: NDArray[np.bool_]
+    possible: Bools
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.offload_costs import in_host_memory
 from osdp.cost.sharding.operator_costs import OperatorCosts
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 
-Floats = NDArray[np.float64]
 
-
-def price_units(
-    prices: OperatorCosts,
-    start: Sequence[int] | NDArray[np.int64],
-    stop: Sequence[int] | NDArray[np.int64],
-    strategies: NDArray[np.int64],
+def cost_units(
+    costs: OperatorCosts,
+    start: Sequence[int] | Ints,
+    stop: Sequence[int] | Ints,
+    strategies: Ints,
     device: DeviceInfo,
 ) -> UnitCosts:
     """Memory and time of contiguous units, each with its strategy.
 
     Args:
-        prices: Costs of the operators.
+        costs: Costs of the operators.
         start: First operator of each unit.
         stop: One past its last.
         strategies: Its strategy, a row of :func:`osdp.cost.sharding.strategies.strategy_table`.
@@ -40,13 +39,13 @@ def price_units(
     a, b = (np.asarray(values, dtype=np.int64) for values in (start, stop))
     groups = strategies[:, -1]
     if not groups.any():
-        return _price_units_on(prices, a, b, strategies, device)
+        return _cost_units_in(costs, a, b, strategies, device)
     # Price the units of each shard group together, then put them back in the given order.
     parts = []
     for number in np.unique(groups).tolist():
         where = np.flatnonzero(groups == number)
         parts.append(
-            (where, _price_units_on(prices.by_wire[number], a[where], b[where], strategies[where], device))
+            (where, _cost_units_in(costs.by_group[number], a[where], b[where], strategies[where], device))
         )
     whole: dict[str, NDArray[Any]] = {}
     for field in fields(UnitCosts):
@@ -57,15 +56,15 @@ def price_units(
     return UnitCosts(**whole)
 
 
-def _price_units_on(
-    prices: OperatorCosts,
-    a: NDArray[np.int64],
-    b: NDArray[np.int64],
-    strategies: NDArray[np.int64],
+def _cost_units_in(
+    costs: OperatorCosts,
+    a: Ints,
+    b: Ints,
+    strategies: Ints,
     device: DeviceInfo,
 ) -> UnitCosts:
     """Memory and time of units of one shard group."""
-    wire = prices.wire
+    shard_group = costs.shard_group
     # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
     mode, slices, num_kept, recomputed, offloads, group = strategies.T
     offloaded = offloads > 0
@@ -76,27 +75,27 @@ def _price_units_on(
         return prefix[b] - prefix[a]
 
     # 2. Bytes of gradients and of the buffers of their reduction.
-    gather, reduce, average = wire.gather, wire.reduce, wire.average
-    reduce_input, bucket, count = span(prices.reduce_input), span(prices.bucket), span(prices.num_trainable)
-    unsharded = span(prices.unsharded)
+    gather, reduce, average = shard_group.gather, shard_group.reduce, shard_group.average
+    reduce_input, bucket, count = span(costs.reduce_input), span(costs.bucket), span(costs.num_trainable)
+    unsharded = span(costs.unsharded)
     trains = count > 0
     # The copy-in holds all gradients; afterwards only the last parameter's gradient is alive next to the
     # output.
-    last = np.append(prices.last_gradient, 0.0)[b - 1]
-    beside = wire.reduce_buffers * reduce_input
-    copying = np.maximum(span(prices.gradient) + span(prices.copy_in), last + beside)
+    last = np.append(costs.last_gradient, 0.0)[b - 1]
+    beside = shard_group.reduce_buffers * reduce_input
+    copying = np.maximum(span(costs.gradient) + span(costs.copy_in), last + beside)
     # The root's gradients, too, are freed by the time its reduce-scatter runs.
-    root_input = np.maximum(reduce_input, reduce_input + beside - span(prices.gradient))
+    root_input = np.maximum(reduce_input, reduce_input + beside - span(costs.gradient))
     # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
-    reduce_sharded = np.where(trains, own * wire.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
-    if wire.across is not None:
-        reduce_sharded = reduce_sharded + reduce_input / prices.world_size / wire.across.bandwidth
+    reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
+    if shard_group.across is not None:
+        reduce_sharded = reduce_sharded + reduce_input / costs.world_size / shard_group.across.bandwidth
     reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
     # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
     #    elsewhere.
-    additive = prices.temporaries_add
+    additive = costs.temporaries_add
     temporaries = (
-        [span(prices.temporary_sharded), span(prices.temporary_whole)] if additive else [np.zeros(len(a))] * 2
+        [span(costs.temporary_sharded), span(costs.temporary_whole)] if additive else [np.zeros(len(a))] * 2
     )
     units = UnitCosts(
         start=a,
@@ -105,23 +104,23 @@ def _price_units_on(
         slices=slices,
         recomputed=recomputed > 0,
         offloaded=offloaded,
-        state=np.where(sharded, span(prices.state_sharded), span(prices.state_whole)),
-        unsharded=np.where(sharded, unsharded, span(prices.low_precision)),
-        gradient=span(prices.gradient),
+        state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
+        unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
+        gradient=span(costs.gradient),
         reduce_input=np.where(own, reduce_input, np.where(sharded, root_input, 0.0)),
         reduce_peak=np.where(own, reduce_input + copying, 0.0),
         accumulated=bucket,
-        gradient_kept=np.where(sharded, span(prices.gradient_sharded), span(prices.gradient_whole)),
+        gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
         largest_gradient=np.where(
-            own | (~np.bool_(prices.accumulates) & (sharded | (count <= 1))),
+            own | (~np.bool_(costs.accumulates) & (sharded | (count <= 1))),
             0.0,
-            _range_max(prices.largest_gradient, a, b),
+            _range_max(costs.largest_gradient, a, b),
         ),
         gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
-        step_seconds=prices.optimizer.per_dtensor * count
-        + prices.optimizer.per_byte * np.where(sharded, span(prices.local_sharded), span(prices.local_whole)),
+        step_seconds=costs.optimizer.per_dtensor * count
+        + costs.optimizer.per_byte * np.where(sharded, span(costs.local_sharded), span(costs.local_whole)),
         kept=np.where(keeps, unsharded, 0.0),
         num_kept=num_kept,
         slice_forward=np.zeros(len(a)),
@@ -130,11 +129,11 @@ def _price_units_on(
         group=group,
     )
     if offloaded.any():
-        units = in_host_memory(units, prices, device)
-    return prices.slices.apply(units, device, prices.optimizer) if units.sliced.any() else units
+        units = in_host_memory(units, costs, device)
+    return costs.slices.apply(units, device, costs.optimizer) if units.sliced.any() else units
 
 
-def _range_max(values: Floats, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Floats:
+def _range_max(values: Floats, start: Ints, stop: Ints) -> Floats:
     if not len(start):
         return np.zeros(0)
     # reduceat returns maxima over start..stop at even indices and over stop..start at odd ones.

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.strategies import UnitMode
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,12 @@ class UnitCosts:
         step_seconds: Time of its optimizer step.
     """
 
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-    mode: NDArray[np.int64]
-    slices: NDArray[np.int64]
-    recomputed: NDArray[np.bool_]
-    offloaded: NDArray[np.bool_]
+    start: Ints
+    stop: Ints
+    mode: Ints
+    slices: Ints
+    recomputed: Bools
+    offloaded: Bools
     state: Floats
     unsharded: Floats
     gradient: Floats
@@ -65,23 +63,23 @@ class UnitCosts:
     reduce_seconds: Floats
     step_seconds: Floats
     kept: Floats
-    num_kept: NDArray[np.int64]
+    num_kept: Ints
     slice_forward: Floats
     slice_regather: Floats
     temporary: Floats
-    group: NDArray[np.int64]
+    group: Ints
 
     @property
-    def sharded(self) -> NDArray[np.bool_]:
+    def sharded(self) -> Bools:
         """Units with collectives of their own: sharded, outside the root unit, shape ``(U,)``."""
         return np.asarray((self.mode == UnitMode.SHARD_GRAD_OP) | (self.mode == UnitMode.FULL_SHARD))
 
     @property
-    def sliced(self) -> NDArray[np.bool_]:
+    def sliced(self) -> Bools:
         """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
         return np.asarray(self.mode == UnitMode.SLICED)
 
     @property
-    def in_root(self) -> NDArray[np.bool_]:
+    def in_root(self) -> Bools:
         """Units that belong to the root unit, shape ``(U,)``."""
         return np.asarray(self.mode == UnitMode.ROOT)

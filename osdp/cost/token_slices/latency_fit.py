@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from osdp.arrays import Floats
 from osdp.hardware.token_latency import BatchLatency, PassLatency, SliceSample, TokenLatency, TokenSamples
-
-Floats = NDArray[np.float64]
 
 #: Number of coefficients of the seconds that context adds, and the minimum number of slices with context.
 _COEFFICIENTS = 4

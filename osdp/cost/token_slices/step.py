@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats, Ints
 from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
 from osdp.cost.token_slices.latency_fit import pass_seconds
 from osdp.hardware.device_info import PointToPointLink
@@ -32,8 +32,6 @@ from osdp.hardware.token_latency import TokenLatency
 from osdp.plan.schedule import Schedule
 from osdp.plan.schedules import SCHEDULE_KINDS
 from osdp.plan.token_slices import TokenSlices
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class SliceTables:
         kept_bytes: Activation bytes per token that a stage keeps until its backward.
     """
 
-    points: NDArray[np.int64]
+    points: Ints
     forward: Floats
     backward: Floats
     send: Floats
@@ -94,7 +92,7 @@ class SliceTables:
         )
 
 
-def slice_grid_points(length: int, granularity: int = 8) -> NDArray[np.int64]:
+def slice_grid_points(length: int, granularity: int = 8) -> Ints:
     """Points at which slices may begin and end: every ``granularity`` tokens, and at the end.
 
     >>> slice_grid_points(20, 8).tolist()

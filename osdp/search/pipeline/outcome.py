@@ -37,15 +37,15 @@ def pipeline_prediction(
 
 
 def no_pipeline(
-    model_desc: ModelDesc, device: DeviceInfo, rules: SearchOptions, layout: ParallelDims, least: float
+    model_desc: ModelDesc, device: DeviceInfo, options: SearchOptions, dims: ParallelDims, least: float
 ) -> InfeasibleError:
     """The error that no plan fits, with ``least`` bytes as the lowest peak that was found."""
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:3]
     suggestions = [
         "a smaller local batch with more microbatches",
-        f"more stages than pp={layout.pp}, or more data-parallel ranks than {layout.dp}",
+        f"more stages than pp={dims.pp}, or more data-parallel ranks than {dims.dp}",
     ]
-    if not rules.recompute:
+    if not options.recompute:
         suggestions.append("recompute=True, which recomputes blocks in backward")
     return InfeasibleError(
         limit=device.memory_limit,

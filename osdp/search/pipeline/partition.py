@@ -9,9 +9,7 @@ passes all stages, and the slowest stage sets the pace of all but one. GPipe wit
 that if one stage is the slowest in forward and backward; for other schedules see
 :func:`osdp.cost.pipeline.simulate.simulate`.
 
-Algorithm: under a limit on the slowest stage the minimum sum is a shortest path, found from the end of the
-chain. Lowering the limit below the slowest stage of each answer gives every Pareto-optimal pair (slowest,
-sum); it stops where no lower limit can give a better value.
+Algorithm: :mod:`osdp.search.chain_cuts`, with shortest paths found from the end of the chain.
 
 Exact seconds of a stage are expensive, as each is a search of its own. So the first paths use lower bounds;
 the stages of the best path get their exact seconds, and so on until the best path is exact in all its stages:
@@ -23,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from osdp.arrays import Floats, Ints
+from osdp.search.chain_cuts import cut_chain
+
 #: Function (stage, first item, one past the last) -> seconds of that stage; infinite if it cannot fit.
 StageSeconds = Callable[[int, int, int], float]
 
@@ -86,8 +85,8 @@ def partition(
     Raises:
         ValueError: There are fewer places to cut than stages need, or exact seconds are below their bound.
     """
-    prices = _prices(num_items, num_stages, bottleneck, cuts)
-    search = _Search(prices, num_stages, bottleneck, lower)
+    cut_costs = _cut_costs(num_items, num_stages, bottleneck, cuts)
+    search = _Search(cut_costs, num_stages, bottleneck, lower)
     best: tuple[float, tuple[int, ...]] | None = None
     # Best path by what is known; if it is exact it is proven, otherwise compute the seconds of its stages.
     while (chosen := search.shortest()) is not None:
@@ -96,13 +95,13 @@ def partition(
             return search.partition(path, bound, bound)
         if best is not None and max_evaluations is not None and len(search.exact) >= max_evaluations:
             return search.partition(best[1], best[0], bound)
-        if search.price(path, evaluate):
+        if search.evaluate(path, evaluate):
             candidate = (search.value(path), path)
             best = candidate if best is None else min(best, candidate)
     return None
 
 
-def _prices(
+def _cut_costs(
     num_items: int, num_stages: int, bottleneck: float, cuts: Mapping[int, float] | None
 ) -> dict[int, float]:
     """Cost of a boundary at each place where one may be, including the chain's own two ends."""
@@ -124,12 +123,12 @@ class _Search:
     """Paths through the possible boundaries, with exact or lower-bound seconds of each stage."""
 
     def __init__(
-        self, prices: Mapping[int, float], num_stages: int, bottleneck: float, lower: StageSeconds
+        self, cut_costs: Mapping[int, float], num_stages: int, bottleneck: float, lower: StageSeconds
     ) -> None:
-        self._places = [*prices]
-        self._prices, self._bottleneck = np.array([*prices.values()]), bottleneck
+        self._places = [*cut_costs]
+        self._cut_costs, self._bottleneck = np.array([*cut_costs.values()]), bottleneck
         #: Seconds of each stage from each place to each other, exact or bounds, shape ``(S, P, P)``.
-        self._seconds = np.full((num_stages, len(prices), len(prices)), np.inf)
+        self._seconds = np.full((num_stages, len(cut_costs), len(cut_costs)), np.inf)
         for stage in range(num_stages):
             self._bound_stage(stage, lower)
         #: Stages (stage, index of first place, index of last) whose seconds are exact.
@@ -148,26 +147,15 @@ class _Search:
         least = self._least_bottleneck()
         if math.isinf(least):
             return None
-        total, path = self._least_sum(least)
-        found = (self._bottleneck * least + total, path)
-        limit = math.inf
-        if self._bottleneck:
-            # With a slower stage than this, even the minimum sum without limit gives a higher value.
-            spare = found[0] - self._least_sum(math.inf)[0]
-            limit = max(least, (spare + TOLERANCE * abs(found[0])) / self._bottleneck)
-        while True:
-            total, path = self._least_sum(limit)
-            slowest = float(self._of(path).max())
-            found = min(found, (self._bottleneck * slowest + total, path))
-            if slowest <= least or self._bottleneck * least + total > found[0]:
-                return found
-            limit = math.nextafter(slowest, -math.inf)
+        limits = np.unique(self._seconds[np.isfinite(self._seconds)])
+        found = cut_chain(self._least_sum, limits, least, self._bottleneck, ties=True)
+        return min((path.value, path.bounds) for path in found.paths)
 
     def is_exact(self, path: tuple[int, ...]) -> bool:
         """Whether all stages of the path have exact seconds."""
         return self.exact.issuperset(self._stages(path))
 
-    def price(self, path: tuple[int, ...], evaluate: StageSeconds) -> bool:
+    def evaluate(self, path: tuple[int, ...], evaluate: StageSeconds) -> bool:
         """Compute the exact seconds of the path's stages; stops, with ``False``, at one that cannot fit."""
         for stage, start, stop in self._stages(path):
             if (stage, start, stop) not in self.exact:
@@ -190,7 +178,7 @@ class _Search:
         total = 0.0
         # Summed from the end, as in the shortest path, so that equal paths get equal values.
         for stage in reversed(range(len(seconds))):
-            total = float(seconds[stage] + (self._prices[path[stage + 1]] + total))
+            total = float(seconds[stage] + (self._cut_costs[path[stage + 1]] + total))
         return self._bottleneck * float(seconds.max()) + total
 
     def partition(self, path: tuple[int, ...], value: float, bound: float) -> Partition:
@@ -211,18 +199,18 @@ class _Search:
             rest = np.maximum(seconds, rest).min(axis=1)
         return float(rest[0])
 
-    def _least_sum(self, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Minimum sum of the paths whose stages all keep ``limit``, and the first such path."""
+    def _least_sum(self, limit: float) -> tuple[tuple[int, ...], float, float]:
+        """The first path of minimum sum whose stages all keep ``limit``, its sum and its slowest stage."""
         rest = self._at_the_end()
-        nexts: list[NDArray[np.int64]] = []
+        nexts: list[Ints] = []
         for seconds in self._seconds[::-1]:
-            sums = np.where(seconds <= limit, seconds, np.inf) + (self._prices + rest)
+            sums = np.where(seconds <= limit, seconds, np.inf) + (self._cut_costs + rest)
             nexts.append(sums.argmin(axis=1))
             rest = sums.min(axis=1)
         path = [0]
         for following in reversed(nexts):
             path.append(int(following[path[-1]]))
-        return float(rest[0]), tuple(path)
+        return tuple(path), float(rest[0]), float(self._of(tuple(path)).max())
 
     def _at_the_end(self) -> Floats:
         rest = np.full(len(self._places), np.inf)

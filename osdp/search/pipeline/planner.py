@@ -29,8 +29,8 @@ def best_pipeline(
     flow: Dataflow,
     candidates: Sequence[Candidate],
     device: DeviceInfo,
-    rules: SearchOptions,
-    layout: ParallelDims,
+    options: SearchOptions,
+    dims: ParallelDims,
     schedules: Sequence[str],
     tensor: RankDesc | None = None,
 ) -> Plan:
@@ -43,8 +43,8 @@ def best_pipeline(
         flow: Its data flow.
         candidates: Microbatch sizes and numbers to choose from; their profiles are of what one rank computes.
         device: The data-parallel devices of one stage, and their memory limit.
-        rules: Allowed choices inside a stage.
-        layout: Degrees of parallelism.
+        options: Allowed choices inside a stage.
+        dims: Degrees of parallelism.
         schedules: Names of schedules to choose from; those with more stages than the model can be cut into
             are skipped, unless all are.
         tensor: The part of one tensor-parallel rank, if there are several.
@@ -56,18 +56,18 @@ def best_pipeline(
     plans: list[Plan] = []
     least = math.inf
     most_stages = len(flow.cuts) + 1
-    usable = [name for name in schedules if layout.pp * default_stages_per_rank(name) <= most_stages]
+    usable = [name for name in schedules if dims.pp * default_stages_per_rank(name) <= most_stages]
     for candidate in candidates:
         for name in usable or schedules:
-            search = StageSearch(model_desc, flow, candidate, device, rules, layout, name, tensor)
+            search = StageSearch(model_desc, flow, candidate, device, options, dims, name, tensor)
             plan = search.plan()
             if plan is None:
                 # Only for the error message, should no candidate fit.
-                least = min(least, search.least_peak())
+                least = min(least, search.min_peak())
             else:
                 plans.append(plan)
     if not plans:
-        raise no_pipeline(model_desc, device, rules, layout, least)
+        raise no_pipeline(model_desc, device, options, dims, least)
     fast = max(plan.samples_per_second for plan in plans) * (1 - _TIE)
     best = min(
         (plan for plan in plans if plan.samples_per_second >= fast),
@@ -82,8 +82,8 @@ def plan_at(
     flow: Dataflow,
     candidate: Candidate,
     device: DeviceInfo,
-    rules: SearchOptions,
-    layout: ParallelDims,
+    options: SearchOptions,
+    dims: ParallelDims,
     schedule: str,
     tensor: RankDesc | None = None,
 ) -> Plan:
@@ -95,8 +95,8 @@ def plan_at(
         flow: Its data flow.
         candidate: The microbatches.
         device: See :func:`best_pipeline`.
-        rules: Allowed choices inside a stage.
-        layout: Degrees of parallelism.
+        options: Allowed choices inside a stage.
+        dims: Degrees of parallelism.
         schedule: Name of the schedule.
         tensor: See :func:`best_pipeline`.
 
@@ -104,7 +104,7 @@ def plan_at(
         InfeasibleError: A stage does not fit.
         ValueError: The steps cannot be cut there.
     """
-    search = StageSearch(model_desc, flow, candidate, device, rules, layout, schedule, tensor)
+    search = StageSearch(model_desc, flow, candidate, device, options, dims, schedule, tensor)
     if (plan := search.plan_at(tuple(bounds))) is None:
-        raise no_pipeline(model_desc, device, rules, layout, search.least_peak())
+        raise no_pipeline(model_desc, device, options, dims, search.min_peak())
     return plan if tensor is None else replace(plan, tensor=tensor.plan)

@@ -54,7 +54,7 @@ def stage_modules(model_desc: ModelDesc, flow: Dataflow, start: int, stop: int) 
     A module that is never called stays where one of its parameters is used, or in the first stage.
     """
     own = tuple(dict.fromkeys(step.module for step in flow.steps[start:stop]))
-    homes = {}
+    first_steps = {}
     for module in flow.idle:
         # All names of the parameters that have one in this module.
         ties: list[str] = []
@@ -65,8 +65,8 @@ def stage_modules(model_desc: ModelDesc, flow: Dataflow, start: int, stop: int) 
         users = [
             index for index, step in enumerate(flow.steps) if any(is_inside(n, step.module) for n in ties)
         ]
-        homes[module] = min(users, default=0)
-    return (*own, *(module for module, step in homes.items() if start <= step < stop))
+        first_steps[module] = min(users, default=0)
+    return (*own, *(module for module, step in first_steps.items() if start <= step < stop))
 
 
 def stage_desc(
@@ -166,18 +166,18 @@ def _placed(operators: Sequence[Operator], segments: Sequence[Segment]) -> tuple
     return tuple(sorted(found, key=lambda op: (not op.executed, op.first, op.last)))
 
 
-def ties_of(model_desc: ModelDesc, homes: Sequence[Collection[str]]) -> tuple[Tie, ...]:
+def ties_of(model_desc: ModelDesc, modules_of: Sequence[Collection[str]]) -> tuple[Tie, ...]:
     """Tied parameters that several stages hold.
 
     Args:
         model_desc: Description of the model.
-        homes: FQNs of the modules of each stage.
+        modules_of: FQNs of the modules of each stage.
     """
     found = []
     for parameter in _parameters(model_desc):
         names = (parameter.name, *parameter.aliases)
         first = {}
-        for stage, modules in enumerate(homes):
+        for stage, modules in enumerate(modules_of):
             # A parameter goes by its first name inside each stage.
             here = [name for name in names if any(is_inside(name, module) for module in modules)]
             if here:

@@ -29,8 +29,8 @@ from osdp.cost.pipeline.stage_memory import (
     stage_memory,
     without_shared,
 )
-from osdp.cost.sharding.problem import ShardingProblem, build_situation
-from osdp.cost.sharding.solution import ShardingSolution, priced
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
+from osdp.cost.sharding.solution import ShardingSolution, solution_costs
 from osdp.cost.sharding.time import passes
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -41,13 +41,13 @@ from osdp.plan.plan import Plan, StagePlan, Tie
 from osdp.plan.schedule import AHEAD, make_schedule
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel_rank import RankDesc
-from osdp.search.options import SearchOptions, stage_rules
+from osdp.search.options import SearchOptions, stage_options
 from osdp.search.pipeline.outcome import pipeline_prediction
 from osdp.search.pipeline.partition import partition
 from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of
 from osdp.search.sharding.planner import Candidate, search_notes, sharding_plan, with_shared_buckets
 from osdp.search.sharding.root_unit import root_group
-from osdp.search.sharding.solve import least_peak, solve_bounded
+from osdp.search.sharding.solve import min_peak, solve_bounded
 
 #: Maximum number of stages that are planned for one cut search; then the best cut known is taken.
 _MAX_EVALUATIONS = 64
@@ -64,7 +64,7 @@ class _Stage:
 
     desc: ModelDesc
     profile: Profile
-    situation: ShardingProblem
+    problem: ShardingProblem
     found: ShardingSolution
     gap: float
     cost: StageCost
@@ -79,8 +79,8 @@ class StageSearch:
         flow: Dataflow,
         candidate: Candidate,
         device: DeviceInfo,
-        rules: SearchOptions,
-        layout: ParallelDims,
+        options: SearchOptions,
+        dims: ParallelDims,
         name: str,
         tensor: RankDesc | None,
     ) -> None:
@@ -91,21 +91,21 @@ class StageSearch:
         self._profile = candidate.profile
         self._training = candidate.training
         for what in ("slowdowns", "rank_limits"):
-            if len(known := getattr(device, what)) not in (0, layout.pp):
+            if len(known := getattr(device, what)) not in (0, dims.pp):
                 raise ValueError(
                     f"device_info has {what} of {len(known)} pipeline ranks, there are "
-                    f"pp={layout.pp}; measure them in this layout, or leave them out"
+                    f"pp={dims.pp}; measure them in this layout, or leave them out"
                 )
         self._device = device
-        self._layout = layout
-        self._schedule = make_schedule(name, layout.pp, candidate.training.microbatches)
+        self._dims = dims
+        self._schedule = make_schedule(name, dims.pp, candidate.training.microbatches)
         # Without data parallelism gradients stay where autograd leaves them.
-        self._alone = layout.dp == layout.tp == 1 and len(rules.allowed) > 1
-        self._rank_limits = device.rank_limits or (device.memory_limit,) * layout.pp
+        self._alone = dims.dp == dims.tp == 1 and len(options.allowed) > 1
+        self._rank_limits = device.rank_limits or (device.memory_limit,) * dims.pp
         #: Memory limit of each stage of a rank.
-        per_rank = self._schedule.num_stages // layout.pp
+        per_rank = self._schedule.num_stages // dims.pp
         self._limits = [limit // per_rank for limit in self._rank_limits]
-        self._rules = stage_rules(rules, self._schedule, layout)
+        self._options = stage_options(options, self._schedule, dims)
         self._segments = segment_bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
         found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
@@ -180,7 +180,7 @@ class StageSearch:
         if len(bounds) != self._schedule.num_stages + 1:
             raise ValueError(
                 f"{len(bounds) - 1} stages are given, schedule {self._schedule.name!r} has "
-                f"{self._schedule.num_stages} on {self._layout.pp} ranks"
+                f"{self._schedule.num_stages} on {self._dims.pp} ranks"
             )
         self._flow.check(bounds)
         stages = [self._stage(index, a, b) for index, (a, b) in enumerate(pairwise(bounds))]
@@ -194,7 +194,7 @@ class StageSearch:
         ]
         return self._assembled(bounds, planned, simulate(self._schedule, costs), proven=proven)
 
-    def least_peak(self) -> float:
+    def min_peak(self) -> float:
         """The lowest peak of the worst stage, where compute is cut most evenly; bytes."""
         found = partition(
             len(self._flow.steps),
@@ -205,9 +205,9 @@ class StageSearch:
             cuts=dict.fromkeys(self._flow.cuts, 0.0),
         )
         assert found is not None
-        per_rank = self._schedule.num_stages // self._layout.pp
+        per_rank = self._schedule.num_stages // self._dims.pp
         return per_rank * max(
-            least_peak(self._situation(index, *self._described(index, a, b)), rules=self._rules)
+            min_peak(self._problem(index, *self._described(index, a, b)), options=self._options)
             for index, (a, b) in enumerate(pairwise(found.bounds))
         )
 
@@ -240,29 +240,29 @@ class StageSearch:
 
     def _solved(self, stage: int, start: int, stop: int) -> _Stage | None:
         desc, profile = self._described(stage, start, stop)
-        situation = self._situation(stage, desc, profile)
+        problem = self._problem(stage, desc, profile)
         # One rank has nothing to shard over: replicated units without recomputation are the fastest if they
         # fit.
-        whole = replace(self._rules, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
-        for rules in (whole, self._rules) if self._alone else (self._rules,):
-            found, bound = solve_bounded(situation, self._limit(stage), rules=rules)
+        whole = replace(self._options, allowed=(Mode.NO_SHARD,), slices=(), recompute=False)
+        for options in (whole, self._options) if self._alone else (self._options,):
+            found, bound = solve_bounded(problem, self._limit(stage), options=options)
             if found is not None:
                 break
         else:
             return None
         if not self._alone:
-            found = with_shared_buckets(situation, found)
+            found = with_shared_buckets(problem, found)
         gap = max(0.0, 1 - bound / found.outcome.seconds)
-        return _Stage(desc, profile, situation, found, gap, self._cost(situation, found, start, stop))
+        return _Stage(desc, profile, problem, found, gap, self._cost(problem, found, start, stop))
 
-    def _situation(self, stage: int, desc: ModelDesc, profile: Profile) -> ShardingProblem:
-        situation = build_situation(desc, profile, self._device, self._training, reduce_each=False)
+    def _problem(self, stage: int, desc: ModelDesc, profile: Profile) -> ShardingProblem:
+        problem = build_problem(desc, profile, self._device, self._training, reduce_each=False)
         others = self._schedule.in_flight(stage, until_weights=True) - 1
-        situation = replace(situation, timeline=replace(situation.timeline, others=others))
-        if self._layout.tp > 1:
+        problem = replace(problem, timeline=replace(problem.timeline, others=others))
+        if self._dims.tp > 1:
             # With tensor parallelism all parameters are DTensors, whatever is sharded.
-            situation = replace(situation, plain_saving=0.0)
-        return replace(situation, root_group=root_group(situation, self._rules))
+            problem = replace(problem, plain_saving=0.0)
+        return replace(problem, root_group=root_group(problem, self._options))
 
     def _stage_desc(self, desc: ModelDesc, start: int, stop: int) -> ModelDesc:
         modules = stage_modules(desc, self._flow, start, stop)
@@ -306,9 +306,9 @@ class StageSearch:
     def _cut_seconds(self, cut: int) -> float:
         return 2 * self._send_seconds(cut)
 
-    def _cost(self, situation: ShardingProblem, found: ShardingSolution, start: int, stop: int) -> StageCost:
-        units, root = priced(situation, found)
-        seconds = passes(situation, units, root)
+    def _cost(self, problem: ShardingProblem, found: ShardingSolution, start: int, stop: int) -> StageCost:
+        units, root = solution_costs(problem, found)
+        seconds = passes(problem, units, root)
         return StageCost(
             forward_seconds=seconds.forward,
             backward_seconds=seconds.silent,
@@ -316,15 +316,15 @@ class StageSearch:
             input_seconds=seconds.silent / 2 if start else 0.0,
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
-            activation_bytes=int(situation.timeline.kept + self._crossing_bytes(start)),
+            activation_bytes=int(problem.timeline.kept + self._crossing_bytes(start)),
             end_seconds=max(seconds.reducing - seconds.silent, 0.0)
-            + self._scaling_seconds(situation)
+            + self._scaling_seconds(problem)
             + found.outcome.optimizer_seconds,
         )
 
-    def _scaling_seconds(self, situation: ShardingProblem) -> float:
+    def _scaling_seconds(self, problem: ShardingProblem) -> float:
         """Seconds of dividing the gradients by the number of samples, which reads and writes them once."""
-        operators = (*situation.timeline.chain, *situation.timeline.root)
+        operators = (*problem.timeline.chain, *problem.timeline.root)
         trained = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
         return trained / self._device.world_size / self._device.copy_bandwidth
 
@@ -358,7 +358,7 @@ class StageSearch:
         for index, stage in enumerate(stages):
             messages = messages_of(index, sent, placement, self._flow, self._profile.local_batch)
             messages = replace(messages, again=self._made_again(stage.desc, index))
-            memories.append(stage_memory(stage.desc, stage.profile, stage.situation, stage.found, messages))
+            memories.append(stage_memory(stage.desc, stage.profile, stage.problem, stage.found, messages))
         if not self._alone:
             return memories
         shared = [
@@ -376,7 +376,7 @@ class StageSearch:
         for index, ((start, stop), stage) in enumerate(zip(pairwise(bounds), stages, strict=True)):
             # Plans contain whole sizes, however the ranks share them.
             desc = self._stage_desc(self._whole, start, stop)
-            plan = sharding_plan(desc, stage.situation, stage.found, self._rules, stage.gap)
+            plan = sharding_plan(desc, stage.problem, stage.found, self._options, stage.gap)
             own = self._rank_peak(self._schedule.placement[index], memories, index)
             parts.append(
                 StagePlan(
@@ -410,9 +410,9 @@ class StageSearch:
             model=self._whole.fingerprint,
             device=self._device.fingerprint,
             training=replace(self._training, local_batch=self._profile.local_batch),
-            pp=self._layout.pp,
-            dp=self._layout.dp,
-            tp=self._layout.tp,
+            pp=self._dims.pp,
+            dp=self._dims.dp,
+            tp=self._dims.tp,
             schedule=self._schedule.name,
             stages=tuple(parts),
             transfers=sent,

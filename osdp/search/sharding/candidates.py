@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Bools, Ints
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
@@ -51,7 +51,7 @@ LONGEST_STRETCH = 8
 SMALLEST_CUT = 1 / 4
 
 
-Places = tuple[NDArray[np.int64], NDArray[np.int64], int]
+Places = tuple[Ints, Ints, int]
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class CandidateUnits:
     """
 
     bounds: tuple[int, ...]
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-    strategy: NDArray[np.int64]
+    start: Ints
+    stop: Ints
+    strategy: Ints
     inner: tuple[slice, ...]
     strategies: tuple[UnitStrategy, ...]
 
@@ -87,11 +87,11 @@ class CandidateUnits:
         return len(self.bounds) - 1
 
     @cached_property
-    def table(self) -> NDArray[np.int64]:
+    def table(self) -> Ints:
         """The strategies as numbers, one row each."""
         return strategy_table(self.strategies)
 
-    def spans(self, chosen: slice | NDArray[np.int64] = slice(None)) -> list[UnitSpan]:
+    def spans(self, chosen: slice | Ints = slice(None)) -> list[UnitSpan]:
         """Candidates as units."""
         columns = (column[chosen].tolist() for column in (self.start, self.stop, self.strategy))
         return [(start, stop, self.strategies[index]) for start, stop, index in zip(*columns, strict=True)]
@@ -108,7 +108,7 @@ class CandidateUnits:
         shift = np.where(again[self.strategy[inner]], size - 1, 0)
         end = 2 * size - 1
 
-        def place(boundary: NDArray[np.int64]) -> NDArray[np.int64]:
+        def place(boundary: Ints) -> Ints:
             inside = boundary - first
             return np.where(inside == 0, 0, np.where(inside == size, end, inside + shift))
 
@@ -117,19 +117,19 @@ class CandidateUnits:
 
 def build_space(
     chain: Sequence[Operator],
-    rules: SearchOptions = SHARDING,
+    options: SearchOptions = SHARDING,
     *,
     root_unit: bool,
     root_strategy: UnitStrategy = ROOT,
     root_dtype: str | None = "float32",
-    recompute: Sequence[bool] | NDArray[np.bool_] = (),
+    recompute: Sequence[bool] | Bools = (),
     groups: Sequence[ShardGroup] = (),
 ) -> CandidateUnits:
     """All candidate units over ``chain``.
 
     Args:
         chain: Operators in trace order.
-        rules: Allowed choices; operators that cannot be sharded stay NO_SHARD regardless.
+        options: Allowed choices; operators that cannot be sharded stay NO_SHARD regardless.
         root_unit: Whether operators outside blocks may join the root unit.
         root_strategy: Strategy of those that do.
         root_dtype: Dtype of the trainable parameters in the root unit; FSDP2 requires a single one.
@@ -139,7 +139,7 @@ def build_space(
     Returns:
         The candidates.
     """
-    bounds, allowed, two_step = item_bounds(chain), rules.allowed, rules.two_step
+    bounds, allowed, two_step = item_bounds(chain), options.allowed, options.two_step
     # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
     flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     unsliced = [strategy for strategy in flat if strategy.plan_mode in allowed]
@@ -150,7 +150,7 @@ def build_space(
         for strategy in _strategies_in(group, number, allowed)
     ]
     # 2. What decides the candidates of each operator.
-    cuts = _cuts(chain, rules.keep, rules.slices if Mode.FULL_SHARD in allowed else ())
+    cuts = _cuts(chain, options.keep, options.slices if Mode.FULL_SHARD in allowed else ())
     facts = [
         _Facts.of(
             operator,
@@ -160,14 +160,14 @@ def build_space(
         for operator, cut in zip(chain, cuts, strict=True)
     ]
     # 3. Candidates of each item. Equal items have equal candidates, and a chain has many items of few kinds.
-    known: dict[tuple[tuple[_Facts, ...], bool], NDArray[np.int64]] = {}
+    known: dict[tuple[tuple[_Facts, ...], bool], Ints] = {}
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     index: dict[UnitStrategy, int] = {}
     for first, end in pairwise(bounds):
-        key = tuple(facts[first:end]), bool(rules.recompute and len(recompute) and recompute[first])
+        key = tuple(facts[first:end]), bool(options.recompute and len(recompute) and recompute[first])
         if key not in known:
             found = _item_candidates(key[0], unsliced, root_strategy, recompute=key[1])
-            found += _offloaded(found) if rules.offload else []
+            found += _offloaded(found) if options.offload else []
             rows = [(a, b, index.setdefault(strategy, len(index))) for a, b, strategy in found]
             known[key] = np.array(rows, dtype=np.int64).reshape(-1, 3)
         columns.append(known[key] + np.array([first, first, 0]))

@@ -24,13 +24,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats, Ints
 from osdp.search.sharding.labels import ItemGroup, LabelLimits, LabelTable, expand, undominated
 from osdp.search.sharding.linear_relaxation import relax
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 #: Numbers of labels kept at a time: in a first look, which proves small problems, and in the last attempts.
 FIRST_LOOK: tuple[int, ...] = (16,)
@@ -123,7 +120,7 @@ def solve_chain(
     problem: ChainProblem,
     upper: float = np.inf,
     widths: Sequence[int] = LAST_WORD,
-    guide: DualPrices | None = None,
+    duals: DualPrices | None = None,
 ) -> ChainSolution:
     """The best path if its value is below ``upper``.
 
@@ -131,7 +128,7 @@ def solve_chain(
         problem: The chain.
         upper: Only better paths count.
         widths: Numbers of labels to keep at a time, one attempt after the other until the answer is proven.
-        guide: The relaxation, if it is known; with any other guide the bound is valid but weaker.
+        duals: The relaxation, if it is known; with any other duals the bound is valid but weaker.
 
     Returns:
         A path proven best within :data:`TOLERANCE`, or up to its ``bound`` where even the widest search
@@ -139,10 +136,10 @@ def solve_chain(
     """
     if not problem.kinds:
         return _empty(problem, upper)
-    guide = guide or relaxation(problem)
-    if guide is None:
+    duals = duals or relaxation(problem)
+    if duals is None:
         return ChainSolution(np.inf, None, upper)
-    search = _Search(problem, guide)
+    search = _Search(problem, duals)
     best, paths, bound = np.inf, None, search.bound
     for width in widths:
         known = min(best, upper)
@@ -255,8 +252,8 @@ def _to_end(template: ItemShape, edges: Floats) -> Floats:
 class _Search:
     """Label search over the kinds of a chain under fixed dual prices."""
 
-    def __init__(self, problem: ChainProblem, guide: DualPrices) -> None:
-        weights = guide.weights
+    def __init__(self, problem: ChainProblem, duals: DualPrices) -> None:
+        weights = duals.weights
         distinct, counts = _distinct(problem)
         self._problem, self._weights = problem, weights
         cheapest = _cheapest(problem, distinct, weights) @ weights
@@ -275,7 +272,7 @@ class _Search:
         #: first.
         number = {kind: place for place, kind in enumerate(self._distinct)}
         totals = np.zeros((len(distinct), len(weights)))
-        np.add.at(totals, [number[kind] for kind in problem.kinds], guide.items)
+        np.add.at(totals, [number[kind] for kind in problem.kinds], duals.items)
         self._targets = np.cumsum(totals, axis=0)
 
     def run(self, upper: float, width: int) -> tuple[tuple[float, tuple[tuple[int, ...], ...]] | None, float]:

@@ -4,12 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.chain import ChainProblem, ItemShape
-
-Floats = NDArray[np.float64]
 
 
 def arrangements(

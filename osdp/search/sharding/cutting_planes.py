@@ -2,7 +2,7 @@
 
 One round::
 
-    rows so far --relaxation--> dual prices --labels--> units --simulate--> time, peak
+    rows so far --relaxation--> dual costs --labels--> units --simulate--> time, peak
          ^                                                                      |
          +------------- the moment that was underestimated or violated <--------+
 """
@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from osdp.arrays import Floats
 from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import mildest_violation
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.rows import memory_row
-from osdp.cost.sharding.simulate import StepEstimate, price_spans, simulate_units
+from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_units
 from osdp.cost.sharding.strategies import UnitSpan
 from osdp.cost.sharding.time import CriticalMoment, time_row
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
@@ -37,7 +37,6 @@ from osdp.search.sharding.chain_problem import arrangements, candidates_of, chai
 from osdp.search.sharding.initial_plans import best_initial_plan
 from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
-Floats = NDArray[np.float64]
 MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]
 
 #: Chains of at most this many items are small: for them the search may be wider still.
@@ -48,7 +47,7 @@ _LAST_ROUNDS = 3
 #: Maximum number of moments added to prove that nothing fits, before initial plans are simulated.
 _PROOF_ROUNDS = 4
 #: Maximum number of rounds without a lower peak in the search for the lowest one.
-_LEAN_ROUNDS = 12
+_MIN_PEAK_ROUNDS = 12
 #: Maximum number of rounds on larger chains, without and with a plan to beat; what further ones would gain,
 #: :mod:`osdp.search.sharding.local_search` gains faster.
 _MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
@@ -72,20 +71,20 @@ class CostedCandidates:
     units: UnitCosts
 
     @classmethod
-    def of(cls, situation: ShardingProblem, rules: SearchOptions, *, root_unit: bool) -> "CostedCandidates":
+    def of(cls, problem: ShardingProblem, options: SearchOptions, *, root_unit: bool) -> "CostedCandidates":
         """All candidates that the options allow, with a root unit or without one."""
-        chain = situation.timeline.chain
+        chain = problem.timeline.chain
         space = build_space(
             chain,
-            rules,
+            options,
             root_unit=root_unit,
-            root_strategy=situation.root_strategy,
-            root_dtype=root_dtype((*situation.timeline.root, *chain)),
-            recompute=situation.timeline.recompute.possible,
-            groups=[prices.wire for prices in situation.prices.by_wire],
+            root_strategy=problem.root_strategy,
+            root_dtype=root_dtype((*problem.timeline.root, *chain)),
+            recompute=problem.timeline.recompute.possible,
+            groups=[costs.shard_group for costs in problem.costs.by_group],
         )
         strategies = space.table[space.strategy]
-        units = price_units(situation.prices, space.start, space.stop, strategies, situation.device)
+        units = cost_units(problem.costs, space.start, space.stop, strategies, problem.device)
         return cls(space, units)
 
 
@@ -94,14 +93,14 @@ class CuttingPlaneSearch:
 
     def __init__(
         self,
-        situation: ShardingProblem,
+        problem: ShardingProblem,
         root: RootUnitCost,
         limit: float,
-        priced: CostedCandidates,
+        candidates: CostedCandidates,
         solver: MasterSolver,
     ) -> None:
-        self._situation, self._root, self._limit, self._solver = situation, root, limit, solver
-        self._space, self._candidates = priced.space, priced.units
+        self._problem, self._root, self._limit, self._solver = problem, root, limit, solver
+        self._space, self._candidates = candidates.space, candidates.units
         self.bound = 0.0
         #: Whether it is proven that nothing fits.
         self.impossible = False
@@ -110,13 +109,13 @@ class CuttingPlaneSearch:
         self._patterns: dict[Pattern, None] = {}
         #: Widths to try after a first look at the same rows.
         self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
-        self._guides: dict[tuple[int, int], DualPrices | None] = {}
+        self._duals: dict[tuple[int, int], DualPrices | None] = {}
         self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
         self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
 
     @property
-    def num_cuts(self) -> int:
-        """Number of rows."""
+    def num_rows(self) -> int:
+        """Number of rows: of moments at which time or memory may be decided."""
         return len(self._times) + len(self._moments)
 
     def fastest(self, upper: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
@@ -136,7 +135,7 @@ class CuttingPlaneSearch:
             if self.impossible:
                 self.bound = upper
                 return None
-            seed = best_initial_plan(self._situation, self._space, self._root, self._limit)
+            seed = best_initial_plan(self._problem, self._space, self._root, self._limit)
             best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
             upper = best[0].seconds
@@ -183,26 +182,26 @@ class CuttingPlaneSearch:
                 break
         return None
 
-    def polished(
+    def improved(
         self, outcome: StepEstimate, chosen: tuple[UnitSpan, ...]
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The answer after a bounded number of local improvements, unless it is proven best."""
         if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
             return outcome, chosen
         return improve_locally(
-            self._situation, self._space, self._root, self._limit, chosen, outcome, self._patterns
+            self._problem, self._space, self._root, self._limit, chosen, outcome, self._patterns
         )
 
-    def leanest(self, enough: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
+    def min_peak(self, enough: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The units with the lowest peak that was found; it need not be below ``enough``.
 
         The search also stops when it is proven that no peak is as low as ``enough``.
         """
         self._cut_moment(PeakMoment("step"))
-        best = best_initial_plan(self._situation, self._space, self._root, np.inf, lean=True)
+        best = best_initial_plan(self._problem, self._space, self._root, np.inf, lowest_peak=True)
         if best is None:
             raise RuntimeError("no initial plan was found although there is no memory limit")
-        patience = _LEAN_ROUNDS
+        patience = _MIN_PEAK_ROUNDS
         while True:
             upper = best[0].peak
             found = self._relaxed(list(self._moments.values()), [], upper, (*FIRST_LOOK, *self._last_word))
@@ -211,7 +210,7 @@ class CuttingPlaneSearch:
                 return best
             patience -= 1
             if outcome.peak < upper:
-                best, patience = (outcome, found.chosen), _LEAN_ROUNDS
+                best, patience = (outcome, found.chosen), _MIN_PEAK_ROUNDS
             if outcome.peak <= found.value * (1 + 2 * TOLERANCE) or patience == 0:
                 return best
             if best[0].peak <= enough or found.bound > enough > 0:
@@ -222,7 +221,7 @@ class CuttingPlaneSearch:
     def _cut_time(self, cut: CriticalMoment) -> bool:
         if cut in self._times:
             return self._need(cut)
-        self._times[cut] = time_row(self._situation, self._candidates, self._root, cut)
+        self._times[cut] = time_row(self._problem, self._candidates, self._root, cut)
         return True
 
     def _need(self, name: CriticalMoment | PeakMoment) -> bool:
@@ -235,7 +234,7 @@ class CuttingPlaneSearch:
     def _cut_moment(self, moment: PeakMoment) -> bool:
         if moment in self._moments:
             return self._need(moment)
-        self._moments[moment] = memory_row(self._situation, self._candidates, self._root, moment)
+        self._moments[moment] = memory_row(self._problem, self._candidates, self._root, moment)
         return True
 
     def _cut_mildest(self, chosen: tuple[UnitSpan, ...]) -> None:
@@ -243,8 +242,8 @@ class CuttingPlaneSearch:
 
         Adding the highest moments one by one would take many rounds.
         """
-        units = price_spans(self._situation, chosen)
-        moment = mildest_violation(self._situation, units, self._root, self._limit)
+        units = cost_spans(self._problem, chosen)
+        moment = mildest_violation(self._problem, units, self._root, self._limit)
         if moment is not None and moment not in self._moments:
             self._cut_moment(moment)
 
@@ -256,17 +255,17 @@ class CuttingPlaneSearch:
         widths: tuple[int, ...],
     ) -> "_Relaxed":
         """The best units under the rows so far, with their simulated step."""
-        # 1. Dual prices of all rows, by the linear relaxation.
+        # 1. Dual costs of all rows, by the linear relaxation.
         rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
         constant = np.array([constant for _, constant in (*objectives, *bounded)])
         caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
         times = len(objectives)
         # Rows are only ever added, so their numbers identify them.
         key = times, len(bounded)
-        if key not in self._guides:
-            self._guides[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
-        guide = self._guides[key]
-        if guide is None:
+        if key not in self._duals:
+            self._duals[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        duals = self._duals[key]
+        if duals is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
         # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
@@ -274,11 +273,11 @@ class CuttingPlaneSearch:
         names: list[CriticalMoment | PeakMoment] = (
             [*self._times, *self._moments] if bounded else [*self._moments]
         )
-        active = [k for k, name in enumerate(names) if guide.weights[k] > 0 or k == 0 or name in self._needed]
+        active = [k for k, name in enumerate(names) if duals.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
             problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
-            solution = self._solver(problem, upper, widths, guide.of_rows(active))
+            solution = self._solver(problem, upper, widths, duals.of_rows(active))
             if solution.paths is None:
                 return _Relaxed(solution.value, solution.bound)
             index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
@@ -291,16 +290,16 @@ class CuttingPlaneSearch:
             self._needed.add(names[worst])
             active = sorted([*active, worst])
         # 3. The rows do not see the order of equal items, the simulator does: take the best arrangement.
-        options = [self._priced(paths) for paths in arrangements(problem.kinds, solution.paths)]
+        options = [self._simulated(paths) for paths in arrangements(problem.kinds, solution.paths)]
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
         self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
-    def _priced(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[UnitSpan, ...], StepEstimate]:
+    def _simulated(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[UnitSpan, ...], StepEstimate]:
         """Units of the paths through all items, and their simulated step."""
         index = np.array(candidates_of(self._space, paths), dtype=np.int64)
         chosen = tuple(self._space.spans(index))
-        return chosen, simulate_units(self._situation, chosen, self._root)
+        return chosen, simulate_units(self._problem, chosen, self._root)
 
 
 @dataclass(frozen=True)

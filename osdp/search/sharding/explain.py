@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import FULL_SHARD, STRATEGY_OF, UnitSpan, UnitStrategy, sliced
@@ -17,19 +17,19 @@ UnitTuples = tuple[UnitSpan, ...]
 class Explainer:
     """Explains each decision by what the next-best choice would have cost."""
 
-    def __init__(self, situation: ShardingProblem, found: ShardingSolution, rules: SearchOptions) -> None:
-        self._situation, self._found = situation, found
-        self._limit = situation.device.memory_limit
-        self._strategies = list(_named_strategies(situation, rules))
-        self._forced, self._keep = len(rules.allowed) == 1, rules.keep
+    def __init__(self, problem: ShardingProblem, found: ShardingSolution, options: SearchOptions) -> None:
+        self._problem, self._found = problem, found
+        self._limit = problem.device.memory_limit
+        self._strategies = list(_named_strategies(problem, options))
+        self._forced, self._keep = len(options.allowed) == 1, options.keep
         sharded, replicated = found.root_sharded, found.root_replicated
-        self._root = price_root(situation, sharded, replicated, has_unit=found.has_root_unit)
+        self._root = cost_root(problem, sharded, replicated, has_unit=found.has_root_unit)
         self._known: dict[tuple[object, ...], str] = {}
 
     def of_unit(self, index: int) -> str:
         """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
         a, b, strategy = self._found.units[index]
-        chain = self._situation.timeline.chain
+        chain = self._problem.timeline.chain
         # The neighbours' strategies matter: they decide what is prefetched and what is still held.
         neighbours = tuple(unit[2] for unit in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
@@ -40,11 +40,11 @@ class Explainer:
         return self._known[key]
 
     def _compare(self, index: int) -> str:
-        others = [(name, self._judged(units)) for name, units in self._others(index)]
+        others = [(name, self._simulated(units)) for name, units in self._others(index)]
         return _difference(self._found.outcome, others, self._limit)
 
-    def _judged(self, units: UnitTuples) -> StepEstimate:
-        return simulate_units(self._situation, units, self._root)
+    def _simulated(self, units: UnitTuples) -> StepEstimate:
+        return simulate_units(self._problem, units, self._root)
 
     def _others(self, index: int) -> Iterator[tuple[str, UnitTuples]]:
         """Other strategies of one unit: a name, and the units of the whole chain with it."""
@@ -78,7 +78,7 @@ class Explainer:
         return tuple((a, b, others.get(i, own)) for i, (a, b, own) in enumerate(self._found.units))
 
     def _of_block(self, index: int) -> list[int]:
-        chain = self._situation.timeline.chain
+        chain = self._problem.timeline.chain
         block = chain[self._found.units[index][0]].block
         return [i for i, (a, _, _) in enumerate(self._found.units) if chain[a].block == block]
 
@@ -103,22 +103,22 @@ class Explainer:
         if self._forced:
             return "forced"
         has_unit = bool(sharded) or self._found.chain_joins_root
-        root = price_root(self._situation, sharded, replicated, has_unit=has_unit)
-        seen = simulate_units(self._situation, self._found.units, root)
+        root = cost_root(self._problem, sharded, replicated, has_unit=has_unit)
+        seen = simulate_units(self._problem, self._found.units, root)
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
 
 
-def _named_strategies(situation: ShardingProblem, rules: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:
+def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:
     """Strategies of unsliced units, with their names for people."""
-    flat = (Mode.NO_SHARD,) if rules.two_step else (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
-    yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in rules.allowed)
-    for number, prices in enumerate(situation.prices.by_wire[1:], start=1):
-        group = prices.wire
-        if group.hybrid and Mode.HYBRID_SHARD in rules.allowed:
+    flat = (Mode.NO_SHARD,) if options.two_step else (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+    yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in options.allowed)
+    for number, costs in enumerate(problem.costs.by_group[1:], start=1):
+        group = costs.shard_group
+        if group.hybrid and Mode.HYBRID_SHARD in options.allowed:
             yield f"HYBRID_SHARD over {group.group_size}", FULL_SHARD._replace(group=number)
-        if group.searched and not group.hybrid and rules.two_step is not False:
+        if group.searched and not group.hybrid and options.two_step is not False:
             for mode in (Mode.SHARD_GRAD_OP, Mode.FULL_SHARD):
-                if mode in rules.allowed:
+                if mode in options.allowed:
                     yield f"{mode} in two steps", STRATEGY_OF[mode]._replace(group=number)
 
 

@@ -26,15 +26,20 @@ _MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
 
 
 def best_initial_plan(
-    situation: ShardingProblem, space: CandidateUnits, root: RootUnitCost, limit: float, *, lean: bool = False
+    problem: ShardingProblem,
+    space: CandidateUnits,
+    root: RootUnitCost,
+    limit: float,
+    *,
+    lowest_peak: bool = False,
 ) -> tuple[StepEstimate, UnitTuples] | None:
-    """The fastest initial plan that fits ``limit``, or ``None``; with ``lean`` the one with the lowest peak.
+    """The fastest initial plan that fits ``limit``, or ``None``; if asked, the one with the lowest peak.
 
     For each pair of strategies the number of items with the first one is bisected. Memory need not be
     monotonic in that number, so the result is only a starting point.
     """
     if not space.num_items:
-        outcome = simulate_units(situation, (), root)
+        outcome = simulate_units(problem, (), root)
         return (outcome, ()) if outcome.peak <= limit else None
     best: tuple[StepEstimate, UnitTuples] | None = None
     for build in _patterns(space):
@@ -42,17 +47,17 @@ def best_initial_plan(
         while low <= high:
             middle = (low + high + 1) // 2
             units = build(middle)
-            outcome = simulate_units(situation, units, root)
-            better = best is None or _merit(outcome, lean) < _merit(best[0], lean)
+            outcome = simulate_units(problem, units, root)
+            better = best is None or _merit(outcome, lowest_peak) < _merit(best[0], lowest_peak)
             if outcome.peak <= limit and better:
                 best = outcome, units
             # More items in the first (faster) strategy while it fits; for the lowest peak, ever fewer.
-            low, high = (middle + 1, high) if outcome.peak <= limit and not lean else (low, middle - 1)
+            low, high = (middle + 1, high) if outcome.peak <= limit and not lowest_peak else (low, middle - 1)
     return best
 
 
-def _merit(outcome: StepEstimate, lean: bool) -> float:
-    return outcome.peak if lean else outcome.seconds
+def _merit(outcome: StepEstimate, lowest_peak: bool) -> float:
+    return outcome.peak if lowest_peak else outcome.seconds
 
 
 class _Pattern:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from osdp.arrays import Bools, Floats, Ints
 
 #: Maximum number of labels for pairwise comparison; above, only equal ones are merged.
 _PAIRWISE = 128
@@ -95,7 +94,7 @@ class LabelTable:
             np.zeros((1, num_rows)), nothing, nothing.astype(np.int64), np.zeros((1, 0), dtype=np.int16)
         )
 
-    def pick(self, which: NDArray[np.bool_] | Ints) -> "LabelTable":
+    def pick(self, which: Bools | Ints) -> "LabelTable":
         """The labels selected by ``which`` (mask or indices)."""
         return LabelTable(self.rows[which], self.excess[which], self.used[which], self.taken[which])
 
@@ -150,7 +149,7 @@ class LabelLimits:
 
 
 def expand(
-    labels: LabelTable, kind: ItemGroup, frame: LabelLimits, *, times: Floats | None
+    labels: LabelTable, kind: ItemGroup, limits: LabelLimits, *, times: Floats | None
 ) -> tuple[LabelTable, float]:
     """Extend every label by every choice for the items of ``kind`` that can still be the best.
 
@@ -159,7 +158,7 @@ def expand(
     Args:
         labels: Choices for the kinds before.
         kind: The kind to choose for.
-        frame: Limits and ranking.
+        limits: Limits and ranking.
         times: For the last kind, the constants of the time rows, which come first; else ``None``.
 
     Returns:
@@ -179,32 +178,32 @@ def expand(
     for path in range(1, len(kind.paths)):
         # Most that the paths from here on can still save, per item, shape (R,).
         gain = gains[path:].min(axis=0)
-        labels = _promising(labels, kind, frame, gain)
+        labels = _promising(labels, kind, limits, gain)
         if times is not None and path == len(kind.paths) - 1:
-            labels = _filled(labels, kind, path, frame.room, times)
+            labels = _filled(labels, kind, path, limits.room, times)
             break
-        labels = _with_path(labels, kind, path, frame, gain)
-        if labels.size > 2 * frame.width:
+        labels = _with_path(labels, kind, path, limits, gain)
+        if labels.size > 2 * limits.width:
             growth = kind.count * (kind.rows[path + 1 :] - kind.rows[0]).max(axis=0, initial=0.0)
-            labels, dropped = _narrowed(labels, frame, frame.safe - growth)
+            labels, dropped = _narrowed(labels, limits, limits.safe - growth)
             lost = min(lost, dropped)
     # 3. Only labels that fit as they stand.
-    labels = _promising(labels, kind, frame, np.zeros(len(frame.room)))
-    labels, dropped = _narrowed(labels, frame, frame.safe)
+    labels = _promising(labels, kind, limits, np.zeros(len(limits.room)))
+    labels, dropped = _narrowed(labels, limits, limits.safe)
     return labels, min(lost, dropped)
 
 
-def _promising(labels: LabelTable, kind: ItemGroup, frame: LabelLimits, gain: Floats) -> LabelTable:
+def _promising(labels: LabelTable, kind: ItemGroup, limits: LabelLimits, gain: Floats) -> LabelTable:
     """Labels that can still fit and whose excess is within the gap.
 
     ``gain`` is the most that an item can still save on each row, shape ``(R,)``.
     """
     reachable = labels.rows + (kind.count - labels.used)[:, None] * gain
-    return labels.pick((reachable <= frame.room).all(axis=1) & (labels.excess < frame.gap))
+    return labels.pick((reachable <= limits.room).all(axis=1) & (labels.excess < limits.gap))
 
 
 def _with_path(
-    labels: LabelTable, kind: ItemGroup, path: int, frame: LabelLimits, gain: Floats
+    labels: LabelTable, kind: ItemGroup, path: int, limits: LabelLimits, gain: Floats
 ) -> LabelTable:
     """Labels with 0, 1, 2, ... items on ``path``, up to the number that can still fit within the gap."""
     # 1. The most items per label: those still on the base, ...
@@ -213,10 +212,10 @@ def _with_path(
     # ... as many as the gap allows, ...
     dearer = kind.excess[path] - kind.excess[0]
     if dearer > 0:
-        most = np.minimum(most, (frame.gap - labels.excess) / dearer)
+        most = np.minimum(most, (limits.gap - labels.excess) / dearer)
     # ... and as many as the caps allow: an item on this path no longer saves what a later path might.
     growth = kind.rows[path] - kind.rows[0] - gain
-    room = frame.room
+    room = limits.room
     grows = (growth > 0) & np.isfinite(room)
     if grows.any():
         left = room[grows] - labels.rows[:, grows] - free[:, None] * gain[grows]
@@ -264,24 +263,24 @@ def _crossings(distance: Floats, speed: float) -> tuple[Ints, Ints]:
     return where, where + 1
 
 
-def _narrowed(labels: LabelTable, frame: LabelLimits, safe: Floats) -> tuple[LabelTable, float]:
+def _narrowed(labels: LabelTable, limits: LabelLimits, safe: Floats) -> tuple[LabelTable, float]:
     """Undominated labels, at most ``width`` of them, and the minimum excess of those dropped.
 
     Row sums below ``safe`` cannot violate a cap, so they count as equal. A label with more free items can do
     all that one with fewer can.
     """
-    labels, dropped = _best(labels, frame, _SPARE * frame.width)
+    labels, dropped = _best(labels, limits, _SPARE * limits.width)
     rows = np.maximum(labels.rows, safe)
     labels = labels.pick(undominated(np.concatenate([rows, labels.used[:, None]], axis=1)))
-    labels, also = _best(labels, frame, frame.width)
+    labels, also = _best(labels, limits, limits.width)
     return labels, min(dropped, also)
 
 
-def _best(labels: LabelTable, frame: LabelLimits, width: int) -> tuple[LabelTable, float]:
+def _best(labels: LabelTable, limits: LabelLimits, width: int) -> tuple[LabelTable, float]:
     """The ``width`` labels of lowest rank, and the minimum excess of the others."""
     if labels.size <= width:
         return labels, np.inf
-    order = np.argsort(frame.rank(labels), kind="stable")
+    order = np.argsort(limits.rank(labels), kind="stable")
     return labels.pick(np.sort(order[:width])), float(labels.excess[order[width:]].min())
 
 

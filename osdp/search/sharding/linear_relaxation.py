@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from osdp.arrays import Floats
 
 #: Function from prices of the rows, ``(R,)``, to the cheapest path of each kind: its rows, ``(kinds, R)``.
 Pricer = Callable[[Floats], Floats]

@@ -24,7 +24,7 @@ LOOKS = 160
 
 
 def improve_locally(
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     space: CandidateUnits,
     root: RootUnitCost,
     limit: float,
@@ -35,7 +35,7 @@ def improve_locally(
     """The best plan found by repeated improvement of ``chosen``.
 
     Args:
-        situation: The step to plan.
+        problem: The step to plan.
         space: Candidate units; neighbours use no others.
         root: Costs of the operators outside the chain.
         limit: Bytes per device.
@@ -64,9 +64,9 @@ def improve_locally(
             if looks == LOOKS:
                 return outcome, _placed(space, items)
             looks += 1
-            judged = simulate_units(situation, units, root)
-            if judged.peak <= limit and judged.seconds < outcome.seconds:
-                outcome, items, improved = judged, trial, True
+            tried = simulate_units(problem, units, root)
+            if tried.peak <= limit and tried.seconds < outcome.seconds:
+                outcome, items, improved = tried, trial, True
                 break
     return outcome, _placed(space, items)
 
@@ -110,7 +110,7 @@ def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator
 
 
 def share_buckets(
-    situation: ShardingProblem, root: RootUnitCost, limit: float, chosen: UnitTuples, outcome: StepEstimate
+    problem: ShardingProblem, root: RootUnitCost, limit: float, chosen: UnitTuples, outcome: StepEstimate
 ) -> tuple[StepEstimate, UnitTuples]:
     """Join neighbouring replicated units, across blocks too, wherever the simulated step is no slower.
 
@@ -125,7 +125,7 @@ def share_buckets(
         # A joined unit stays at the same place, so that it may take in the next one, too.
         joint = (units[place][0], units[place + 1][1], NO_SHARD)
         trial = (*units[:place], joint, *units[place + 2 :])
-        seen = simulate_units(situation, trial, root)
+        seen = simulate_units(problem, trial, root)
         if seen.peak <= limit and seen.seconds <= outcome.seconds:
             outcome, units = seen, list(trial)
         else:

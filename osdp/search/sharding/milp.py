@@ -8,14 +8,11 @@ the chain solver; needs scipy.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack, vstack
 
+from osdp.arrays import Floats, Ints
 from osdp.search.sharding.chain import ChainProblem, ChainSolution, DualPrices
-
-Floats = NDArray[np.float64]
-
 
 #: Status of HiGHS for a problem without a solution.
 _INFEASIBLE = 2
@@ -25,14 +22,14 @@ def solve_milp(
     problem: ChainProblem,
     upper: float = np.inf,
     widths: Sequence[int] = (),
-    guide: DualPrices | None = None,
+    duals: DualPrices | None = None,
     *,
     time_limit: float = 60.0,
 ) -> ChainSolution:
     """The result of :func:`osdp.search.sharding.chain.solve_chain` by HiGHS.
 
     HiGHS closes the gap completely or stops after ``time_limit`` seconds; it needs no ``widths`` and no
-    ``guide``.
+    ``duals``.
     """
     # 1. One column per candidate, with its edge and its rows.
     places, rows = _candidates(problem)
@@ -97,7 +94,7 @@ def _flow(places: list[tuple[int, int, int, int]]) -> csr_matrix:
 
 
 def _paths(
-    problem: ChainProblem, places: list[tuple[int, int, int, int]], taken: NDArray[np.int64]
+    problem: ChainProblem, places: list[tuple[int, int, int, int]], taken: Ints
 ) -> tuple[tuple[int, ...], ...]:
     """The chosen candidates of each item, in trace order."""
     found: list[list[int]] = [[] for _ in problem.kinds]

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from osdp.cost.evaluate import prediction, price_plan
-from osdp.cost.sharding.problem import ShardingProblem, build_situation, price_root
+from osdp.cost.evaluate import cost_plan, prediction
+from osdp.cost.sharding.problem import ShardingProblem, build_problem, cost_root
+from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import UnitMode
+from osdp.cost.sharding.strategies import NO_SHARD, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
@@ -23,7 +24,7 @@ from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
-from osdp.search.sharding.solve import least_peak, solve_bounded
+from osdp.search.sharding.solve import min_peak, solve_bounded
 from osdp.text import format_bytes
 
 _LARGEST_SHOWN = 3
@@ -48,7 +49,7 @@ def best_plan(
     model_desc: ModelDesc,
     candidates: Sequence[Candidate],
     device: DeviceInfo,
-    rules: SearchOptions = SHARDING,
+    options: SearchOptions = SHARDING,
 ) -> Plan:
     """The plan with the highest throughput among all candidates.
 
@@ -59,24 +60,24 @@ def best_plan(
         model_desc: The model.
         candidates: Local batches and microbatches to choose from; one for a given step.
         device: The devices and their memory limit.
-        rules: Allowed choices; offload is used only where nothing fits without it.
+        options: Allowed choices; offload is used only where nothing fits without it.
 
     Raises:
         InfeasibleError: No plan of any candidate fits the limit.
     """
-    on_device = replace(rules, offload=False)
+    on_device = replace(options, offload=False)
     answer = _fastest(model_desc, candidates, device, on_device)
-    if answer is None and rules.offload and _knows_host(candidates, device):
+    if answer is None and options.offload and _knows_host(candidates, device):
         candidates = [
             replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
         ]
-        answer = _fastest(model_desc, candidates, device, rules)
+        answer = _fastest(model_desc, candidates, device, options)
         if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
             answer = None
     if answer is None:
-        raise _infeasible(model_desc, candidates, device, rules)
-    situation, found, gap = answer
-    return whole_plan(model_desc, situation, with_shared_buckets(situation, found), rules, gap)
+        raise _infeasible(model_desc, candidates, device, options)
+    problem, found, gap = answer
+    return whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
@@ -92,131 +93,131 @@ def _beside_host(training: Training) -> Training:
     return replace(training, foreach=True) if training.foreach is None and not training.fused else training
 
 
-def _host_bytes(situation: ShardingProblem, found: ShardingSolution) -> float:
+def _host_bytes(problem: ShardingProblem, found: ShardingSolution) -> float:
     """Bytes of parameters, gradients and optimizer states that each rank has in host memory."""
     total = 0.0
     for start, stop, strategy in found.units:
         if strategy.offloaded:
-            prices = situation.prices.by_wire[strategy.group]
-            total += float(prices.state_sharded[stop] - prices.state_sharded[start])
-            total += float(prices.gradient_sharded[stop] - prices.gradient_sharded[start])
+            costs = problem.costs.by_group[strategy.group]
+            total += float(costs.state_sharded[stop] - costs.state_sharded[start])
+            total += float(costs.gradient_sharded[stop] - costs.gradient_sharded[start])
     return total
 
 
 def _fastest(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: SearchOptions
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, options: SearchOptions
 ) -> tuple[ShardingProblem, ShardingSolution, float] | None:
     """The assignment with the highest throughput, and its relative gap to the bound of the throughput."""
     best: tuple[ShardingProblem, ShardingSolution] | None = None
     rate = possible = 0.0
     for candidate in candidates:
         samples = candidate.profile.local_batch * candidate.training.microbatches
-        for situation in _situations(model_desc, candidate, device, rules):
-            if rules.offload and situation.conditions.reductions > 1:
+        for problem in _problems(model_desc, candidate, device, options):
+            if options.offload and problem.settings.reductions > 1:
                 # A second gradient is added on the host while the device waits, which the cost model does not
                 # cover.
                 continue
             upper = samples / rate if rate else np.inf
-            found, bound = solve_bounded(situation, device.memory_limit, rules=rules, upper=upper)
+            found, bound = solve_bounded(problem, device.memory_limit, options=options, upper=upper)
             possible = max(possible, samples / bound)
             if found is not None:
-                best, rate = (situation, found), samples / found.outcome.seconds
+                best, rate = (problem, found), samples / found.outcome.seconds
     return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
 
-def with_shared_buckets(situation: ShardingProblem, found: ShardingSolution) -> ShardingSolution:
+def with_shared_buckets(problem: ShardingProblem, found: ShardingSolution) -> ShardingSolution:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
-    root = price_root(situation, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
-    limit = situation.device.memory_limit
-    outcome, units = share_buckets(situation, root, limit, found.units, found.outcome)
+    root = cost_root(problem, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    limit = problem.device.memory_limit
+    outcome, units = share_buckets(problem, root, limit, found.units, found.outcome)
     return replace(found, units=units, outcome=outcome)
 
 
-def _situations(
-    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, rules: SearchOptions
+def _problems(
+    model_desc: ModelDesc, candidate: Candidate, device: DeviceInfo, options: SearchOptions
 ) -> list[ShardingProblem]:
     """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
     training = candidate.training
     found = []
     for each in (True, False) if training.microbatches > 1 else (True,):
-        situation = build_situation(model_desc, candidate.profile, device, training, reduce_each=each)
-        found.append(replace(situation, root_group=root_group(situation, rules)))
+        problem = build_problem(model_desc, candidate.profile, device, training, reduce_each=each)
+        found.append(replace(problem, root_group=root_group(problem, options)))
     return found
 
 
 def _infeasible(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, rules: SearchOptions
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, options: SearchOptions
 ) -> InfeasibleError:
     # The smallest batch has the lowest peak.
     smallest = min(candidate.profile.local_batch for candidate in candidates)
-    situations = [
-        situation
+    problems = [
+        problem
         for candidate in candidates
         if candidate.profile.local_batch == smallest
-        for situation in _situations(model_desc, candidate, device, rules)
+        for problem in _problems(model_desc, candidate, device, options)
     ]
-    usable = replace(rules, offload=rules.offload and _knows_host(candidates, device))
-    peaks = [least_peak(situation, rules=usable) for situation in situations]
-    leanest = situations[int(np.argmin(peaks))]
+    usable = replace(options, offload=options.offload and _knows_host(candidates, device))
+    peaks = [min_peak(problem, options=usable) for problem in problems]
+    lowest = problems[int(np.argmin(peaks))]
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
     return InfeasibleError(
         limit=device.memory_limit,
         best_peak=int(np.ceil(min(peaks))),
         largest=[LargeOperator(op.name, op.nbytes) for op in largest],
-        suggestions=_suggestions(leanest, rules),
+        suggestions=_suggestions(lowest, options),
     )
 
 
-def _suggestions(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
+def _suggestions(problem: ShardingProblem, options: SearchOptions) -> list[str]:
     """Changes that would lower the peak, with the bytes where these are known."""
-    training, device = situation.training, situation.device
+    training, device = problem.training, problem.device
     found = []
-    batch = situation.profile.local_batch
+    batch = problem.profile.local_batch
     if batch > 1:
         found.append(f"a local batch below {batch}; more microbatches keep the global batch as it is")
-    if rules.allowed != tuple(Mode):
+    if options.allowed != tuple(Mode):
         found.append("leaving strategy= out, which allows every mode, slices and recomputation")
     if training.param_dtype is None:
         found.append("param_dtype='bfloat16', which halves activations and gathered parameters")
-    if rules.allowed == tuple(Mode):
-        found += _wider(situation, rules)
-    in_groups = rules.allowed == (Mode.HYBRID_SHARD,)
-    prices = situation.prices.by_wire[situation.root_group if in_groups else 0]
+    if options.allowed == tuple(Mode):
+        found += _wider(problem, options)
+    in_groups = options.allowed == (Mode.HYBRID_SHARD,)
+    costs = problem.costs.by_group[problem.root_group if in_groups else 0]
     ranks = f"more ranks than {device.world_size}"
     found.append(
-        f"{f'groups of more ranks than {prices.world_size}' if in_groups else ranks}: sharded parameters and "
-        f"optimizer states take {format_bytes(float(prices.state_sharded[-1]))} of each device here"
+        f"{f'groups of more ranks than {costs.world_size}' if in_groups else ranks}: sharded parameters and "
+        f"optimizer states take {format_bytes(float(costs.state_sharded[-1]))} of each device here"
     )
-    return [*found, *_about_offload(situation, rules)]
+    return [*found, *_about_offload(problem, options)]
 
 
-def _wider(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
+def _wider(problem: ShardingProblem, options: SearchOptions) -> list[str]:
     """Options ruled out by the caller that would lower the peak, each with the peak it reaches."""
-    options = {
-        "recompute=True, which recomputes blocks in backward": replace(rules, recompute=True),
-        f"slices={SLICES}, which cuts large operators": replace(rules, slices=SLICES),
+    choices = {
+        "recompute=True, which recomputes blocks in backward": replace(options, recompute=True),
+        f"slices={SLICES}, which cuts large operators": replace(options, slices=SLICES),
     }
-    here = least_peak(situation, rules=replace(rules, offload=False))
+    here = min_peak(problem, options=replace(options, offload=False))
     peaks = {
-        text: least_peak(situation, rules=replace(wider, offload=False))
-        for text, wider in options.items()
-        if wider != rules
+        text: min_peak(problem, options=replace(wider, offload=False))
+        for text, wider in choices.items()
+        if wider != options
     }
     return [f"{text}: {format_bytes(peak)}" for text, peak in peaks.items() if peak < here]
 
 
-def _about_offload(situation: ShardingProblem, rules: SearchOptions) -> list[str]:
+def _about_offload(problem: ShardingProblem, options: SearchOptions) -> list[str]:
     """Advice on offloading, or the reason why it was not used."""
-    host, known = situation.device.host, situation.profile.host_optimizer is not None
-    if situation.device.kind == "cpu" and host is None:
+    host, known = problem.device.host, problem.profile.host_optimizer is not None
+    if problem.device.kind == "cpu" and host is None:
         return ["(nothing was offloaded: what CPU devices hold is in host memory already)"]
-    if not rules.offload:
+    if not options.offload:
         return ["offload=True, which allows keeping parameters and optimizer states in host memory"]
     if host is None or not known:
         return ["a measured DeviceInfo.host and Profile.host_optimizer, which offloading needs"]
-    needed = float(situation.prices.state_sharded[-1] + situation.prices.gradient_sharded[-1])
+    needed = float(problem.costs.state_sharded[-1] + problem.costs.gradient_sharded[-1])
     if needed <= host.memory:
         return []
     return [f"more host memory than {format_bytes(host.memory)}: offloading all takes {format_bytes(needed)}"]
@@ -224,26 +225,26 @@ def _about_offload(situation: ShardingProblem, rules: SearchOptions) -> list[str
 
 def whole_plan(
     model_desc: ModelDesc,
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     found: ShardingSolution,
-    rules: SearchOptions,
+    options: SearchOptions,
     gap: float,
 ) -> Plan:
     """The plan of a model that is not cut, with the sharding of an assignment."""
-    device = situation.device
-    sharding = sharding_plan(model_desc, situation, found, rules, gap)
-    seconds = passes(situation, *price_plan(situation, sharding))
+    device = problem.device
+    sharding = sharding_plan(model_desc, problem, found, options, gap)
+    seconds = passes(problem, *cost_plan(problem, sharding))
     return Plan(
         model=model_desc.fingerprint,
         device=device.fingerprint,
-        training=replace(situation.training, local_batch=situation.profile.local_batch),
+        training=replace(problem.training, local_batch=problem.profile.local_batch),
         stages=(
             StagePlan(("",), sharding, forward_seconds=seconds.forward, backward_seconds=seconds.silent),
         ),
         memory_limit=device.memory_limit,
         predicted=sharding.predicted,
         optimal=sharding.optimal,
-        measured_profile=situation.profile.measured,
+        measured_profile=problem.profile.measured,
         dp=device.world_size,
         notes=search_notes(found, gap),
     )
@@ -251,87 +252,86 @@ def whole_plan(
 
 def sharding_plan(
     model_desc: ModelDesc,
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     found: ShardingSolution,
-    rules: SearchOptions,
+    options: SearchOptions,
     gap: float,
 ) -> ShardingPlan:
     """The sharding plan of an assignment, with the reason of each decision."""
     # 1. Units of the chain; those that join the root unit are collected.
-    reasons = Explainer(situation, found, rules)
+    reasons = Explainer(problem, found, options)
+    chain = problem.timeline.chain
+    of_operator: dict[str, tuple[UnitStrategy, str]] = {}
     units: list[Unit] = []
-    decided: dict[str, tuple[Mode, str]] = {}
-    slices: dict[str, int] = {}
-    kept: dict[str, int] = {}
-    recomputed: dict[str, None] = {}
     in_root: list[Operator] = list(found.root_sharded)
-    chain = situation.timeline.chain
-    for index, (a, b, strategy) in enumerate(found.units):
-        operators = chain[a:b]
-        group = situation.prices.by_wire[strategy.group].wire
-        mode = Mode.HYBRID_SHARD if group.hybrid else strategy.plan_mode
-        decided |= {op.name: (mode, reasons.of_unit(index)) for op in operators}
-        slices |= {op.name: strategy.slices for op in operators}
-        kept |= {op.name: strategy.kept for op in operators}
-        if strategy.recomputed:
-            recomputed[str(chain[a].block)] = None
+    for index, (start, stop, strategy) in enumerate(found.units):
+        of_operator |= {op.name: (strategy, reasons.of_unit(index)) for op in chain[start:stop]}
         if strategy.mode == UnitMode.ROOT:
-            in_root += operators
-            continue
-        modules = unit_modules(operators, model_desc.operators, model_desc.modules)
-        names = tuple(op.name for op in operators)
-        units.append(
-            Unit(
-                mode,
-                names,
-                modules,
-                offloaded=strategy.offloaded,
-                group_size=group.group_size,
-                route=group.route if mode.sharded else Route.FLAT,
-            )
-        )
+            in_root += chain[start:stop]
+        else:
+            units.append(_unit(model_desc, problem, chain[start:stop], strategy))
     # 2. Operators outside the chain: replicated, or in the root unit, which comes first.
     for operator in found.root_replicated:
         units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
-    decided |= {op.name: (Mode.NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
-    on = situation.prices.by_wire[situation.root_group].wire
-    root_mode = Mode.HYBRID_SHARD if on.hybrid else Mode.SHARD_GRAD_OP
-    decided |= {op.name: (root_mode, reasons.of_root(op)) for op in found.root_sharded}
+    of_operator |= {op.name: (NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
+    of_operator |= {op.name: (problem.root_strategy, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
+        group, mode = _group_and_mode(problem, problem.root_strategy)
         names = tuple(op.name for op in in_root)
-        units.insert(
-            0,
-            Unit(root_mode, names, ("",), root=True, group_size=on.group_size, route=on.route),
-        )
+        root = Unit(mode, names, ("",), root=True, group_size=group.group_size, route=group.route)
+        units.insert(0, root)
+    recomputed = [str(chain[start].block) for start, _, strategy in found.units if strategy.recomputed]
     # 3. The plan.
     plan = ShardingPlan(
-        reduce_each_microbatch=situation.conditions.reduce_each,
-        decisions=tuple(
-            Decision(
-                op.name,
-                op.modules,
-                tuple(p.name for p in op.parameters),
-                op.nbytes,
-                *decided[op.name],
-                slices=slices.get(op.name, 1),
-                slices_kept=kept.get(op.name, 0),
-                sliced_by=op.cut.by if op.cut is not None and slices.get(op.name, 1) > 1 else "",
-            )
-            for op in model_desc.operators
-        ),
+        reduce_each_microbatch=problem.settings.reduce_each,
+        decisions=tuple(_decision(problem, op, *of_operator[op.name]) for op in model_desc.operators),
         units=tuple(units),
-        predicted=prediction(situation, found.outcome),
+        predicted=prediction(problem, found.outcome),
         optimal=gap <= _PROVEN,
-        recomputed=tuple(recomputed),
+        recomputed=tuple(dict.fromkeys(recomputed)),
     )
     # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
-    outcome = simulate_step(situation, *price_plan(situation, plan))
-    return replace(plan, predicted=prediction(situation, outcome))
+    outcome = simulate_step(problem, *cost_plan(problem, plan))
+    return replace(plan, predicted=prediction(problem, outcome))
+
+
+def _group_and_mode(problem: ShardingProblem, strategy: UnitStrategy) -> tuple[ShardGroup, Mode]:
+    group = problem.costs.by_group[strategy.group].shard_group
+    return group, Mode.HYBRID_SHARD if group.hybrid else strategy.plan_mode
+
+
+def _unit(
+    model_desc: ModelDesc, problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
+) -> Unit:
+    """A unit of the chain outside the root unit."""
+    group, mode = _group_and_mode(problem, strategy)
+    return Unit(
+        mode,
+        tuple(op.name for op in operators),
+        unit_modules(operators, model_desc.operators, model_desc.modules),
+        offloaded=strategy.offloaded,
+        group_size=group.group_size,
+        route=group.route if mode.sharded else Route.FLAT,
+    )
+
+
+def _decision(problem: ShardingProblem, operator: Operator, strategy: UnitStrategy, reason: str) -> Decision:
+    return Decision(
+        operator.name,
+        operator.modules,
+        tuple(parameter.name for parameter in operator.parameters),
+        operator.nbytes,
+        _group_and_mode(problem, strategy)[1],
+        reason,
+        slices=strategy.slices,
+        slices_kept=strategy.kept,
+        sliced_by=operator.cut.by if operator.cut is not None and strategy.slices > 1 else "",
+    )
 
 
 def search_notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
     """Notes about the search of an assignment, for its plan."""
-    notes = [f"{found.cuts} moments of the step decided the search"]
+    notes = [f"{found.num_rows} bounds on the time and the memory of a step decided the search"]
     if gap > _PROVEN:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")
     if any(strategy.offloaded for _, _, strategy in found.units):

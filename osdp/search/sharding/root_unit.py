@@ -17,33 +17,33 @@ _ROOT_CHOICES = 3
 RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
 
 
-def root_group(situation: ShardingProblem, rules: SearchOptions) -> int:
+def root_group(problem: ShardingProblem, options: SearchOptions) -> int:
     """Index of the shard group with the fastest collectives for all operators that may join the root unit.
 
     The root unit is sharded over all ranks, unless every unit must be sharded inside groups. This is decided
     before the search, by time alone.
     """
-    hybrid = all(mode is Mode.HYBRID_SHARD for mode in rules.allowed)
-    loose = (*situation.timeline.root, *(op for op in situation.timeline.chain if op.block is None))
+    hybrid = all(mode is Mode.HYBRID_SHARD for mode in options.allowed)
+    loose = (*problem.timeline.root, *(op for op in problem.timeline.chain if op.block is None))
     nbytes = sum(operator.nbytes for operator in loose)
-    groups = [(number, prices.wire) for number, prices in enumerate(situation.prices.by_wire)]
+    groups = [(number, costs.shard_group) for number, costs in enumerate(problem.costs.by_group)]
     seconds = {
         number: group.gather.seconds(nbytes) + group.reduce.seconds(nbytes)
         for number, group in groups
         if group.searched
         and group.hybrid == hybrid
-        and (hybrid or rules.two_step in (None, group.route.in_two_steps))
+        and (hybrid or options.two_step in (None, group.route.in_two_steps))
     }
     return min(seconds, key=lambda number: seconds[number], default=0)
 
 
-def root_choices(operators: Sequence[Operator], rules: SearchOptions) -> list[RootChoice]:
+def root_choices(operators: Sequence[Operator], options: SearchOptions) -> list[RootChoice]:
     """All splits of the operators outside the chain into root unit and replicated ones."""
-    shards = any(mode.sharded for mode in rules.allowed)
+    shards = any(mode.sharded for mode in options.allowed)
     dtype = root_dtype(operators)
     fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
     free = sorted(fitting, key=lambda op: -op.nbytes) if shards else []
-    forced = Mode.NO_SHARD not in rules.allowed
+    forced = Mode.NO_SHARD not in options.allowed
     heads, tail = free[: _ROOT_CHOICES - 1], tuple(free[_ROOT_CHOICES - 1 :])
     groups = [*((op,) for op in heads), *([tail] if tail else [])]
     choices: list[RootChoice] = []

@@ -23,7 +23,7 @@ from functools import cache
 
 import numpy as np
 
-from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.plan.sharding import Mode
 from osdp.search.options import SHARDING, SearchOptions
@@ -38,31 +38,31 @@ from osdp.search.sharding.root_unit import RootChoice, root_choices
 
 
 def solve(
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     limit: float,
     *,
-    rules: SearchOptions = SHARDING,
+    options: SearchOptions = SHARDING,
     upper: float = np.inf,
     solver: MasterSolver = solve_chain,
 ) -> ShardingSolution | None:
     """The assignment of :func:`solve_bounded`, without the bound."""
-    return solve_bounded(situation, limit, rules=rules, upper=upper, solver=solver)[0]
+    return solve_bounded(problem, limit, options=options, upper=upper, solver=solver)[0]
 
 
 def solve_bounded(
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     limit: float,
     *,
-    rules: SearchOptions = SHARDING,
+    options: SearchOptions = SHARDING,
     upper: float = np.inf,
     solver: MasterSolver = solve_chain,
 ) -> tuple[ShardingSolution | None, float]:
     """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
 
     Args:
-        situation: The step to plan.
+        problem: The step to plan.
         limit: Bytes per device.
-        rules: Allowed choices.
+        options: Allowed choices.
         upper: Seconds to beat.
         solver: Solves the chain under a few rows.
 
@@ -74,96 +74,96 @@ def solve_bounded(
     best: ShardingSolution | None = None
     bound, undecided = np.inf, False
     # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
-    for search, (root_sharded, root_replicated, _) in _searches(situation, limit, rules, solver):
+    for search, (root_sharded, root_replicated, _) in _searches(problem, limit, options, solver):
         found = search.fastest(upper)
         bound = min(bound, search.bound)
         undecided |= found is None and not search.impossible
         if found is not None:
-            outcome, units = search.polished(*found)
+            outcome, units = search.improved(*found)
             upper = outcome.seconds
-            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_cuts, bound)
+            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_rows, bound)
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
-        leanest = lean(situation, rules=rules, enough=limit, solver=solver)
-        best = replace(leanest, bound=bound) if leanest.outcome.peak <= limit else None
+        lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
+        best = replace(lowest, bound=bound) if lowest.outcome.peak <= limit else None
     if best is None:
         return None, bound
     # Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
-    if rules.keep and rules.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
-        best = _without_kept_slices(situation, limit, rules, solver, best)
+    if options.keep and options.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
+        best = _without_kept_slices(problem, limit, options, solver, best)
     bound = min(bound, best.outcome.seconds)
     return replace(best, bound=bound), bound
 
 
 def _searches(
-    situation: ShardingProblem, limit: float, rules: SearchOptions, solver: MasterSolver
+    problem: ShardingProblem, limit: float, options: SearchOptions, solver: MasterSolver
 ) -> Iterator[tuple[CuttingPlaneSearch, RootChoice]]:
     """A cutting-plane search for each choice of root, for plans that shard nothing and for all others."""
 
     @cache
     def space(family: SearchOptions, root_unit: bool) -> CostedCandidates:
-        return CostedCandidates.of(situation, family, root_unit=root_unit)
+        return CostedCandidates.of(problem, family, root_unit=root_unit)
 
-    for family in _families(rules):
-        for choice in root_choices(situation.timeline.root, family):
+    for family in _families(options):
+        for choice in root_choices(problem.timeline.root, family):
             sharded, replicated, has_unit = choice
-            root = price_root(situation, sharded, replicated, has_unit=has_unit)
-            yield CuttingPlaneSearch(situation, root, limit, space(family, root.has_unit), solver), choice
+            root = cost_root(problem, sharded, replicated, has_unit=has_unit)
+            yield CuttingPlaneSearch(problem, root, limit, space(family, root.has_unit), solver), choice
 
 
 def _without_kept_slices(
-    situation: ShardingProblem,
+    problem: ShardingProblem,
     limit: float,
-    rules: SearchOptions,
+    options: SearchOptions,
     solver: MasterSolver,
     best: ShardingSolution,
 ) -> ShardingSolution:
     """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
-    root = price_root(situation, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
-    space = CostedCandidates.of(situation, replace(rules, keep=False), root_unit=root.has_unit)
-    search = CuttingPlaneSearch(situation, root, limit, space, solver)
+    root = cost_root(problem, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
+    space = CostedCandidates.of(problem, replace(options, keep=False), root_unit=root.has_unit)
+    search = CuttingPlaneSearch(problem, root, limit, space, solver)
     found = search.fastest(best.outcome.seconds)
     if found is None:
         return best
-    outcome, units = search.polished(*found)
-    return replace(best, units=units, outcome=outcome, cuts=search.num_cuts)
+    outcome, units = search.improved(*found)
+    return replace(best, units=units, outcome=outcome, num_rows=search.num_rows)
 
 
-def least_peak(
-    situation: ShardingProblem, *, rules: SearchOptions = SHARDING, solver: MasterSolver = solve_chain
+def min_peak(
+    problem: ShardingProblem, *, options: SearchOptions = SHARDING, solver: MasterSolver = solve_chain
 ) -> float:
     """The lowest peak of any assignment that was found; bytes."""
-    return lean(situation, rules=rules, solver=solver).outcome.peak
+    return min_peak_solution(problem, options=options, solver=solver).outcome.peak
 
 
-def lean(
-    situation: ShardingProblem,
+def min_peak_solution(
+    problem: ShardingProblem,
     *,
-    rules: SearchOptions = SHARDING,
+    options: SearchOptions = SHARDING,
     enough: float = 0.0,
     solver: MasterSolver = solve_chain,
 ) -> ShardingSolution:
     """The assignment with the lowest peak that was found; the search stops at a peak of ``enough`` bytes."""
     best: ShardingSolution | None = None
-    for root_sharded, root_replicated, has_unit in root_choices(situation.timeline.root, rules):
+    for root_sharded, root_replicated, has_unit in root_choices(problem.timeline.root, options):
         if best is not None and best.outcome.peak <= enough:
             break
-        root = price_root(situation, root_sharded, root_replicated, has_unit=has_unit)
-        space = CostedCandidates.of(situation, rules, root_unit=root.has_unit)
-        search = CuttingPlaneSearch(situation, root, np.inf, space, solver)
-        outcome, units = search.leanest(enough)
+        root = cost_root(problem, root_sharded, root_replicated, has_unit=has_unit)
+        space = CostedCandidates.of(problem, options, root_unit=root.has_unit)
+        search = CuttingPlaneSearch(problem, root, np.inf, space, solver)
+        outcome, units = search.min_peak(enough)
         if best is None or outcome.peak < best.outcome.peak:
-            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_cuts, 0.0)
+            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_rows, 0.0)
     if best is None:
         raise RuntimeError("root_choices() returned nothing; every model has at least one choice of root")
     return best
 
 
-def _families(rules: SearchOptions) -> tuple[SearchOptions, ...]:
+def _families(options: SearchOptions) -> tuple[SearchOptions, ...]:
     """Search options of plans that shard nothing and of all others.
 
     The rows of each family are lower bounds of the steps in it only.
     """
-    if Mode.NO_SHARD not in rules.allowed or len(rules.allowed) == 1:
-        return (rules,)
-    return replace(rules, allowed=(Mode.NO_SHARD,)), rules
+    if Mode.NO_SHARD not in options.allowed or len(options.allowed) == 1:
+        return (options,)
+    return replace(options, allowed=(Mode.NO_SHARD,)), options

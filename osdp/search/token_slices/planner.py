@@ -21,7 +21,7 @@ from osdp.plan.token_slices import TokenSlices
 from osdp.search.token_slices.slices import slice_grid
 
 #: Maximum number of slicings simulated per number of microbatches, and of actions after which none is added.
-_JUDGED, _JUDGED_ACTIONS = 12, 8_000
+_MOST_SIMULATED, _MOST_ACTIONS = 12, 8_000
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def solve_tokens(problem: TokenSliceProblem) -> TokenOutcome:
         InfeasibleSlicesError: Nothing keeps the memory limit.
         ValueError: No slices are allowed by the tables.
     """
-    judge = _Judge(problem)
+    simulator = _Simulator(problem)
     num_paths, bounds = 0, []
     best: TokenChoice | None = None
     # Most microbatches first: with many of them slices gain little, and the proof is short.
@@ -165,13 +165,13 @@ def solve_tokens(problem: TokenSliceProblem) -> TokenOutcome:
         num_paths += found.num_paths
         bounds.append(found.bound)
         candidates = [_Candidate(path.value, parts, tables.slices(path.bounds)) for path in found.paths]
-        best = judge.fastest(candidates, best)
+        best = simulator.fastest(candidates, best)
     # Equal slices and whole sequences are compared, too: the bound alone does not order simulated steps.
-    uniform = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts)])
-    whole = judge.fastest([c for parts in problem.parts for c in _uniform(problem, parts, 1)])
+    uniform = simulator.fastest([c for parts in problem.parts for c in _uniform(problem, parts)])
+    whole = simulator.fastest([c for parts in problem.parts for c in _uniform(problem, parts, 1)])
     choices = [choice for choice in (best, uniform, whole) if choice is not None]
     if not choices:
-        raise InfeasibleSlicesError(problem.memory_limit or 0, judge.least_bytes)
+        raise InfeasibleSlicesError(problem.memory_limit or 0, simulator.least_bytes)
     fastest = min(choices, key=lambda choice: choice.seconds)
     bound = min(min(bounds) + problem.end_seconds, fastest.seconds)
     return TokenOutcome(fastest, uniform, whole, bound, num_paths)
@@ -199,7 +199,7 @@ def solve_jointly(problems: Sequence[TokenSliceProblem]) -> tuple[TokenOutcome, 
     return tuple(sorted(outcomes, key=lambda outcome: outcome.best.seconds))
 
 
-class _Judge:
+class _Simulator:
     """Simulates candidates in the order of their bounds, until no other can be faster."""
 
     def __init__(self, problem: TokenSliceProblem) -> None:
@@ -214,16 +214,16 @@ class _Judge:
     ) -> TokenChoice | None:
         """The fastest of the candidates and ``best`` that keeps the limit; ``None`` if none does."""
         limit = self._problem.memory_limit
-        judged = actions = 0
+        simulated = actions = 0
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             if best is not None and (
                 candidate.value + self._problem.end_seconds >= best.seconds
-                or judged >= _JUDGED
-                or actions >= _JUDGED_ACTIONS
+                or simulated >= _MOST_SIMULATED
+                or actions >= _MOST_ACTIONS
             ):
                 break
-            choice = self._judge(candidate)
-            judged += 1
+            choice = self._simulate(candidate)
+            simulated += 1
             actions += 2 * choice.num_stages * choice.num_microbatches * choice.slices.num_slices
             if limit is not None and choice.activation_bytes > limit:
                 continue
@@ -231,7 +231,7 @@ class _Judge:
                 best = choice
         return best
 
-    def _judge(self, candidate: _Candidate) -> TokenChoice:
+    def _simulate(self, candidate: _Candidate) -> TokenChoice:
         # The same slices may come with several bounds.
         same = replace(candidate, value=0.0)
         if same not in self._known:

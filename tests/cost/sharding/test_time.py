@@ -6,14 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from osdp.cost.sharding.problem import RootUnitCost, StepSettings, price_root
+from osdp.cost.sharding.problem import RootUnitCost, StepSettings, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
 from osdp.cost.sharding.time import unit_seconds
 from osdp.cost.sharding.units import UnitCosts
-from tests.helpers.problems import random_situation
+from tests.helpers.problems import random_problem
 
-CONDITIONS = StepSettings(
+SETTINGS = StepSettings(
     blocking=True,
     overlap=0.75,
     mixed_overlap=0.25,
@@ -40,7 +40,7 @@ def units(modes: list[UnitStrategy], gather: list[float], reduce: list[float]) -
 
 
 def test_where_nothing_is_sharded_an_all_reduce_is_hidden_as_measured_alone() -> None:
-    price = unit_seconds(units([NO_SHARD], [0.0], [4.0]), RootUnitCost(), CONDITIONS)
+    price = unit_seconds(units([NO_SHARD], [0.0], [4.0]), RootUnitCost(), SETTINGS)
     assert price.backward.tolist() == [1.0]  # a quarter of it is not hidden
     assert price.link.tolist() == [4.0]  # the link has it for all of its time
     assert price.link_after.tolist() == [3.0]
@@ -48,7 +48,7 @@ def test_where_nothing_is_sharded_an_all_reduce_is_hidden_as_measured_alone() ->
 
 
 def test_beside_sharded_units_less_is_hidden() -> None:
-    price = unit_seconds(units([NO_SHARD, FULL_SHARD], [0.0, 1.0], [4.0, 2.0]), RootUnitCost(), CONDITIONS)
+    price = unit_seconds(units([NO_SHARD, FULL_SHARD], [0.0, 1.0], [4.0, 2.0]), RootUnitCost(), SETTINGS)
     assert price.backward.tolist() == [3.0, 0.125 + 1.0 + 2.0]
     assert price.link.tolist() == [4.0, 1.0 + 2.0]
     assert price.link_after.tolist() == [1.0, 0.0]
@@ -56,14 +56,14 @@ def test_beside_sharded_units_less_is_hidden() -> None:
 
 
 def test_only_plans_that_shard_nothing_step_plain_tensors() -> None:
-    situation = random_situation(3, 2, 2)
-    optimizer, chain = situation.profile.optimizer, situation.timeline.chain
-    operators = (*chain, *situation.timeline.root)
+    problem = random_problem(3, 2, 2)
+    optimizer, chain = problem.profile.optimizer, problem.timeline.chain
+    operators = (*chain, *problem.timeline.root)
     trainable = [p for operator in operators for p in operator.parameters if p.trainable]
-    root = price_root(situation, (), situation.timeline.root, has_unit=False)
-    plain = simulate_units(situation, [(0, len(chain), NO_SHARD)], root)
+    root = cost_root(problem, (), problem.timeline.root, has_unit=False)
+    plain = simulate_units(problem, [(0, len(chain), NO_SHARD)], root)
     nbytes = sum(math.prod(p.shape) * 4 for p in trainable)
     expected = optimizer.per_tensor * len(trainable) + optimizer.per_byte * nbytes
     assert plain.optimizer_seconds == pytest.approx(expected)
-    mixed = simulate_units(situation, [(0, 1, FULL_SHARD), (1, len(chain), NO_SHARD)], root)
+    mixed = simulate_units(problem, [(0, 1, FULL_SHARD), (1, len(chain), NO_SHARD)], root)
     assert mixed.optimizer_seconds > optimizer.per_dtensor * len(trainable)

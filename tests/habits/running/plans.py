@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import cycle
 
 from osdp import DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
-from osdp.cost.sharding.problem import build_situation
+from osdp.cost.sharding.problem import build_problem
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.model.description import Operator
@@ -130,6 +130,6 @@ def _recomputable(
     desc: ModelDesc, profile: Profile, device: DeviceInfo, training: Training
 ) -> tuple[str, ...]:
     """FQNs of the blocks that the search may recompute."""
-    timeline = build_situation(desc, profile, device, training).timeline
+    timeline = build_problem(desc, profile, device, training).timeline
     possible = zip(timeline.chain, timeline.recompute.possible, strict=True)
     return tuple(dict.fromkeys(op.block for op, allowed in possible if allowed and op.block))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp.cost.sharding.shard_groups import wires_of
+from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
@@ -69,7 +69,7 @@ def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() 
     device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(links))
     assert device.link("reduce_scatter").by_exchange
     assert device.link("reduce_scatter").latency == pytest.approx(2e-3)
-    chosen, own = wires_of(device)
+    chosen, own = shard_groups_of(device)
     assert (chosen.route, chosen.searched) == (Route.EXCHANGE, True)
     assert (own.route, own.searched) == (Route.FLAT, False)
     assert own.reduce.latency == pytest.approx(4e-3)

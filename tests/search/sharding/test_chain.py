@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from osdp.arrays import Floats
 from osdp.search.sharding.chain import LAST_WORD, TOLERANCE, ChainProblem, ItemShape, solve_chain
 from osdp.search.sharding.linear_relaxation import relax
 from osdp.search.sharding.milp import solve_milp
-
-Floats = NDArray[np.float64]
 
 
 def random_problem(seed: int) -> ChainProblem:

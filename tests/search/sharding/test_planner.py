@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.evaluate import evaluate
-from osdp.cost.sharding.problem import build_situation
+from osdp.cost.sharding.problem import build_problem
 from osdp.errors import InfeasibleError
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
@@ -18,7 +18,7 @@ from osdp.plan.sharding import UNGROUPED, Mode, Unit
 from osdp.search.options import SearchOptions
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, batches, best_plan
-from osdp.search.sharding.solve import least_peak, solve, solve_bounded
+from osdp.search.sharding.solve import min_peak, solve, solve_bounded
 from osdp.text import format_bytes, format_seconds
 from tests.helpers.problems import random_device, random_model
 
@@ -42,10 +42,10 @@ def scaled(profile: Profile, batch: int) -> Profile:
 def peak_range(seed: int) -> tuple[int, int]:
     """The lowest peak of any plan, and the peak of the fastest without a limit."""
     model_desc, profile = random_model(seed, 3, 2)
-    situation = build_situation(model_desc, profile, random_device(seed), Training())
-    fastest = solve(situation, float("inf"))
+    problem = build_problem(model_desc, profile, random_device(seed), Training())
+    fastest = solve(problem, float("inf"))
     assert fastest is not None
-    return int(-(-least_peak(situation) // 1)), int(-(-fastest.outcome.peak // 1))
+    return int(-(-min_peak(problem) // 1)), int(-(-fastest.outcome.peak // 1))
 
 
 def plan_within(seed: int, limit: int, rules: SearchOptions | None = None) -> Plan:
@@ -151,9 +151,9 @@ def test_infeasible_says_what_would_help_and_travels() -> None:
         plan_within(2, least - 1, ONE_EACH[-1])
     error = caught.value
     model_desc, profile = random_model(2, 3, 2)
-    situation = build_situation(model_desc, profile, random_device(2), Training())
+    problem = build_problem(model_desc, profile, random_device(2), Training())
     assert error.limit == least - 1
-    assert error.best_peak == -(-least_peak(situation, rules=ONE_EACH[-1]) // 1) > error.limit
+    assert error.best_peak == -(-min_peak(problem, options=ONE_EACH[-1]) // 1) > error.limit
     sizes = sorted((op.nbytes for op in model_desc.operators), reverse=True)
     assert [op.nbytes for op in error.largest] == sizes[:3]
     helps = "\n".join(error.suggestions)
@@ -227,7 +227,7 @@ def test_accumulation_reduces_when_that_is_faster_and_fits(seed: int) -> None:
         device = random_device(seed, memory_limit=limit)
         found = {}
         for each in (True, False):
-            answer = solve(build_situation(model_desc, profile, device, training, reduce_each=each), limit)
+            answer = solve(build_problem(model_desc, profile, device, training, reduce_each=each), limit)
             if answer is not None:
                 found[each] = answer.outcome.seconds
         if not found:
@@ -245,9 +245,9 @@ def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.Mo
     candidates = batches(Training(), (1, 2), (1,), lambda step: scaled(profile, step.local_batch))
     assert best_plan(model_desc, candidates, device).optimal
 
-    def with_open_bound(situation, limit, **options):
-        found, bound = solve_bounded(situation, limit, **options)
-        return (found, bound) if situation.profile.local_batch == 1 else (None, bound / 2)
+    def with_open_bound(problem, limit, **options):
+        found, bound = solve_bounded(problem, limit, **options)
+        return (found, bound) if problem.profile.local_batch == 1 else (None, bound / 2)
 
     monkeypatch.setattr(planning, "solve_bounded", with_open_bound)
     plan = best_plan(model_desc, candidates, device)
@@ -259,7 +259,7 @@ def test_notes_count_the_moments_and_proven_plans_are_optimal() -> None:
     plan = plan_within(3, peak_range(3)[0])
     assert plan.optimal
     (note,) = plan.notes
-    assert note.endswith("moments of the step decided the search")
+    assert note.endswith("bounds on the time and the memory of a step decided the search")
     assert int(note.split()[0]) >= 2, "at least the time and the optimizer step"
 
 

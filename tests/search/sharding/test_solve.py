@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osdp.cost.sharding.problem import ShardingProblem, price_root
+from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.simulate import StepEstimate, simulate_step
 from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode
 from osdp.cost.sharding.time import time_row
-from osdp.cost.sharding.unit_costs import price_units
+from osdp.cost.sharding.unit_costs import cost_units
 from osdp.model.description import Operator, Parameter
 from osdp.plan.sharding import Mode
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.milp import solve_milp
 from osdp.search.sharding.root_unit import root_choices
-from osdp.search.sharding.solve import least_peak, solve
-from tests.helpers.problems import random_situation
+from osdp.search.sharding.solve import min_peak, solve
+from tests.helpers.problems import random_problem
 
 
 def all_paths(space):
@@ -43,9 +43,9 @@ def strategy(space, index):
     return space.strategies[space.strategy[index]]
 
 
-def units_of(situation, space, path=slice(None)):
+def units_of(problem, space, path=slice(None)):
     strategies = space.table[space.strategy[path]]
-    return price_units(situation.prices, space.start[path], space.stop[path], strategies, situation.device)
+    return cost_units(problem.costs, space.start[path], space.stop[path], strategies, problem.device)
 
 
 def following(space, position, taken):
@@ -58,23 +58,23 @@ def following(space, position, taken):
     ]
 
 
-def space_of(situation: ShardingProblem, has_unit: bool, rules: SearchOptions):
+def space_of(problem: ShardingProblem, has_unit: bool, rules: SearchOptions):
     return build_space(
-        situation.timeline.chain,
+        problem.timeline.chain,
         rules,
         root_unit=has_unit,
-        recompute=situation.timeline.recompute.possible,
-        groups=[prices.wire for prices in situation.prices.by_wire],
+        recompute=problem.timeline.recompute.possible,
+        groups=[costs.shard_group for costs in problem.costs.by_group],
     )
 
 
-def brute_force(situation: ShardingProblem, rules: SearchOptions) -> list[tuple[StepEstimate, tuple]]:
+def brute_force(problem: ShardingProblem, rules: SearchOptions) -> list[tuple[StepEstimate, tuple]]:
     found = []
-    for sharded, replicated, has_unit in root_choices(situation.timeline.root, rules):
-        root = price_root(situation, sharded, replicated, has_unit=has_unit)
-        space = space_of(situation, has_unit, rules)
+    for sharded, replicated, has_unit in root_choices(problem.timeline.root, rules):
+        root = cost_root(problem, sharded, replicated, has_unit=has_unit)
+        space = space_of(problem, has_unit, rules)
         for path in all_paths(space):
-            found.append(simulate_step(situation, units_of(situation, space, path), root))
+            found.append(simulate_step(problem, units_of(problem, space, path), root))
     return found
 
 
@@ -118,32 +118,32 @@ def brute_force_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("seed", "variant", "rules"), brute_force_cases())
 def test_equals_brute_force_at_every_limit(seed: int, variant: int, rules: SearchOptions) -> None:
-    situation = random_situation(100 * seed + variant, 1, 2, **VARIANTS[variant])
-    outcomes = brute_force(situation, rules)
+    problem = random_problem(100 * seed + variant, 1, 2, **VARIANTS[variant])
+    outcomes = brute_force(problem, rules)
     peaks = np.array([outcome.peak for outcome in outcomes])
     seconds = np.array([outcome.seconds for outcome in outcomes])
-    assert least_peak(situation, rules=rules) == peaks.min()
+    assert min_peak(problem, options=rules) == peaks.min()
     for share in (0.0, 0.05, 0.2, 0.5, 1.0):
         limit = peaks.min() + share * (peaks.max() - peaks.min())
         best = seconds[peaks <= limit].min()
-        answer = solve(situation, limit, rules=rules)
+        answer = solve(problem, limit, options=rules)
         assert answer is not None
         assert answer.outcome.peak <= limit
         assert answer.outcome.seconds == pytest.approx(best, rel=1e-9)
-    assert solve(situation, peaks.min() - 1, rules=rules) is None
+    assert solve(problem, peaks.min() - 1, options=rules) is None
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
     rules = SearchOptions(slices=(2, 4), allowed=(Mode.NO_SHARD, Mode.FULL_SHARD))
-    situation = random_situation(seed, 1, 3)
-    outcomes = brute_force(situation, rules)
+    problem = random_problem(seed, 1, 3)
+    outcomes = brute_force(problem, rules)
     peaks = np.array([outcome.peak for outcome in outcomes])
     seconds = np.array([outcome.seconds for outcome in outcomes])
     kept = False
     for share in (0.0, 0.05, 0.2, 0.5, 1.0):
         limit = peaks.min() + share * (peaks.max() - peaks.min())
-        answer = solve(situation, limit, rules=rules)
+        answer = solve(problem, limit, options=rules)
         assert answer is not None and answer.outcome.peak <= limit
         assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
         kept |= any(strategy.kept for _, _, strategy in answer.units)
@@ -163,20 +163,20 @@ def random_path(space, rng):
 @settings(max_examples=120, deadline=None)
 def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: SearchOptions) -> None:
     """A row taken at one plan equals the judge there and never exceeds it at another."""
-    situation = random_situation(seed, 2, 3, **variant)
+    problem = random_problem(seed, 2, 3, **variant)
     rng = random.Random(seed)
-    sharded, replicated, has_unit = rng.choice(root_choices(situation.timeline.root, SearchOptions()))
-    root = price_root(situation, sharded, replicated, has_unit=has_unit)
-    space = space_of(situation, has_unit, rules)
-    every = units_of(situation, space)
+    sharded, replicated, has_unit = rng.choice(root_choices(problem.timeline.root, SearchOptions()))
+    root = cost_root(problem, sharded, replicated, has_unit=has_unit)
+    space = space_of(problem, has_unit, rules)
+    every = units_of(problem, space)
     paths = [random_path(space, rng) for _ in range(6)]
     # Plans that shard nothing have rows of their own, and a test of their own.
     paths = [path for path in paths if has_unit or (every.sharded | every.sliced)[path].any()]
     outcomes = []
     for path in paths:
-        outcomes.append(simulate_step(situation, units_of(situation, space, path), root))
+        outcomes.append(simulate_step(problem, units_of(problem, space, path), root))
     for own, outcome in enumerate(outcomes):
-        row, constant = time_row(situation, every, root, outcome.cut)
+        row, constant = time_row(problem, every, root, outcome.cut)
         for other, path in enumerate(paths):
             value = row[path].sum() + constant
             assert value <= outcomes[other].seconds * (1 + 1e-9)
@@ -185,7 +185,7 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Sea
         for peak, moment in outcome.moments:
             if not np.isfinite(peak) or peak < 0:
                 continue
-            row, constant = memory_row(situation, every, root, moment)
+            row, constant = memory_row(problem, every, root, moment)
             for other, path in enumerate(paths):
                 value = row[path].sum() + constant
                 assert value <= outcomes[other].peak, moment
@@ -195,18 +195,18 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Sea
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
-    situation = random_situation(seed, 2, 3)
-    root = price_root(situation, (), situation.timeline.root, has_unit=False)
-    space = build_space(situation.timeline.chain, SearchOptions(allowed=(Mode.NO_SHARD,)), root_unit=False)
-    every = units_of(situation, space)
+    problem = random_problem(seed, 2, 3)
+    root = cost_root(problem, (), problem.timeline.root, has_unit=False)
+    space = build_space(problem.timeline.chain, SearchOptions(allowed=(Mode.NO_SHARD,)), root_unit=False)
+    every = units_of(problem, space)
     rng = random.Random(seed)
     paths = [random_path(space, rng) for _ in range(4)]
     for own in paths:
-        outcome = simulate_step(situation, units_of(situation, space, own), root)
-        row, constant = time_row(situation, every, root, outcome.cut)
+        outcome = simulate_step(problem, units_of(problem, space, own), root)
+        row, constant = time_row(problem, every, root, outcome.cut)
         assert row[own].sum() + constant == pytest.approx(outcome.seconds, rel=1e-9)
         for other in paths:
-            seen = simulate_step(situation, units_of(situation, space, other), root)
+            seen = simulate_step(problem, units_of(problem, space, other), root)
             assert row[other].sum() + constant <= seen.seconds * (1 + 1e-9)
 
 
@@ -214,12 +214,12 @@ def test_rows_of_plans_that_shard_nothing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_highs_on_larger_chains(seed: int, rules: SearchOptions) -> None:
     # Slices and recomputation make many more candidates, and HiGHS slow.
-    situation = random_situation(seed, *((3, 3) if rules.recompute else (5, 4)), tied=bool(seed % 2))
-    low, high = least_peak(situation, rules=rules), 10 * least_peak(situation, rules=rules)
+    problem = random_problem(seed, *((3, 3) if rules.recompute else (5, 4)), tied=bool(seed % 2))
+    low, high = min_peak(problem, options=rules), 10 * min_peak(problem, options=rules)
     for share in (0.02, 0.1, 0.3):
         limit = low + share * (high - low)
-        ours = solve(situation, limit, rules=rules)
-        theirs = solve(situation, limit, rules=rules, solver=solve_milp)
+        ours = solve(problem, limit, options=rules)
+        theirs = solve(problem, limit, options=rules, solver=solve_milp)
         assert ours is not None and theirs is not None
         assert ours.bound <= theirs.outcome.seconds * (1 + 1e-6)
         proven = ours.gap == 0 or not rules.recompute
@@ -227,18 +227,18 @@ def test_equals_highs_on_larger_chains(seed: int, rules: SearchOptions) -> None:
 
 
 def test_forced_modes_are_kept() -> None:
-    situation = random_situation(3, 2, 2)
+    problem = random_problem(3, 2, 2)
     for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
-        answer = solve(situation, np.inf, rules=SearchOptions(allowed=(mode,)))
+        answer = solve(problem, np.inf, options=SearchOptions(allowed=(mode,)))
         assert answer is not None
         # An operator outside blocks may join the root unit instead of resharding on its own.
         assert {s.mode for _, _, s in answer.units} <= {STRATEGY_OF[mode].mode, UnitMode.ROOT}
 
 
 def test_same_input_same_answer() -> None:
-    situation = random_situation(5, 3, 3)
-    limit = 2 * least_peak(situation)
-    first, second = solve(situation, limit), solve(situation, limit)
+    problem = random_problem(5, 3, 3)
+    limit = 2 * min_peak(problem)
+    first, second = solve(problem, limit), solve(problem, limit)
     assert first is not None and second is not None
     assert first.units == second.units
     assert list(itertools.chain(*first.units)) == list(itertools.chain(*second.units))
@@ -247,10 +247,10 @@ def test_same_input_same_answer() -> None:
 @pytest.mark.parametrize("seed", [7, 10, 12])
 def test_a_limit_that_the_leanest_plan_fits_is_never_called_infeasible(seed: int) -> None:
     """A search of bounded width once dropped all plans that fit, and the limit was called infeasible."""
-    situation = random_situation(seed, 9, 2)
-    lowest = least_peak(situation)
+    problem = random_problem(seed, 9, 2)
+    lowest = min_peak(problem)
     for share in (1.0, 1.003, 1.02, 1.05):
-        answer = solve(situation, lowest * share)
+        answer = solve(problem, lowest * share)
         assert answer is not None
         assert answer.outcome.peak <= lowest * share
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osdp.search.token_slices.slices import Floats, slice_grid
+from osdp.arrays import Floats
+from osdp.search.token_slices.slices import slice_grid
 
 
 def all_values(weights: Floats, times: Floats, bottleneck: float) -> list[float]:
