@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from osdp.comm.groups import Meshes, device_of
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
-from osdp.plan.sharding import Mode
+from osdp.plan.sharding import Mode, ShardingPlan
 from osdp.runtime.mesh import group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
 from osdp.runtime.module.parameter_owners import owned_parameters
@@ -105,16 +105,14 @@ def apply_sharding(
     _check_unused(model, storage, backwards)
     # 5. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype)
-    group = gradient_group(mesh, beside_shards=storage.shards_any and len(parameters.replicated) > 0)
     lockstep = Lockstep(control, model, participants_of(model, sharding))
-    reduction = Reduction(group, lambda work: lockstep.wait(work, "the reduction of replicated gradients"))
-    units = replicated_units(sharding, parameters.replicated)
+    group = gradient_group(mesh, beside_shards=storage.shards_any and len(parameters.replicated) > 0)
     applied = ShardedModel(
         model,
         plan,
         mesh,
         parameters=parameters,
-        reducer=GradientReducer(units, policy.reduce_dtype, reduction),
+        reducer=_make_reducer(sharding, parameters, policy, group, lockstep),
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
         backwards=backwards,
@@ -122,6 +120,17 @@ def apply_sharding(
     give_interface(model, applied)
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
     return applied
+
+
+def _make_reducer(
+    sharding: ShardingPlan,
+    parameters: PlannedParameters,
+    policy: MixedPrecisionPolicy,
+    group: dist.ProcessGroup,
+    lockstep: Lockstep,
+) -> GradientReducer:
+    reduction = Reduction(group, lambda work: lockstep.wait(work, "the reduction of replicated gradients"))
+    return GradientReducer(replicated_units(sharding, parameters.replicated), policy.reduce_dtype, reduction)
 
 
 def _check_given(model: nn.Module, plan: Plan, stage: int, world_size: int, double_backward: bool) -> None:
