@@ -80,6 +80,8 @@ class RunPrices:
         self.priced = [prices.stage_prices(uniform, slot) for uniform in self._layouts]
         #: Microbatches in flight by pipeline rank; shape ``(pp,)``.
         self.held = np.array(layout.in_flight)
+        #: Microbatches whose logits the last rank holds.
+        self.held_by_head = layout.head_in_flight
         border = prices.border_bytes(layout)
         #: Buffers at both boundaries of a stage, each for one tensor that is sent and one that is received;
         #: shape ``(I + 1, I + 1)``.
@@ -159,7 +161,7 @@ class RunPrices:
 
     def activations(self, parts: Sequence[RunBatch], rank: Indices) -> Floats:
         """Bytes saved for backward by all microbatches in flight."""
-        held, heads = self.held[rank], self.layout.head_in_flight
+        held, heads = self.held[rank], self.held_by_head
         kept = []
         for part in parts:
             own = self.priced[part.strategy]

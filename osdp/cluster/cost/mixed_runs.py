@@ -291,7 +291,7 @@ def _prefix(runs: RunPrices, strategy: int) -> Floats:
     found: Floats = (
         _bytes_each(runs, strategy) * _numbers(runs)[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
-        + priced.logits[0][None, :] * runs.layout.head_in_flight
+        + priced.logits[0][None, :] * runs.held_by_head
     )
     return found
 
