@@ -20,9 +20,10 @@ from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.runtime import apply
 from osdp.runtime.module.plain import check_plain
+from osdp.runtime.sharding.sliced import slice_faults
 from osdp.tracing.trace import describe
 from tests.helpers.distributed import run
-from tests.helpers.plans import plan_by_hand
+from tests.helpers.plans import plan_by_hand, split
 from tests.helpers.random_plans import random_plan
 from tests.helpers.training import differences
 
@@ -296,3 +297,12 @@ def _in_a_model_in_ddp() -> None:
 
 def test_a_model_with_an_osdp_inside_is_refused_by_its_first_forward_in_ddp() -> None:
     run(1, _in_a_model_in_ddp)
+
+
+def test_a_compiled_module_is_not_sliced() -> None:
+    """It would go on to run the module that it compiled, whose weight is in shards then."""
+    desc = describe(Compiled(), _batch(0, 0))
+    assert [operator.cut is not None for operator in desc.operators] == [False, True]
+    plan = split(plan_by_hand(Compiled(), Mode.FULL_SHARD, 2), Compiled(), 2)
+    faults = list(slice_faults(Compiled(), plan.sharding))
+    assert len(faults) == 1 and "'first' was made by torch.compile" in faults[0]

@@ -116,19 +116,20 @@ def test_a_model_without_a_loss_is_told_of_once(caplog: pytest.LogCaptureFixture
 
 def trains_on_another_batch() -> list[str]:
     _, plan = planned()
-    records = Records()
-    for batch in (1, 2):
+    with Records() as records:
+        for batch in (1, 2):
+            model = OSDP(net(), plan=plan)
+            for _ in range(2):
+                model(tokens(dist.get_rank(), batch, 6)).backward()
+        assert records.messages == []
         model = OSDP(net(), plan=plan)
+        hooks = len(model.module._forward_pre_hooks)
+        with torch.no_grad():
+            model(tokens(0, 64, 6))  # evaluation keeps nothing for a backward
         for _ in range(2):
-            model(tokens(dist.get_rank(), batch, 6)).backward()
-    assert records.messages == []
-    model = OSDP(net(), plan=plan)
-    hooks = len(model.module._forward_pre_hooks)
-    with torch.no_grad():
-        model(tokens(0, 64, 6))  # evaluation keeps nothing for a backward
-    for _ in range(2):
-        model(batch=tokens(dist.get_rank(), 16, 6)).backward()
-    assert len(model.module._forward_pre_hooks) == hooks - (dist.get_rank() == 0), "a step pays for nothing"
+            model(batch=tokens(dist.get_rank(), 16, 6)).backward()
+        after = len(model.module._forward_pre_hooks)
+        assert after == hooks - (dist.get_rank() == 0), "a step pays for nothing"
     return records.messages
 
 

@@ -48,3 +48,11 @@ def is_inside(fqn: str, ancestor: str) -> bool:
     (True, False, True)
     """
     return not ancestor or fqn == ancestor or fqn.startswith(ancestor + ".")
+
+
+def is_compiled_as_one(fqn: str) -> bool:
+    """Whether ``fqn`` is what ``torch.compile(module)`` wraps.
+
+    The wrapper keeps running that module, whatever is registered in its place.
+    """
+    return fqn.rpartition(".")[2] == "_orig_mod"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSpec, TensorSpec, Work
+from osdp.model.fqn import is_compiled_as_one
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import supported_slicing
@@ -102,6 +103,8 @@ def _slice_spec(model: nn.Module, operator: Operator) -> SliceSpec | None:
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
         return None
     fqn = operator.modules[0]
+    if is_compiled_as_one(fqn):
+        return None
     weight, bias = (f"{fqn}.{name}".lstrip(".") for name in ("weight", "bias"))
     names = {parameter.name for parameter in operator.parameters}
     found = supported_slicing(model.get_submodule(fqn)) if weight in names <= {weight, bias} else None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp.model.fqn import is_inside
+from osdp.model.fqn import is_compiled_as_one, is_inside
 from osdp.nn.modules import SliceSetting, check_slicing, kind_of, make_sliced, slice_along, sliced_dim
 from osdp.nn.sliced_weight import compute_with
 from osdp.plan.shard_math import shard_numel
@@ -54,6 +54,9 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
     module = model.get_submodule(fqn)
     if not fqn:
         return "it is the root, which has no parent module in which it could be replaced"
+    if is_compiled_as_one(fqn):
+        compiled = fqn.rpartition(".")[0]
+        return f"module {compiled!r} was made by torch.compile, which keeps running the module it was given"
     if "forward" in module.__dict__:
         return f"module {fqn!r} has a forward of its own, set on the instance"
     if _WEIGHT not in module._parameters:

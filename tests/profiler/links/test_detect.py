@@ -209,7 +209,7 @@ def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
     for names in ("abcd", "aabb"):
         with (
             mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]),
-            mock.patch.object(collectives, "_samples", lambda *_: _SAMPLES),
+            mock.patch.object(collectives, "_time_units", lambda *_: _SAMPLES),
             mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
             mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
         ):

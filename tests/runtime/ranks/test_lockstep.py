@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,12 +85,10 @@ PLANS: dict[str, Callable[[nn.Module, int], Plan]] = {
     "mixed": lambda net, n: plan_by_hand(net, _mixed, n),
     "sliced": lambda net, n: split(plan_by_hand(net, Mode.FULL_SHARD, n), net, 2),
     "sliced kept": lambda net, n: split(plan_by_hand(net, Mode.SHARD_GRAD_OP, n), net, 3, kept=2),
-    "recomputed": lambda net, n: replace(
-        plan_by_hand(net, Mode.FULL_SHARD, n, groups=in_blocks(net)),
+    "recomputed": lambda net, n: plan_by_hand(net, Mode.FULL_SHARD, n, groups=in_blocks(net)).with_sharding(
         recomputed=tuple(name for name, module in net.named_modules() if isinstance(module, Block))[::2],
     ),
-    "recomputed slices": lambda net, n: replace(
-        split(plan_by_hand(net, Mode.FULL_SHARD, n), net, 2),
+    "recomputed slices": lambda net, n: split(plan_by_hand(net, Mode.FULL_SHARD, n), net, 2).with_sharding(
         recomputed=tuple(name for name, module in net.named_modules() if isinstance(module, Block))[::2],
     ),
 }
