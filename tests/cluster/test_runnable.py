@@ -159,7 +159,7 @@ def test_the_plan_takes_the_memory_that_its_layout_was_priced_with(name: str) ->
     load = Workload(shape=numbers, global_batch=32)
     model, devices = model_of_shape(numbers), cluster((node_type(FAST, 4), 2))
     traced = traced_layers(model, token_batch(1, 512), load)
-    assert {each.item for each in traced} == {Item.EMBEDDING, Item.LAYER, Item.HEAD}
+    assert {each.case.item for each in traced} == {Item.EMBEDDING, Item.LAYER, Item.HEAD}
     prices = ClusterPrices(devices, load, traced=traced)
     for degrees, zero in ((ParallelDims(1, 8, 1), 0), (ParallelDims(1, 8, 1), 2), (ParallelDims(2, 4, 1), 0)):
         layout = ParallelLayout(degrees, 2, 16 // degrees.dp, zero=zero)
