@@ -160,7 +160,7 @@ def test_what_osdp_profile_measured_becomes_a_profile(
         "cluster", "plan", "--cluster", str(cluster), "--global-batch", "4", "--top", "1",
         "--layer-times", str(out),
     ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="measured in float32, plans on a cluster compute in 16 bits"):
+    with pytest.raises(RuntimeError, match="measured in float32, the cluster planner assumes 16 bits"):
         run(*plan, "--model", str(folder))
     half = tmp_path / "half"
     run("profile", "gpt2", "--seq", "8", *small, "--param-dtype", "bfloat16", "--out", str(half))
