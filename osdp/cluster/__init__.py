@@ -3,7 +3,8 @@
 Start at :mod:`osdp.cluster.search.layouts`.
 
 - ``hardware``: machines with accelerators that may differ, their links and prices
-- ``file``: cluster files, YAML or JSON; ``gpus.json`` has the known accelerators
+- ``gpus.json``: the known accelerators; to add one, add a line
+- ``file``: cluster files, YAML or JSON
 - ``transformer``: a transformer by its few numbers
 - ``known_transformers``: transformers by name
 - ``infer_shape``: those numbers, from a ModelDesc

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-#: What groups are for, as the paper's code calls it, and the options that force it.
+#: Options that force each use of groups, by the name of that use in the paper's code.
 _FORCED: dict[str, dict[str, Any]] = {
     "group_sharding": {"strategy": "HYBRID_SHARD"},
     "communication_with_groups": {"strategy": "FULL_SHARD", "two_step": True},
@@ -18,9 +18,10 @@ def gen_fsdp_args(
 ) -> dict[str, Any]:
     """Options of :class:`osdp.OSDP` that force one use of groups on every operator.
 
-    They also go to fairscale's ``enable_wrap(wrapper_cls=OSDP, **gen_fsdp_args(...))``, whose marked modules
-    pass them on to the root; where its policy marks none (its default is 100 million parameters), give them
-    to the root. Call it alike on every rank.
+    The options can also be passed to fairscale's ``enable_wrap(wrapper_cls=OSDP, **gen_fsdp_args(...))``: the
+    modules that fairscale's policy marks pass them on to the root. If the policy marks no module (by default
+    it marks those of 100 million parameters or more), pass the options to the root yourself. All ranks must
+    call this function with the same arguments.
 
     Args:
         nnodes: Machines; the ranks of each are neighbours, as torchrun numbers them.
@@ -32,8 +33,8 @@ def gen_fsdp_args(
         model_type: Not needed, since any model will do; the paper's code passed it here.
 
     Returns:
-        The options. With one machine, or one rank on each, there is one kind of link only: collectives go in
-        one step, and group sharding shards over the one machine, or over nothing.
+        The options. With one machine, or one rank per machine, all links are alike: collectives then take one
+        step, and ``"group_sharding"`` shards over the one machine, or not at all with one rank per machine.
 
     Raises:
         ValueError: There is no such type, or a number is not positive.
@@ -54,6 +55,6 @@ def gen_fsdp_args(
     if gsdp_type == "none":
         return {}
     if min(nnodes, nproc_per_node) == 1:
-        alone = gsdp_type == "group_sharding" and nnodes > 1
-        return {"strategy": "NO_SHARD" if alone else "FULL_SHARD"}
+        groups_of_one = gsdp_type == "group_sharding" and nnodes > 1
+        return {"strategy": "NO_SHARD" if groups_of_one else "FULL_SHARD"}
     return {**_FORCED[gsdp_type], "group_sizes": (nproc_per_node,)}

@@ -17,7 +17,7 @@ from osdp.plan.sharding import Decision, Mode, Prediction, ShardingPlan, Unit
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.token_slices import TokenSlices
 
-#: 6 has both what format 5 was, a plan of a whole model, and what format 1 of plans with stages was.
+#: Format 6 unites two earlier ones: format 5 of plans of a whole model, and format 1 of plans with stages.
 PLAN_VERSION = 6
 
 
@@ -206,7 +206,7 @@ class Plan(Savable):
 
     @property
     def reduce_each_microbatch(self) -> bool:
-        """Whether gradients of the only stage are reduced after every microbatch, or once a step."""
+        """Whether gradients of the only stage are reduced after every microbatch instead of once per step."""
         return self.sharding.reduce_each_microbatch
 
     @property
@@ -217,7 +217,7 @@ class Plan(Savable):
     def with_sharding(self, **changes: Any) -> "Plan":
         """This plan of one stage with changes to its ShardingPlan.
 
-        ``predicted`` and ``optimal`` become those of the plan, too; nothing is predicted anew.
+        Changes to ``predicted`` and ``optimal`` apply to the plan as well; nothing is predicted again.
 
         Raises:
             ValueError: There are several stages, or the changes contradict each other.

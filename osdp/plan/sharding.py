@@ -11,6 +11,11 @@ class Mode(StrEnum):
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
     SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
     HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
+
+    What a mode means is written where it counts. A new one has to be added to the arrays in
+    ``osdp.cost.sharding`` (``strategies``, ``units``, ``unit_costs``, ``memory``, ``time``), to the units
+    that the search offers (``candidates``, ``initial_plans`` and ``explain`` of ``osdp.search.sharding``),
+    and to what runs it (``osdp.runtime.sharding.fsdp_units``).
     """
 
     NO_SHARD = "NO_SHARD"

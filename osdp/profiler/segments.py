@@ -8,9 +8,9 @@ the model's own code, its embeddings, head and loss run as they are. It is run
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
 3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
-What a clock costs is taken off each interval, and the rest scaled to the plain seconds, so segments sum to a
-step nobody watched. Before each timed pass the caches are swept: the weights of the few blocks that are here
-would stay in them, those of a whole model do not.
+The cost of reading the clock is subtracted from each interval and the rest is scaled to the plain seconds, so
+that the segments sum to a step without clocks. Before each timed pass the processor's caches are flushed: the
+weights of the few measured blocks would stay in them, whereas those of a whole model would not.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ from osdp.tracing.tensors import torch_dtype
 
 _WARMUP = 2
 
-#: Counts up when what a measured second means changes, so that older files are not read.
+#: Increased with every change of what is measured, so that older cache files are not read.
 _METHOD = 2
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
@@ -68,7 +68,7 @@ def profile_segments(
         loss_fn: As for the description.
         param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype)`` does.
-        repeats: Runs that the medians are of, for the plain and for the clocked runs each.
+        repeats: Number of plain runs, and of clocked runs; the results are medians over them.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -134,7 +134,7 @@ def default_device() -> torch.device:
 def _measure_seconds(
     reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
 ) -> dict[TraceMoment, float]:
-    """Seconds of each pass of each segment that ran; the interval of a moment is a segment here."""
+    """Seconds of each pass of each segment that ran; ``TraceMoment.interval`` is a segment's index here."""
     clock = Clock(target)
     swept = torch.ones(_SWEPT_BYTES // 4, device=target)
 
@@ -198,7 +198,7 @@ def _subtract_clock(
 def _average_by_signature(
     model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
-    """Mean seconds, and the bytes of the first, over the segments of each signature that ran."""
+    """By signature: mean seconds over its segments that ran, and the bytes of the first of them."""
     ran: dict[str, list[int]] = defaultdict(list)
     for index, segment in enumerate(model_desc.segments):
         if TraceMoment(False, index) in seconds:

@@ -1,8 +1,8 @@
 """Divides one forward and backward into intervals, in the same way on fake and on real tensors.
 
-An interval is what runs between two successive boundaries; a boundary is the entry or the exit of a module's
-forward. It belongs to the module whose own code is running; intervals outside the model's forward (the loss)
-belong to the root, as one more call of it. Intervals in which nothing runs are numbered, too, so the key
+A boundary is the entry or the exit of a module's forward; an interval is what runs between two successive
+boundaries. An interval belongs to the module whose own code is running; intervals outside the model's forward
+(the loss) belong to the root, as one more call of it. Empty intervals are numbered, too, so the key
 (module, call, part) of an interval depends on the module calls alone. For a root that calls ``a`` and ``b``::
 
     root      |==0==|     |==2==|     |==4==| loss, 5
@@ -34,6 +34,7 @@ from osdp.tracing.loss import LossFn, scalar_loss
 from osdp.tracing.sample_batch import SampleBatch
 
 Key = tuple[str, int, int]
+#: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
 _NO_SEQUENCE = 2**63
 
 

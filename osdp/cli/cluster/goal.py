@@ -14,7 +14,7 @@ from osdp.cluster.search.objectives import Objective, PlannerGoal
 #: Rows of the table, unless asked otherwise.
 _ROWS = 10
 
-_HOURS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,10 @@ class GoalOptions:
 
 def _seconds(text: str) -> float:
     try:
-        found = float(text[:-1]) * _HOURS[text[-1:]] * 3600
-        if not found > 0:
+        seconds = float(text[:-1]) * _UNIT_SECONDS[text[-1:]]
+        if not seconds > 0:
             raise ValueError(text)
-        return found
+        return seconds
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"a time is a positive number followed by s, m, h or d, such as 36h; got {text!r}"

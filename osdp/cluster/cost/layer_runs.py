@@ -25,7 +25,8 @@ class RunBatch:
         strategy: Index of the strategy of its items.
         start: First item of each run.
         stop: Item after the last one.
-        parameters: Parameter count it adds to its stage; a weight that both runs use counts in the first.
+        parameters: Parameter count that each run adds to its stage; a weight that an earlier run of the same
+            stage also uses is counted there only.
     """
 
     strategy: int

@@ -96,7 +96,8 @@ def nothing_fits(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) -
         ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, otherwise
         ``InfeasibleError`` with the layout that comes closest to fitting.
     """
-    # 1. A limit on time or cost: search again without it, for the minimum of what is limited.
+    # 1. A limit on time or cost: search again without limits, for the minimum of the time if that is limited,
+    # otherwise of the cost.
     if goal.step_dollars < math.inf or goal.step_seconds < math.inf:
         by_time = goal.step_seconds < math.inf
         objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")

@@ -6,8 +6,8 @@ arrived. With equal stages and free sends this gives the known formulas, for *p*
 being the two parts of *b*:
 
 - ``(m + p - 1)(f + b)``: GPipe (Huang et al., NeurIPS 2019) and 1F1B (Narayanan et al., SC 2021);
-- ``(m + (p - 1) / v)(f + b)``: interleaved with *v* stages per rank (the latter);
-- ``m (f + b) + (p - 1)(f + i - w)``: ZB-H1 from *p* microbatches on, for *f = i = w* (Qi et al., 2023).
+- ``(m + (p - 1) / v)(f + b)``: interleaved with *v* stages per rank (Narayanan et al.);
+- ``m (f + b) + (p - 1)(f + i - w)``: ZB-H1 with *m >= p* and *f = i = w* (Qi et al., 2023).
 
 1F1B, two ranks, three microbatches (F forward, B backward)::
 
@@ -32,9 +32,10 @@ class StageCost:
             weights.
         send_seconds: Time from the end of a forward until its output is at the next stage.
         send_gradient_seconds: Time from the end of the input's gradient until it is at the previous stage.
-        activation_bytes: Bytes kept from the start of a forward until the end of its backward, or of the
-            first part of it. An output that has arrived and waits for its forward is not counted.
-        weight_bytes: The part of these that the second part of the backward still needs, kept until its end;
+        activation_bytes: Bytes kept from the start of a forward until the end of its backward; of a split
+            backward, until the end of its first part. An input that has arrived and waits for its forward is
+            not counted.
+        weight_bytes: How many of these bytes a split backward keeps until the end of its second part;
             ``None`` means all.
         end_seconds: Time after the last microbatch, once per step: gradient reductions and the optimizer
             step.
@@ -123,11 +124,11 @@ def simulate(schedule: Schedule, stages: Sequence[Costs], *, blocking_send: bool
         schedule: The schedule.
         stages: Costs of each stage, in the order of the model; where sequences are cut into different slices,
             the costs of each stage by slice. ``end_seconds`` is that of its first slice.
-        blocking_send: Whether a rank computes again only after its send has arrived, as where one thread
-            computes and copies; otherwise sends overlap compute.
+        blocking_send: Whether a rank waits until its send has arrived before it computes again, as when one
+            thread both computes and copies; otherwise sends overlap compute.
 
     Raises:
-        ValueError: The number of costs differs from the number of stages, or that of a stage from its slices.
+        ValueError: There is not one cost for each stage, or a stage has not one cost for each slice.
     """
     stage_costs = _StageCosts.of(schedule, stages)
     clock = _Clock(schedule, stage_costs, blocking_send)
@@ -190,7 +191,7 @@ class _Clock:
         self.spans: list[list[StageSpan]] = [[] for _ in self.free]
         #: Time at which the link from one rank to another is free.
         self._links: dict[tuple[int, int], float] = {}
-        #: Time at which a microbatch's output (True) of a stage, or its gradient (False), has arrived.
+        #: By (is forward, stage, microbatch): when the stage's output, or its input's gradient, has arrived.
         self._arrived: dict[tuple[bool, int, int], float] = {}
 
     def run(self, action: Action) -> None:

@@ -13,7 +13,7 @@ MOST_SLICES = 2048
 
 
 class UnitMode:
-    """How the parameters of a unit are stored: numbers for arrays, in which an ``IntEnum`` is slow.
+    """How the parameters of a unit are stored; plain integers, since an ``IntEnum`` is slow in arrays.
 
     ``ROOT`` is a SHARD_GRAD_OP operator that joins the root unit, ``SLICED`` a FULL_SHARD operator that is
     gathered slice by slice.
@@ -47,7 +47,7 @@ class UnitStrategy(NamedTuple):
 
     @property
     def plan_mode(self) -> Mode:
-        """Sharding mode in a plan, apart from the shard group."""
+        """Sharding mode in a plan, except that FULL_SHARD in a hybrid group is HYBRID_SHARD there."""
         return _PLAN_MODES[self.mode]
 
     @property
@@ -56,7 +56,7 @@ class UnitStrategy(NamedTuple):
         return self.mode in (UnitMode.SHARD_GRAD_OP, UnitMode.FULL_SHARD)
 
 
-#: By number.
+#: Mode in a plan, indexed by the constants of :class:`UnitMode`.
 _PLAN_MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 
 #: A unit of a chain: first operator, one past the last, strategy.

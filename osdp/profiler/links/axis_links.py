@@ -28,7 +28,7 @@ _LONG = 0.2
 
 
 def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
-    """The devices with the way from stage to stage measured, unless it is known or nobody is there.
+    """The device info with the link between stages measured; unchanged if it is known or there is one stage.
 
     Slowdowns of the ranks are measured as well, except where ranks share a core.
     """
@@ -49,7 +49,7 @@ def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measurem
 
 
 def with_tensor_links(device: DeviceInfo, mesh: DeviceMesh | None, cache: MeasurementCache) -> DeviceInfo:
-    """The devices with the collectives inside layers measured, unless they are known or nobody is there."""
+    """The device info with tensor-parallel links measured; unchanged if they are known or ``tp`` is 1."""
     if device.tensor_links or mesh is None or mesh["tp"].size() == 1:
         return device
     where, group = device_of(mesh), mesh["tp"].get_group()

@@ -43,8 +43,8 @@ def send_whole(
     """
     outline = _outline(state_dict)
     own: dict[str, Any] = model.state_dict()  # its hooks also register the stored parameters
-    result = _compared(outline, own, type(model).__name__, strict)
-    owner_of = {name: owner for mine in gather_objects(dict(owners)) for name, owner in mine.items()}
+    result = _check_names_and_shapes(outline, own, type(model).__name__, strict)
+    owner_of = {name: owner for owned in gather_objects(dict(owners)) for name, owner in owned.items()}
     copies: dict[str, list[str]] = {}
     for name in own:
         copies.setdefault(owner_of.get(name, name), []).append(name)
@@ -81,7 +81,7 @@ def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return broadcast_object(outline)
 
 
-def _compared(
+def _check_names_and_shapes(
     outline: Mapping[str, Any], own: Mapping[str, Any], model: str, strict: bool
 ) -> MissingAndUnexpected:
     """Missing and unexpected names; raises the error of ``nn.Module.load_state_dict`` on all ranks."""
@@ -100,11 +100,11 @@ def _compared(
         list(dict.fromkeys(name for names, _, _ in everyone for name in names)),
         [name for name in stray if name in nowhere],
     )
-    said = list(dict.fromkeys(sentence for *_, sentences in everyone for sentence in sentences))
+    errors = list(dict.fromkeys(mismatch for *_, mismatches in everyone for mismatch in mismatches))
     if strict:
-        said += name_faults(*result)
-    if said:
-        lines = "".join(f"\n\t{sentence}" for sentence in said)
+        errors += name_faults(*result)
+    if errors:
+        lines = "".join(f"\n\t{error}" for error in errors)
         raise RuntimeError(f"Error(s) in loading state_dict for {model}, of which nothing was loaded:{lines}")
     return result
 

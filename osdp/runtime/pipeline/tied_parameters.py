@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from osdp.plan.plan import Plan, Tie
+from osdp.plan.sharding import Mode
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TiedCopies:
         """Broadcast the owner's values to all copies."""
         with torch.no_grad():
             first, *others = self.parameters()
-            given = self._given(first)
+            given = self._exchanged(first)
             if self.group is not None:
                 dist.broadcast(given, src=self.source, group=self.group)
             for parameter in (first, *others):
@@ -63,22 +64,22 @@ class TiedCopies:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-            total = self._given(gradients[0])
+            total = self._exchanged(gradients[0])
             for other in gradients[1:]:
-                total = total + self._given(other)
+                total = total + self._exchanged(other)
             if self.group is not None:
                 dist.all_reduce(total, group=self.group)
             for gradient in gradients:
                 self._replace(gradient, total)
 
-    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
         if not isinstance(tensor, DTensor):
             return tensor
         return tensor.to_local() if self.alike else tensor.full_tensor()
 
     def _replace(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        """Copy ``given``, in the form that :meth:`_given` returns, into ``tensor``."""
+        """Copy ``given``, in the form that :meth:`_exchanged` returns, into ``tensor``."""
         if isinstance(tensor, DTensor) and not self.alike:
             parts = distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
             given = parts.to_local()
@@ -132,11 +133,11 @@ def _all(getters: Sequence[Callable[[], nn.Parameter]]) -> list[nn.Parameter]:
 
 
 def _alike(plan: Plan, tie: Tie) -> bool:
-    ways = set()
+    storages = set()
     for stage, name in zip(tie.stages, tie.names, strict=True):
         sharding = plan.stages[stage].sharding
         decision = next(d for d in sharding.decisions if name in d.parameters)
         unit = next(u for u in sharding.units if decision.operator in u.operators)
-        groups = unit.group_size if decision.mode.value == "HYBRID_SHARD" else 0
-        ways.add((decision.mode.sharded, groups, decision.slices > 1))
-    return len(ways) == 1
+        groups = unit.group_size if decision.mode is Mode.HYBRID_SHARD else 0
+        storages.add((decision.mode.sharded, groups, decision.slices > 1))
+    return len(storages) == 1

@@ -69,7 +69,7 @@ class ShardedModel:
         plan: The plan.
         mesh: The mesh of all data-parallel ranks.
         data_group: These ranks.
-        links: None: as a model, it is not cut.
+        links: Empty links, since the model is not cut into stages.
         root_state: FSDP2's state of the model's root.
         parameters: Its parameters, of all modes.
     """
@@ -146,7 +146,7 @@ class ShardedModel:
 
     def make_schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
         """The schedule of one stage, the same under every known name; raises for unknown names."""
-        default_stages_per_rank(name or "1f1b")
+        default_stages_per_rank(name or "1f1b")  # only to raise for unknown names
         planned = self.plan.training.microbatches
         return make_schedule("1f1b", 1, num_microbatches or planned, num_slices=num_slices)
 
@@ -205,7 +205,7 @@ class ShardedModel:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        """Load a plain state dict, whole and the same on each rank, or what ``state_dict`` gave."""
+        """Load a state dict: whole tensors, equal on all ranks, or what ``model.state_dict()`` returned."""
         return load_into(self.model, state_dict, strict)
 
     def train(self, mode: bool) -> None:
@@ -324,8 +324,8 @@ class ShardedModel:
     def _refuse_mixed_dtypes(self, trainable: set[str]) -> None:
         """Raise if parameters were unfrozen that would be reduced together with ones of another dtype.
 
-        Units are of one trainable dtype when the model is wrapped. Which of the parameters that were frozen
-        then share a unit depends on the plan, so that the check does not look at units.
+        When the model is wrapped, the trainable parameters of a unit have one dtype. Which frozen parameters
+        join them depends on the plan, so this check compares all parameters rather than those of a unit.
         """
         if trainable <= self._trainable_at_first:
             return
@@ -438,7 +438,7 @@ class ShardedModel:
         if self._find_unused and self._reducer.finds_unused(due):
             absent = self._reducer.start_rest_and_find_unused(self._used)
         else:
-            absent = set(self._agree(due)) if self._find_unused else set()
+            absent = set(self._used_nowhere(due)) if self._find_unused else set()
             if not self._find_unused and len(missing) == len(due):
                 absent = set(due)  # torch.autograd.grad: nothing was accumulated
                 missing = []
@@ -477,7 +477,7 @@ class ShardedModel:
             elif is_absent and not path.had_gradient and not isinstance(parameter, ReplicatedParameter):
                 stored.grad = None  # FSDP2 counted it as zero
 
-    def _agree(self, due: Sequence[str]) -> Iterator[str]:
+    def _used_nowhere(self, due: Sequence[str]) -> Iterator[str]:
         """The names in ``due`` that no rank used."""
         used = self._lockstep.used_anywhere([name in self._used for name in due])
         return (name for name, is_used in zip(due, used, strict=True) if not is_used)

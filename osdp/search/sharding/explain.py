@@ -49,26 +49,26 @@ class Explainer:
     def _others(self, index: int) -> Iterator[tuple[str, UnitTuples]]:
         """Other strategies of one unit: a name, and the units of the whole chain with it."""
         own = self._found.units[index][2]
-        again = own.recomputed
+        recomputed = own.recomputed
         for name, other in self._strategies:
             # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
             # compared.
-            if other != own._replace(recomputed=False) and (not again or self._is_whole_block(index)):
+            if other != own._replace(recomputed=False) and (not recomputed or self._is_whole_block(index)):
                 whole = " in one piece" if own.slices > 1 and other.plan_mode is own.plan_mode else ""
-                yield f"{name}{whole}", self._exchanged({index: other._replace(recomputed=again)})
+                yield f"{name}{whole}", self._exchanged({index: other._replace(recomputed=recomputed)})
         count, kept = own.slices, own.kept
         if count > 2:
-            half = sliced(count // 2, kept // 2)._replace(recomputed=again)
+            half = sliced(count // 2, kept // 2)._replace(recomputed=recomputed)
             yield f"{count // 2} slices", self._exchanged({index: half})
         if kept:
             yield "keeping none of the slices", self._exchanged({index: sliced(count)})
         # Another number than the search's none or half, to show what a little more memory would give.
         more = min(kept + max(1, count // 4), count - 1)
-        if more > kept and not again and self._keep:
+        if more > kept and not recomputed and self._keep:
             yield f"keeping {more} of the slices", self._exchanged({index: sliced(count, more)})
         if own.offloaded:
             yield "keeping it on the device", self._exchanged({index: own._replace(offloaded=False)})
-        if again:
+        if recomputed:
             # Recomputation is a decision about a block, hence about all its units.
             members = self._of_block(index)
             keeping = {member: self._found.units[member][2]._replace(recomputed=False) for member in members}

@@ -1,11 +1,12 @@
 """Derivation of sequence parallelism from a trace, checked numerically on a random sequence.
 
-If a block works on each position by itself between its regions, each rank can compute that part for its
-part of the sequence. The sequence is the second-to-last dimension of the first tensor that a block is given
-and of the first that it returns. A region begins at the innermost module that contains all its column
-modules, or at each of these if that is the block itself; there the tensors are gathered that were computed
-and have the shape of the block's input. All ranks of a block are then run at once on parts of a random
-sequence, and compared with the whole.
+A region is a group of modules that are sharded together: column modules, then row modules. If a block treats
+each position separately outside its regions, each rank can compute that code for its own part of the
+sequence. The sequence is the second-to-last dimension of a block's first input tensor and of its first output
+tensor. A region begins at the innermost module that contains all its column modules; if that module is the
+block itself, it begins at each column module. At the beginning of a region the sequence is gathered: of all
+tensors that were computed from parameters and have the shape of the block's input. As a check, all ranks of a
+block are run in one process on parts of a random sequence and compared with a run on the whole sequence.
 
 Gradients need no such check: each collective has its adjoint in backward, so only the gradients of parameters
 that every rank holds whole differ between ranks, and their sum is the gradient.
