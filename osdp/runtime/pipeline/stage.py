@@ -67,13 +67,7 @@ class StageModule:
     def forward(
         self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> StageOutput:
-        """Run the stage.
-
-        Args:
-            received: One tensor for each incoming transfer.
-            args: Positional inputs of the model, the same on every stage.
-            kwargs: Keyword inputs.
-        """
+        """Run the stage; see :class:`osdp.runtime.stages.Stage`."""
         sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
         return StageOutput(sent, result)
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import UnshardHandle
 from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule
+from osdp.plan.schedules import ONE_STAGE
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
@@ -146,9 +147,9 @@ class ShardedModel:
 
     def make_schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
         """The schedule of one stage, the same under every known name; raises for unknown names."""
-        default_stages_per_rank(name or "1f1b")  # only to raise for unknown names
+        default_stages_per_rank(name or ONE_STAGE)  # only to raise for unknown names
         planned = self.plan.training.microbatches
-        return make_schedule("1f1b", 1, num_microbatches or planned, num_slices=num_slices)
+        return make_schedule(ONE_STAGE, 1, num_microbatches or planned, num_slices=num_slices)
 
     @property
     def sharded(self) -> "ShardedModel":
