@@ -8,6 +8,7 @@ and collectives.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,39 @@ from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.models import CASES
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
-from osdp import Training
+from osdp import Mode, Plan, Training
+from osdp.plan.sharding import Decision, Unit
 
 WORLD_SIZE = 2
 #: Ranks of the memory and collective counts.
 COUNTED_WORLD_SIZE = 8
 LOSS_TOLERANCE = 1e-3
 
+#: DDP closes its first bucket at the first of these sizes, every further one at the second.
+DDP_BUCKETS = (2**20, 25 * 2**20)
+
 #: What OSDP is compared with, by the strategy of its plan.
 PAIRS = {"FULL_SHARD": "fsdp2", "NO_SHARD": "ddp"}
 NAMES = {"FULL_SHARD": "shard", "NO_SHARD": "replicate"}
+
+
+def with_ddp_buckets(plan: Plan) -> Plan:
+    """``plan``, which replicates everything, with units as large as DDP's buckets.
+
+    How many buckets pay depends on the network. The search decides it for the given one, DDP for none; here
+    what wraps the model is compared, so both get the same.
+    """
+    units: list[Unit] = []
+    rest = list(plan.decisions)
+    while rest:
+        cap = DDP_BUCKETS[min(len(units), 1)]
+        taken: list[Decision] = []
+        while rest and sum(decision.nbytes for decision in taken) < cap:
+            taken.insert(0, rest.pop())
+        modules = tuple(dict.fromkeys(name for decision in taken for name in decision.modules))
+        units.append(Unit(Mode.NO_SHARD, tuple(decision.operator for decision in taken), modules))
+    stage = replace(plan.stages[0], sharding=replace(plan.sharding, units=tuple(reversed(units))))
+    return replace(plan, stages=(stage,))
 
 
 def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, rounds: int) -> Row:
@@ -47,7 +71,10 @@ def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, ro
     device = given_device(dist.get_world_size())
     candidates: dict[str, Candidate] = {}
     for strategy, baseline in PAIRS.items():
-        candidates[strategy] = setting.candidate(device, setting.plan(device, strategy=strategy))
+        plan = setting.plan(device, strategy=strategy)
+        candidates[strategy] = setting.candidate(
+            device, with_ddp_buckets(plan) if baseline == "ddp" else plan
+        )
         candidates[baseline] = setting.by_hand(baseline)
         # The baseline a second time: the ratio of a program to itself is what the machine adds.
         candidates[f"{baseline} again"] = setting.by_hand(baseline)

@@ -19,6 +19,7 @@ used, and after the all-reduce which of them any rank used. Nothing else has to 
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -124,7 +125,8 @@ class Bucket:
                 f"parameter {parameter.name!r} got a second gradient in one backward, after its all-reduce "
                 "had started; use torch.utils.checkpoint with use_reentrant=False"
             )
-        with torch.no_grad():
+        # Called for every gradient: a context costs microseconds, and gradients are off in most backwards.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if self._flat is None and not self._open_with(index, grad):
                 self._open()
             parameter.compute.grad = None

@@ -128,17 +128,13 @@ class ShardedParameter:
 
     def __init__(self, owned: ParameterSites, unit: int) -> None:
         self.owned = owned
+        self.name = owned.name
         self.stored = owned.parameter
         compute_with_other_meshes(self.stored)
         self.path = GradientPath()
         self.unit = unit
         self.compute: nn.Parameter | None = None
         self.reports = False
-
-    @property
-    def name(self) -> str:
-        """The first of its FQNs."""
-        return self.owned.name
 
 
 class ShardedUnit:

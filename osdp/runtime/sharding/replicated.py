@@ -31,6 +31,7 @@ class ReplicatedParameter:
 
     Attributes:
         owned: The places where it is registered.
+        name: The first of its FQNs.
         stored: The parameter that the optimizer sees.
         compute: The parameter that forward and backward use; never the stored one itself, whose hooks and
             gradient autograd would reach before the reduction.
@@ -39,6 +40,7 @@ class ReplicatedParameter:
 
     def __init__(self, owned: ParameterSites, compute_dtype: torch.dtype | None) -> None:
         self.owned = owned
+        self.name = owned.name
         self.stored = owned.parameter
         self.path = GradientPath()
         local = self.local
@@ -50,11 +52,6 @@ class ReplicatedParameter:
             _free(self.compute)
         else:
             self.compute = nn.Parameter(local, requires_grad=self.stored.requires_grad)
-
-    @property
-    def name(self) -> str:
-        """The first of its FQNs."""
-        return self.owned.name
 
     @property
     def local(self) -> torch.Tensor:

@@ -422,7 +422,8 @@ class ShardedModel:
                 f"the gradient of {parameter.name!r} is sparse, which is not reduced over the ranks: look "
                 "rows up with sparse=False, and train them by a dense optimizer"
             )
-        self._begin_backward()
+        if not self._backward_runs or torch.is_grad_enabled():
+            self._begin_backward()
         self._used.add(parameter.name)
 
     def _end_backward(self) -> None:
@@ -431,6 +432,8 @@ class ShardedModel:
         queue_backward_callback(self._reduce_rest)
 
     def _reduce_rest(self) -> None:
+        # While the last all-reduces are under way.
+        self._replicated.swap_out()
         due = [p.name for p in self.parameters if p.path.syncs and p.stored.requires_grad]
         if not due:
             self._deliver(())
@@ -454,7 +457,6 @@ class ShardedModel:
         self._sharded.end_backward()
         self._backward_runs = False
         self._pending = False
-        self._replicated.swap_out()
         self._entries.open_in_backward = True
         try:
             self._hand_out(absent)

@@ -124,6 +124,7 @@ class SlicedParameter:
 
     Attributes:
         owned: The places where it is registered.
+        name: The first of its FQNs.
         stored: The parameter that the optimizer sees.
         compute: This rank's part as a plain parameter, in the same memory.
         path: The path of its gradient to the optimizer.
@@ -131,17 +132,13 @@ class SlicedParameter:
 
     def __init__(self, owned: ParameterSites) -> None:
         self.owned = owned
+        self.name = owned.name
         self.stored = owned.parameter
         self.compute = nn.Parameter(self._local, requires_grad=self.stored.requires_grad)
         compute_with(self.stored, self.compute)
         self.path = GradientPath()
         #: The whole weight, gathered for reading by :meth:`gather`.
         self.whole: nn.Parameter | None = None
-
-    @property
-    def name(self) -> str:
-        """The first of its FQNs."""
-        return self.owned.name
 
     @property
     def _local(self) -> torch.Tensor:
