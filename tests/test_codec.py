@@ -242,7 +242,7 @@ def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:
         path.write_text(f'{{"version": {old}, "optimizer": "AdamW"}}')
         with pytest.raises(
             ValueError,
-            match=rf"plan\.json: a plan of format {old}, .* reads format 6: make it anew by osdp plan",
+            match=rf"plan\.json: a plan of format {old}; .* reads format 6: create it again with osdp plan",
         ):
             Plan.load(path)
 

@@ -262,9 +262,9 @@ class Plan(Savable):
         version = content.get("version", PLAN_VERSION) if isinstance(content, dict) else PLAN_VERSION
         if version != PLAN_VERSION:
             raise ValueError(
-                f"{path}: a plan of format {quote(version)}, this version of osdp reads format "
-                f"{PLAN_VERSION}: make it anew by osdp plan, osdp cluster plan --out or make_plan(...), or "
-                "by OSDP(...) without plan="
+                f"{path}: a plan of format {quote(version)}; this version of osdp reads format "
+                f"{PLAN_VERSION}: create it again with osdp plan, osdp cluster plan --out, make_plan(...), "
+                "or OSDP(...) without plan="
             )
         return super().load(path)
 

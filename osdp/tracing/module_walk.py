@@ -35,6 +35,7 @@ from osdp.tracing.sample_batch import SampleBatch
 
 Key = tuple[str, int, int]
 #: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
+#: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
 _NO_SEQUENCE = 2**63
 
 
@@ -47,14 +48,14 @@ class Interval:
         call: Index of the call of the module, from 0.
         part: Index of the interval within that call, from 0.
         stack: FQNs of the modules whose forward is running, outermost first.
-        node: Autograd's next sequence number when the interval began.
+        first_number: Autograd's next sequence number when the interval began.
     """
 
     module: str
     call: int
     part: int
     stack: tuple[str, ...]
-    node: int
+    first_number: int
 
     @property
     def key(self) -> Key:
@@ -189,7 +190,7 @@ def backward_marks(
 
 def _first_nodes(loss: torch.Tensor, intervals: Sequence[Interval]) -> dict[int, Node]:
     """The node with the highest sequence number of each interval, by the index of the interval."""
-    starts = [interval.node for interval in intervals]
+    starts = [interval.first_number for interval in intervals]
     first: dict[int, tuple[int, Node]] = {}
     for node in autograd_nodes(loss):
         number = sequence_number(node)

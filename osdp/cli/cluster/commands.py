@@ -21,7 +21,7 @@ from osdp.cluster.export.pareto_plot import plot_plans
 from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of, text_table
 from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
-from osdp.cluster.search.infeasible import check_space, nothing_fits
+from osdp.cluster.search.infeasible import check_space, no_plan_error
 from osdp.cluster.search.layouts import arrange, every_layout
 from osdp.cluster.search.objectives import best_plans, pareto
 from osdp.cluster.search.space import families
@@ -52,7 +52,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     else:
         found = best_plans(prices, space, sought, _progress("parts" if goal.parts else "layouts"))
     if not found.plans:
-        raise nothing_fits(prices, space, sought)
+        raise no_plan_error(prices, space, sought)
     plans: Sequence[ClusterPlan] = found.plans
     if goal.every:
         listed = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))

@@ -12,7 +12,7 @@ from osdp.cli.models import build, changed_fields, is_folder, load_described_mod
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.frameworks import exports
-from osdp.cluster.export.launch_scripts import batch_script, launch_sheet
+from osdp.cluster.export.launch_scripts import batch_script, launch_script
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.transformer import TransformerShape
@@ -58,7 +58,7 @@ def write_runnable(
     made.save(out)
     program = f"train.py --plan {out.name}"
     plan.save(out.with_name(f"{out.stem}.layout.json"))
-    out.with_name("launch.sh").write_text(launch_sheet(plan, cluster, program), encoding="utf8")
+    out.with_name("launch.sh").write_text(launch_script(plan, cluster, program), encoding="utf8")
     out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
     numbers = plan.peak.total - plan.peak.reserve
     typer.echo(

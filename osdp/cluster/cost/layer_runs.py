@@ -104,7 +104,7 @@ class RunPrices:
         """Seconds per microbatch, without transfers between stages."""
         return _sum([self.priced[part.strategy].seconds[part.start, part.stop] for part in parts])
 
-    def gradients(self, parts: Sequence[RunBatch]) -> Floats:
+    def gradient_seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds of collectives after the last microbatch."""
         return _sum(
             [
@@ -115,7 +115,7 @@ class RunPrices:
             ]
         )
 
-    def update(self, parts: Sequence[RunBatch]) -> Floats:
+    def update_seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds of the optimizer step."""
         return _sum(
             [
@@ -124,9 +124,9 @@ class RunPrices:
             ]
         )
 
-    def end(self, parts: Sequence[RunBatch]) -> Floats:
+    def end_seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds after the last microbatch."""
-        return self.gradients(parts) + self.update(parts)
+        return self.gradient_seconds(parts) + self.update_seconds(parts)
 
     def step_seconds(self, seconds: Floats, end: Floats) -> Floats:
         """Seconds that a stage adds to a step if it is the slowest and the last to end.
@@ -155,8 +155,8 @@ class RunPrices:
             states = states + np.ceil(part.parameters * of_state)
             # Items run one after the other, so that their transient memory is a maximum, not a sum.
             working = np.maximum(working, own.working[part.start, part.stop])
-            held = part.parameters / prices.shards_of_states(strategy, layout)
-            update = update + np.ceil(held * prices.workload.update_bytes)
+            updated = part.parameters / prices.shards_of_states(strategy, layout)
+            update = update + np.ceil(updated * prices.workload.update_bytes)
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
 

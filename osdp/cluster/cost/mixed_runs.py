@@ -99,7 +99,7 @@ def mixed_stages(runs: RunPrices) -> MixedStages:
         if one != other:
             # A cut at an end of the stage stands for none that fits.
             total = np.where((where > start) & (where < stop), total, np.inf)
-        there, after = runs.seconds(parts), runs.end(parts)
+        there, after = runs.seconds(parts), runs.end_seconds(parts)
         value = np.where(total <= runs.hardware.limit, runs.step_seconds(there, after), np.inf)
         # Prefer the faster of those that fit; as long as none does, the one that needs less memory.
         better = (value < best) | (np.isinf(best) & (total < needed))
@@ -199,7 +199,7 @@ def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
         layer = priced.items[runs.prices.items[where]]
         parts = runs.whole(number, np.array(where), np.array(where + 1))
         nbytes[number] = _bytes_each(runs, number) * layer.parameters + layer.kept * runs.held
-        value[number] = runs.step_seconds(np.array(layer.seconds), runs.end(parts))
+        value[number] = runs.step_seconds(np.array(layer.seconds), runs.end_seconds(parts))
     return nbytes, value
 
 

@@ -100,7 +100,7 @@ class StagePricer:
             parts = runs.whole(strategies[0], first, last)
             if cut < stop:
                 parts = runs.split(strategies, first, np.array(cut), last)
-        gradients, optimizer = float(runs.gradients(parts)), float(runs.update(parts))
+        gradients, optimizer = float(runs.gradient_seconds(parts)), float(runs.update_seconds(parts))
         sizes = runs.sizes(parts, np.array(rank))
         return StageEstimate(
             runs=tuple(LayerRun(runs.strategies[part.strategy], int(part.stop)) for part in parts),

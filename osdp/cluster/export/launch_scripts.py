@@ -24,7 +24,7 @@ def node_order(slots: Sequence[StageSlot]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def launch_sheet(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
+def launch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
     """Shell script that starts ``program`` on one node; its argument is the number of the node."""
     order = node_order(plan.slots)
     lines = [

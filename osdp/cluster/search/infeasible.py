@@ -33,7 +33,7 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
         ValueError: No layout exists; the message lists every divisor that fails.
     """
     cluster, load = prices.cluster, prices.workload
-    if any(any(families(cluster, counts, load, space)) for counts in parts_of(prices, parts)):
+    if any(True for counts in parts_of(prices, parts) for _ in families(cluster, counts, load, space)):
         return
     # 1. Every degree and batch size by itself.
     world, faults = cluster.num_devices, []
@@ -54,8 +54,8 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
         if load.global_batch % dp:
             faults.append(f"dp={dp} does not divide the global batch of {load.global_batch}")
         faults += [
-            f"{samples} samples of a microbatch do not divide the {load.global_batch // dp} samples of each "
-            f"of dp={dp} ranks"
+            f"microbatches of {samples} do not divide the {load.global_batch // dp} samples of each "
+            f"data-parallel rank at dp={dp}"
             for samples in space.samples
             if load.global_batch % dp == 0 and load.global_batch // dp % samples
         ]
@@ -80,11 +80,11 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
         and not faults
         and cells_of(cluster, cluster.counts, space.tp[0] * space.dp[0]) is None
     ):
-        faults.append(f"stages of tp x dp = {space.tp[0] * space.dp[0]} devices leave nodes over")
-    raise ValueError("no layout is possible: " + ("; ".join(faults) or "the degrees exclude each other"))
+        faults.append(f"stages of tp x dp = {space.tp[0] * space.dp[0]} devices cannot use all nodes")
+    raise ValueError("no layout is possible: " + ("; ".join(faults) or "the choices contradict each other"))
 
 
-def nothing_fits(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) -> Exception:
+def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) -> Exception:
     """Exception that explains why the search returned no plan.
 
     Args:

@@ -53,13 +53,13 @@ class StageCost:
     def __post_init__(self) -> None:
         if not 0 <= self.input_seconds <= self.backward_seconds:
             raise ValueError(
-                f"the gradient of the input takes {self.input_seconds} s of a backward of "
-                f"{self.backward_seconds} s; it is a part of it"
+                f"input_seconds must be between 0 and backward_seconds ({self.backward_seconds}), got "
+                f"{self.input_seconds}"
             )
         if not 0 <= self.kept_for_weights <= self.activation_bytes:
             raise ValueError(
-                f"gradients of the weights need {self.weight_bytes} of {self.activation_bytes} bytes of "
-                "activations; they are a part of them"
+                f"weight_bytes must be between 0 and activation_bytes ({self.activation_bytes}), got "
+                f"{self.weight_bytes}"
             )
 
     @property

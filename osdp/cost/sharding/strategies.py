@@ -83,7 +83,7 @@ def sliced(slices: int, kept: int = 0) -> UnitStrategy:
         ValueError: ``slices`` is no power of two from 2 to 2048, or ``kept`` exceeds it.
     """
     if slices.bit_count() != 1 or not 2 <= slices <= MOST_SLICES:
-        raise ValueError(f"slices are counted in powers of two from 2 to {MOST_SLICES}, not {slices}")
+        raise ValueError(f"slices must be a power of two from 2 to {MOST_SLICES}, got {slices}")
     if not 0 <= kept <= slices:
         raise ValueError(f"{kept} of {slices} slices cannot stay gathered; give a number from 0 to {slices}")
     return UnitStrategy(UnitMode.SLICED, slices, kept)

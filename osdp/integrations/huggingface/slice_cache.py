@@ -56,7 +56,7 @@ class SliceCache(DynamicCache):
         """Keys and values that the next slice needs, by layer of this stage."""
         return {index: _pair(self._after[index]) for index in self.added}
 
-    def followed(self, past: Mapping[int, Pair], length: int) -> "SliceCache":
+    def next_cache(self, past: Mapping[int, Pair], length: int) -> "SliceCache":
         """The cache of the next slice, after one of ``length`` tokens."""
         layers = []
         for index, layer in enumerate(self._after):

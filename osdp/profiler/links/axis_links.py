@@ -84,13 +84,13 @@ def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tupl
 
 
 def _agree_on_device(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
-    """The devices with the least memory and the busiest cores of any stage: each measured its own."""
-    limits = [device.memory_limit, -device.ranks_per_core]
-    least = torch.tensor(limits, dtype=torch.int64, device=device_of(mesh))
+    """The device info with the lowest memory limit and the most ranks per core that any stage measured."""
+    own = [device.memory_limit, -device.ranks_per_core]  # negative, so that one MIN serves both
+    least = torch.tensor(own, dtype=torch.int64, device=device_of(mesh))
     for axis in mesh.mesh_dim_names or ():
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    limit, cores = least.tolist()
-    return replace(device, memory_limit=limit, ranks_per_core=-cores)
+    memory_limit, negative_ranks_per_core = least.tolist()
+    return replace(device, memory_limit=memory_limit, ranks_per_core=-negative_ranks_per_core)
 
 
 def _measure(

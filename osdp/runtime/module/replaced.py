@@ -23,7 +23,7 @@ Successor = tuple[str, nn.Parameter | None]
 
 #: Advice on where to create the optimizer, for messages.
 MOVE = (
-    "make it after the line that wraps the model, of what the model has then: model = OSDP(model, ...); "
+    "create the optimizer after wrapping, from the wrapped model's parameters: model = OSDP(model, ...); "
     "optimizer = torch.optim.AdamW(model.parameters(), ...)"
 )
 
@@ -54,18 +54,19 @@ class ReplacedParameter(nn.Parameter):
     ) -> Any:
         """Forward access to ``grad`` to the successor; raise for operations that need values."""
         mine = args[0] if args and isinstance(args[0], cls) else None
-        asked = func.__name__
-        of = getattr(getattr(func, "__self__", None), "__name__", "")
-        if mine is not None and of == "grad":
-            return mine._gradient(asked, *args[1:])
-        if mine is not None and (asked in _FACTS or (asked == "__get__" and of not in _VALUES)):
-            answer: Any = super().__torch_function__
-            return answer(func, types, args, kwargs or {})
-        found = next(_within(cls, [*args, *(kwargs or {}).values()]), None)
+        method = func.__name__
+        # Access to a property calls a method of its descriptor, such as __get__.
+        descriptor = getattr(getattr(func, "__self__", None), "__name__", "")
+        if mine is not None and descriptor == "grad":
+            return mine._gradient(method, *args[1:])
+        if mine is not None and (method in _FACTS or (method == "__get__" and descriptor not in _VALUES)):
+            default: Any = super().__torch_function__
+            return default(func, types, args, kwargs or {})
+        used = next(_within(cls, [*args, *(kwargs or {}).values()]), None)
         raise RuntimeError(
-            f"parameter{'' if found is None else f' {found.fqn!r}'} is no longer the model's: wrapping has "
-            f"replaced it, and what computes with it (here {of or asked}) would go on with weights nobody "
-            f"trains; {MOVE}"
+            f"parameter{'' if used is None else f' {used.fqn!r}'} is no longer the model's: wrapping has "
+            f"replaced it, and {descriptor or method} would compute with weights that are no longer trained; "
+            f"{MOVE}"
         )
 
     def _gradient(self, access: str, *value: torch.Tensor | None) -> torch.Tensor | None:

@@ -125,7 +125,8 @@ class ShardedModel:
             param_dtype=getattr(torch, plan.training.param_dtype) if plan.training.param_dtype else None,
         )
         swapped = (*self._replicated, *self._in_slices.parameters)
-        for module in {id(m): m for p in swapped for m, _ in p.owned.places}.values():
+        modules = {id(module): module for parameter in swapped for module, _ in parameter.owned.places}
+        for module in modules.values():
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -419,8 +420,8 @@ class ShardedModel:
         grad = None if parameter.compute is None else parameter.compute.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError(
-                f"the gradient of {parameter.name!r} is sparse, which is not reduced over the ranks: look "
-                "rows up with sparse=False, and train them by a dense optimizer"
+                f"the gradient of {parameter.name!r} is sparse, which cannot be reduced over ranks: create "
+                "the embedding with sparse=False, and use an optimizer for dense gradients"
             )
         if not self._backward_runs or torch.is_grad_enabled():
             self._begin_backward()

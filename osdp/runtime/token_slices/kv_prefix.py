@@ -48,7 +48,7 @@ class KeyValues(Protocol):
     def held(self) -> Mapping[int, Pair]:
         """Keys and values that it passes to the next slice, by layer."""
 
-    def followed(self, past: Mapping[int, Pair], length: int) -> "KeyValues":
+    def next_cache(self, past: Mapping[int, Pair], length: int) -> "KeyValues":
         """The cache of the next slice, after one of ``length`` tokens, with ``past`` in place of ``held``."""
 
 
@@ -67,11 +67,11 @@ class Prefix:
         """Call ``run`` with the cache inputs of a slice of ``length`` tokens; returns cache and result."""
         now = self._next
         result = run(now.arguments)
-        left = {
+        leaves = {
             layer: tuple(tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in pair)
             for layer, pair in now.held.items()
         }
-        self._next = now.followed(left, length)  # type: ignore[arg-type]
+        self._next = now.next_cache(leaves, length)  # type: ignore[arg-type]
         return now, result
 
     def roots(self, now: KeyValues) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

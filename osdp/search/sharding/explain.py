@@ -129,10 +129,10 @@ def _difference(chosen: StepEstimate, others: Sequence[tuple[str, StepEstimate]]
     if fitting:
         slower, mode, outcome = min(fitting, key=lambda item: item[0])
         # The best other choice that fits: what it would cost, and what it would save.
-        spared = chosen.peak - outcome.peak
+        saved = chosen.peak - outcome.peak
         parts.append(
             f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
-            + (f" and spare {format_bytes(spared)}" if spared > 0 else "")
+            + (f" and save {format_bytes(saved)}" if saved > 0 else "")
         )
     for mode, outcome in others:
         if outcome.peak > limit and outcome.seconds < chosen.seconds:

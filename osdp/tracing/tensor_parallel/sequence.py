@@ -48,7 +48,7 @@ def share_sequence(model: nn.Module, flow: FeatureFlow, plan: TensorParallelPlan
     search = _Search(model, flow, plan)
     reasons: dict[str, None] = {}
     for run in _find_runs(model, plan):
-        fault = search.fault(run)
+        fault = search.add(run)
         if fault is not None:
             reasons[fault] = None
     if reasons or not search.runs:
@@ -85,8 +85,8 @@ class _Search:
     summed: list[str] = field(default_factory=list)
     _proven: dict[Any, str | None] = field(default_factory=dict)
 
-    def fault(self, run: tuple[str, ...]) -> str | None:
-        """Add ``run`` to the result; returns the reason if its blocks cannot use sequence parallelism."""
+    def add(self, run: tuple[str, ...]) -> str | None:
+        """Add ``run`` to the result, or return the reason why its blocks cannot use sequence parallelism."""
         missing = [block for block in run if block not in self.flow.calls]
         if missing:
             return f"the forward of {missing[0]} does not run"
@@ -203,9 +203,10 @@ def _innermost(names: list[str]) -> str:
 
 def _positions_of(call: Call, hidden: torch.Tensor) -> tuple[int, ...]:
     """Leaf indices, in a call's arguments, of the computed tensors with the shape of ``hidden``."""
-    computed = iter(call.computed)
+    leaves = enumerate(tree_leaves(_arguments(call)))
+    tensors = [(index, leaf) for index, leaf in leaves if isinstance(leaf, torch.Tensor)]
     return tuple(
-        at
-        for at, leaf in enumerate(tree_leaves(_arguments(call)))
-        if isinstance(leaf, torch.Tensor) and next(computed) and leaf.shape == hidden.shape
+        index
+        for (index, tensor), is_computed in zip(tensors, call.computed, strict=True)
+        if is_computed and tensor.shape == hidden.shape
     )

@@ -169,7 +169,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         ),
         (
             ["--dp", "2", "--micro-batch", "3"],
-            "3 samples of a microbatch do not divide the 4 samples of each of dp=2",
+            "microbatches of 3 do not divide the 4 samples of each data-parallel rank at dp=2",
         ),
         (["--schedule", "zb"], "does not support schedule 'zb'; it supports 1f1b"),
         (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),

@@ -65,7 +65,7 @@ def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, loa
                 if cut == stop:
                     parts = runs.whole(one, bounds[0], bounds[2])
                 if runs.sizes(parts, np.array(rank)).total(load.reserve) <= runs.hardware.limit:
-                    best = min(best, float(runs.step_seconds(runs.seconds(parts), runs.end(parts))))
+                    best = min(best, float(runs.step_seconds(runs.seconds(parts), runs.end_seconds(parts))))
         stage = stages.stage(start, stop, rank)
         if np.isinf(best):
             assert stage.bytes.total > stage.bytes.limit

@@ -171,9 +171,9 @@ def test_a_timeline_keeps_every_order_and_dependency(
 def test_wrong_costs_are_refused() -> None:
     with pytest.raises(ValueError, match="costs of 3 stages are given and schedule '1f1b' has 2 stages"):
         simulate(make_schedule("1f1b", 2, 1), [StageCost(1, 1)] * 3)
-    with pytest.raises(ValueError, match=r"3\.0 s of a backward of 2\.0 s"):
+    with pytest.raises(ValueError, match=r"between 0 and backward_seconds \(2\.0\), got 3\.0"):
         StageCost(1.0, 2.0, 3.0)
-    with pytest.raises(ValueError, match="need 9 of 8 bytes"):
+    with pytest.raises(ValueError, match=r"between 0 and activation_bytes \(8\), got 9"):
         StageCost(1.0, 2.0, activation_bytes=8, weight_bytes=9)
 
 
