@@ -19,6 +19,7 @@ from osdp.inputs import (
     resolve_mesh,
     resolve_stage_device,
     resolve_training,
+    samples_of_rank,
     usable_schedules,
     with_microbatches,
 )
@@ -110,7 +111,8 @@ def _whole_plan(
         )
     rules = make_search_options(allowed, chosen, device)
     measure = make_profiler(model, description, sample, device, chosen, mesh, loss_fn, cache)
-    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
+    samples = samples_of_rank(chosen["global_batch"], device.world_size)
+    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure, samples)
     cache.report()
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
@@ -129,7 +131,10 @@ def _cut_plan(
     policy = chosen["auto_wrap_policy"]
     data = mesh["dp"] if mesh is not None else None
     description, sample = resolve_description(model, model_desc, loss_fn, policy)
-    training = with_microbatches(resolve_training(training, description, chosen), dims)
+    samples = samples_of_rank(chosen["global_batch"], dims.dp)
+    training = resolve_training(training, description, chosen)
+    if samples is None:
+        training = with_microbatches(training, dims)
     names = usable_schedules(schedule_of(chosen), dims, training)
     cache = MeasurementCache(chosen["cache_dir"])
     device = with_tensor_links(
@@ -142,7 +147,7 @@ def _cut_plan(
     )
     measure = make_profiler(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
-    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure)
+    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure, samples)
     cache.report()
 
     def search() -> Plan:

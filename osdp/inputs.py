@@ -132,6 +132,24 @@ def with_microbatches(training: Training, dims: ParallelDims) -> Training:
     return replace(training, microbatches=_MICROBATCHES * dims.pp)
 
 
+def samples_of_rank(global_batch: int | None, dp: int) -> int | None:
+    """Samples of each data-parallel rank in a step; ``None`` if no ``global_batch`` was asked for.
+
+    Raises:
+        ValueError: The ranks cannot share them evenly; names the nearest they can.
+    """
+    if global_batch is None:
+        return None
+    if global_batch < 1 or global_batch % dp:
+        below = global_batch // dp * dp
+        nearest = [str(total) for total in (below, below + dp) if total > 0]
+        raise ValueError(
+            f"global_batch={global_batch} cannot be divided among dp={dp} ranks; the nearest that can: "
+            f"{' and '.join(nearest)}"
+        )
+    return global_batch // dp
+
+
 def usable_schedules(name: str | None, dims: ParallelDims, training: Training) -> tuple[str, ...]:
     """The schedule that was asked for, or those that can run.
 

@@ -56,6 +56,9 @@ class PlanOptions(TypedDict, total=False):
             most samples per second wins.
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's, or
             with stages four per rank of a pipeline if that is one.
+        global_batch: Samples of all ranks in a step. Local batch, microbatches and recomputation are then
+            chosen together so that they make it up: among all local batches up to the sample batch's, unless
+            ``local_batches`` names some.
         slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
             ``strategy`` or ``two_step`` forces something.
         recompute: Whether blocks may be recomputed in backward (activation checkpointing); not where
@@ -86,6 +89,7 @@ class PlanOptions(TypedDict, total=False):
     strategy: Annotated[str | Mode | None, Option()]
     local_batches: Annotated[Sequence[int], Option(())]
     microbatches: Annotated[Sequence[int], Option(())]
+    global_batch: Annotated[int | None, Option()]
     slices: Annotated[Sequence[int], Option(SLICES)]
     recompute: Annotated[bool, Option(True)]
     offload: Annotated[bool, Option(True)]

@@ -164,3 +164,17 @@ def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None
         '6: error: Argument "pp" to "make_plan" has incompatible type "str"; expected "int | None"  '
         "[arg-type]",
     ]
+
+
+def test_a_global_batch_is_kept_whatever_is_chosen() -> None:
+    links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**30, devices_per_node=2, links=links, flops=1e9, memory_bandwidth=1e9)
+    model_desc = ModelDesc.from_module(NET, torch.ones(6, 4))
+    plan = make_plan(None, model_desc, device, global_batch=24)
+    assert plan.global_batch == 24 and plan.local_batch <= 6
+    with pytest.raises(ValueError, match=r"global_batch=25 cannot .* among dp=2 ranks; .*: 24 and 26"):
+        make_plan(None, model_desc, device, global_batch=25)
+    stages = make_plan(
+        nn.Sequential(NET, nn.Linear(4, 4)), torch.ones(6, 4), device, pp=2, dp=2, global_batch=24
+    )
+    assert stages.global_batch == 24

@@ -347,16 +347,50 @@ def batches(
     local_batches: Sequence[int],
     microbatches: Sequence[int],
     profile: Callable[[Training], Profile],
+    samples: int | None = None,
 ) -> list[Candidate]:
     """Candidates for each local batch and number of microbatches, largest first.
 
-    Where a list is empty, the training's own value is used.
+    Where a list is empty, the training's own value is used. With ``samples`` a rank trains that many in each
+    step: only local batches and numbers of microbatches with that product remain, and where a list is empty
+    all of them are tried, local batches up to the training's own.
+
+    Raises:
+        ValueError: No local batch and number of microbatches have that product; names the nearest that can be
+            reached.
     """
-    sizes = set(local_batches) or {training.local_batch or 1}
-    counts = set(microbatches) or {training.microbatches}
+    if samples is None:
+        counts = set(microbatches) or {training.microbatches}
+        cuts = {batch: counts for batch in set(local_batches) or {training.local_batch or 1}}
+    else:
+        cuts = _cuts_of(samples, training, local_batches, microbatches)
     found = []
-    for batch in sorted(sizes, reverse=True):
+    for batch in sorted(cuts, reverse=True):
         measured = profile(replace(training, local_batch=batch))
-        for count in sorted(counts, reverse=True):
+        for count in sorted(cuts[batch], reverse=True):
             found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
+    return found
+
+
+def _cuts_of(
+    samples: int, training: Training, local_batches: Sequence[int], microbatches: Sequence[int]
+) -> dict[int, set[int]]:
+    """Numbers of microbatches by local batch, whose product is ``samples``."""
+    largest = training.local_batch or 1
+    sizes = set(local_batches) or {size for size in range(1, largest + 1) if samples % size == 0}
+    counts = set(microbatches) or ({training.microbatches} if training.microbatches > 1 else set())
+    found = {
+        size: {samples // size}
+        for size in sizes
+        if samples % size == 0 and (not counts or samples // size in counts)
+    }
+    if not found:
+        around = {size: counts or {samples // size, samples // size + 1} for size in sizes}
+        reached = {size * count for size, numbers in around.items() for count in numbers}
+        nearest = sorted(reached - {0}, key=lambda total: (abs(total - samples), total))[:2]
+        raise ValueError(
+            f"no local batch of {', '.join(map(str, sorted(sizes)))} and number of microbatches"
+            f"{' of ' + ', '.join(map(str, sorted(counts))) if counts else ''} give {samples} samples a step "
+            f"on each rank; the nearest they give are {' and '.join(map(str, nearest))}"
+        )
     return found

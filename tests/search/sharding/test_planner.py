@@ -200,6 +200,30 @@ def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -
     assert together.local_batch == max(rates, key=lambda batch: rates[batch])
 
 
+def _cuts(samples: int, local_batch: int, **lists: tuple[int, ...]) -> list[tuple[int, int]]:
+    _, profile = random_model(0, 2, 2)
+    given = {"local_batches": (), "microbatches": ()} | lists
+    training = Training(local_batch=local_batch)
+    found = batches(
+        training, **given, profile=lambda step: scaled(profile, step.local_batch), samples=samples
+    )
+    return [(c.training.local_batch, c.training.microbatches) for c in found]
+
+
+def test_a_fixed_number_of_samples_is_cut_in_all_ways() -> None:
+    assert _cuts(12, 4) == [(4, 3), (3, 4), (2, 6), (1, 12)]
+    assert _cuts(12, 1) == [(1, 12)]
+    assert _cuts(12, 1, local_batches=(6, 5, 2)) == [(6, 2), (2, 6)]
+    assert _cuts(12, 12, microbatches=(1, 3)) == [(12, 1), (4, 3)]
+
+
+def test_samples_that_nothing_divides_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"local batch of 5 and .* give 12 samples .* are 10 and 15"):
+        _cuts(12, 1, local_batches=(5,))
+    with pytest.raises(ValueError, match=r"of 2, 4 and number of microbatches of 5 give 12 .* are 10 and 20"):
+        _cuts(12, 1, local_batches=(2, 4), microbatches=(5,))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_and_accumulation_are_chosen_together(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
