@@ -32,7 +32,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
-from osdp.runtime.running import check_backwards_of_stages
+from osdp.runtime.running import check_model_parallel_options
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
@@ -54,42 +54,42 @@ def make_plan(
     loss_fn: Callable[..., Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """The fastest plan that fits: the sharding of each operator, and with ``pp`` or ``tp`` where to cut.
+    """The fastest plan that fits in memory: sharding per operator and, with ``pp`` or ``tp``, stages.
 
-    Every rank of the process group calls it alike: all measure together, the first rank searches, all get its
-    answer.
+    Every rank of the process group must call it with equal arguments: all ranks measure together, the first
+    one searches, and every rank gets its plan.
 
     Args:
-        model: The plain model; may be on ``meta``. ``None`` if ``profile`` is given, or if an estimate from
-            ``device_info``'s speeds will do; stages and tensor parallelism need it.
-        model_desc: Its ModelDesc, or a sample batch to describe it with: one microbatch on one data-parallel
-            rank, for stages of plain tensors.
-        device_info: The DeviceInfo; or a memory limit such as ``"8GiB"``, or ``None`` for all memory there
-            is, to measure the live process group. For stages that of one stage's data-parallel ranks, or of
-            all, of which the limit counts.
-        training: Optimizer, dtypes, microbatches; by default AdamW at the batch of the description.
-        mesh: The data-parallel mesh, or one with the axes ``pp``, ``dp`` and ``tp``; one over all ranks of a
-            live process group if ``None``.
-        loss_fn: How the loss is made of the model's output.
-        **options: Any of these, which are among :class:`osdp.options.PlanOptions`:
+        model: The plain model; it may be on ``meta``. ``None`` if ``profile`` is given, or if times estimated
+            from the speeds in ``device_info`` suffice; stages and tensor parallelism need the model.
+        model_desc: Its ModelDesc, or a sample batch to describe the model with: one microbatch of one
+            data-parallel rank. Stages need a batch of plain tensors.
+        device_info: A DeviceInfo; or, to measure the live process group, a memory limit such as ``"8GiB"``,
+            or ``None`` for all of its memory. With stages, a DeviceInfo of the data-parallel ranks of one
+            stage, or one of all ranks, from which only the memory limit is taken.
+        training: Optimizer, dtypes and microbatches; by default AdamW at the batch size of the description.
+        mesh: The data-parallel mesh, or one with the axes ``pp``, ``dp`` and ``tp``; by default one over all
+            ranks of the process group, if there is one.
+        loss_fn: Computes the loss from the model's output.
+        **options: Any of the options in :class:`osdp.options.PlanOptions`:
 
     Raises:
-        InfeasibleError: Nothing fits the memory limit.
+        InfeasibleError: No plan fits the memory limit.
         TypeError: An option does not exist.
-        ValueError: An argument does not fit another, the degrees do not fit the ranks, or the model cannot be
-            cut.
+        ValueError: Two arguments contradict each other, the degrees do not fit the number of ranks, or the
+            model cannot be cut.
     """
     chosen = complete(options, make_plan)
     dims, mesh = resolve_mesh(model, mesh, chosen)
     check_together(chosen, dims)
     if dims is None:
-        return _whole_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
-    check_backwards_of_stages(find_unused_parameters=True, double_backward=chosen["double_backward"])
-    assert model is not None  # resolve_mesh refuses to cut without it
-    return _cut_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
+        return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+    check_model_parallel_options(find_unused_parameters=True, double_backward=chosen["double_backward"])
+    assert model is not None  # resolve_mesh raises without a model
+    return _model_parallel_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
 
 
-def _whole_plan(
+def _data_parallel_plan(
     model: nn.Module | None,
     model_desc: ModelDesc | Any,
     device_info: DeviceInfo | str | int | None,
@@ -98,7 +98,7 @@ def _whole_plan(
     loss_fn: Callable[..., Any] | None,
     chosen: PlanOptions,
 ) -> Plan:
-    """The plan of a model of which every rank computes all."""
+    """The plan of a model that each rank computes as a whole."""
     allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, chosen["profile"])
     description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
     training = resolve_training(training, description, chosen)
@@ -117,7 +117,7 @@ def _whole_plan(
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
 
-def _cut_plan(
+def _model_parallel_plan(
     model: nn.Module,
     model_desc: ModelDesc | Any,
     device_info: DeviceInfo | str | int | None,
@@ -127,7 +127,7 @@ def _cut_plan(
     loss_fn: Callable[..., Any] | None,
     chosen: PlanOptions,
 ) -> Plan:
-    """The plan of a model in stages, or whose layers several ranks compute: also cuts and schedule."""
+    """The plan of a model that is cut into pipeline stages or whose layers are tensor-parallel."""
     policy = chosen["auto_wrap_policy"]
     data = mesh["dp"] if mesh is not None else None
     description, sample = resolve_description(model, model_desc, loss_fn, policy)
@@ -166,20 +166,22 @@ def make_tensor_plan(
     sequence_parallel: bool = False,
     mesh: "DeviceMesh | None" = None,
 ) -> TensorParallelPlan:
-    """How ``degree`` ranks can compute the layers of ``model`` together, for ``parallelize``.
+    """A tensor-parallel plan of ``model`` over ``degree`` ranks, for ``parallelize``.
 
-    Every rank of the process group, or of ``mesh``, calls it alike: the first one derives, all get its plan.
+    Every rank of the process group, or of ``mesh``, must call it with equal arguments: the first one derives
+    the plan, and every rank gets it.
 
     Args:
         model: The plain model, on any device; it is neither run nor changed.
         sample_inputs: One batch, as for :meth:`osdp.ModelDesc.from_module`; only its shapes are read.
         degree: Tensor-parallel degree.
-        sequence_parallel: Whether these share the sequence, too, where they would all compute the same.
+        sequence_parallel: Whether to shard the sequence dimension as well, where all ranks would otherwise
+            compute the same.
         mesh: A mesh with one axis; all ranks if ``None``.
 
     Raises:
-        ValueError: The degree does not divide a number of heads or the sequence, or there is nothing that can
-            be sharded or shared; says why.
+        ValueError: The degree does not divide a number of heads or the sequence length, or there is nothing
+            to shard; the message gives the reason.
     """
     group = mesh.get_group() if mesh is not None else None
     return on_first_rank(

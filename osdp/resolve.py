@@ -21,7 +21,7 @@ from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
 from osdp.runtime.first_batch import watch_first_batch
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
-from osdp.runtime.running import RunningModel, apply, check_backwards_of_stages
+from osdp.runtime.running import RunningModel, apply, check_model_parallel_options
 from osdp.text import parse_bytes
 from osdp.tracing.sample_batch import SampleBatch
 
@@ -164,7 +164,7 @@ def applied_model(model: nn.Module, asked: Asked) -> RunningModel:
             require_process_group()
         dims, mesh = resolve_mesh(model, mesh, options)
         if dims is not None:
-            check_backwards_of_stages(**backwards)
+            check_model_parallel_options(**backwards)
         mesh = mesh or data_parallel_mesh(model)
         plan = make_plan(
             model,
@@ -176,7 +176,7 @@ def applied_model(model: nn.Module, asked: Asked) -> RunningModel:
             **options,
         )
     elif not plan.is_whole:
-        check_backwards_of_stages(**backwards)
+        check_model_parallel_options(**backwards)
     unmark(model)
     running = apply(model, plan, mesh, **backwards)
     if plan.is_whole:

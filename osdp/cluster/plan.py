@@ -61,7 +61,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Model, batch and precision of a training run; bytes are per parameter.
+    """Model, batch and precision of a training run; ``*_bytes`` are per parameter.
 
     The defaults are mixed precision with Adam as counted by Rajbhandari et al. (ZeRO, SC 2020, section 3.1):
     16-bit weights and gradients, a 32-bit copy of the weights and two moments.
@@ -69,16 +69,16 @@ class Workload:
     Attributes:
         shape: The model.
         global_batch: Samples per step.
-        weight_bytes: Bytes of a weight in the compute dtype, in which it is gathered, and of each number of
-            an activation.
+        weight_bytes: Bytes of a weight in the compute dtype, which is also the dtype of all-gathers and of
+            activations.
         gradient_bytes: Bytes of a gradient while it is accumulated.
         reduce_bytes: Bytes of a gradient while it is reduced.
         state_bytes: Bytes of optimizer states.
         update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
             default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
         flash: Whether attention scores are never written (FlashAttention).
-        overlap: Fraction of the communication of gradients and gathered weights that concurrent compute
-            hides, from 0 to 1, as far as there is as much compute.
+        overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
+            of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
         reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
             kernels alone took 1.3 GB where all were loaded (Hugging Face, "Model training anatomy"), and take
             less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
@@ -295,8 +295,8 @@ class ClusterPlan(Savable):
         runs: Runs of items with one strategy in each stage, if strategies are chosen item by item; otherwise
             empty.
         dollars_per_second: Price of all nodes; ``None`` if a price is unknown.
-        optimal: Whether the plan is proven the best of its space, in which layouts with strategies chosen
-            item by item have the runs that :mod:`osdp.cluster.cost.mixed_runs` gives each stage.
+        optimal: Whether the plan is proven optimal in its search space. Where strategies are chosen item by
+            item, the space has one choice for each stage, that of :mod:`osdp.cluster.cost.mixed_runs`.
         version: Version of this format.
     """
 
@@ -355,7 +355,7 @@ def num_layers(items: Sequence[Item]) -> int:
 
 
 def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Layers of every stage in the order of the model; two stages of a rank share its layers."""
+    """Number of layers of each stage (model chunk), in model order; two stages of a rank split its layers."""
     layers = layers_of(plan, shape)
     if plan.layout.schedule_kind.stages_per_rank == 1:
         return layers

@@ -34,11 +34,11 @@ def equalize_group_count(mesh: DeviceMesh, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks of a group as a grid: rows share the fast links, columns the slow ones.
+    """The ranks of a group as a grid with rows of ``P``: fast links inside a row, slow ones across rows.
 
     Attributes:
-        inside: This rank's row: ranks ``i * P`` to ``i * P + P - 1``.
-        across: Its column: ranks ``j``, ``P + j``, ...
+        inside: This rank's row ``i``: ranks ``i * P`` to ``i * P + P - 1``.
+        across: This rank's column ``j``: ranks ``j``, ``P + j``, ...
     """
 
     inside: dist.ProcessGroup

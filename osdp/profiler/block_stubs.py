@@ -67,7 +67,7 @@ class OutputTemplate:
         links = [sources.index(leaf.source) if leaf.source in paths else None for leaf in fresh]
         made: Iterator[torch.Tensor] = iter(())
         if fresh:
-            made = iter(_Passage.apply(fresh, links, *paths.values()))  # type: ignore[no-untyped-call]
+            made = iter(_CopyOrZeros.apply(fresh, links, *paths.values()))  # type: ignore[no-untyped-call]
         return self.build([self._leaf(leaf, paths, made) for leaf in self.leaves])
 
     @staticmethod
@@ -77,8 +77,8 @@ class OutputTemplate:
         return paths[leaf.source] if leaf.is_source and leaf.source else next(made)
 
 
-class _Passage(torch.autograd.Function):
-    """New results, each of which is linked to one input or to none."""
+class _CopyOrZeros(torch.autograd.Function):
+    """Makes new results: a copy of the input at each index in ``links``, zeros for each ``None``."""
 
     @staticmethod
     def forward(
@@ -113,8 +113,8 @@ def install_stubs(model: nn.Module, repeats: Sequence[Repeat]) -> list[Removable
     """Replace the forward of every repeat in ``model``, a copy that may be changed, by a stub.
 
     Returns:
-        Handles of the hooks that record the outputs of the exemplars: a stub returns what its exemplar
-        returned last while its hook was installed, so the hooks can be removed after one run.
+        Handles of the hooks that record the outputs of the exemplars. They can be removed after one run: a
+        stub keeps returning the output that was recorded last.
     """
     templates: dict[str, OutputTemplate] = {}
 

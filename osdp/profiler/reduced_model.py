@@ -33,8 +33,8 @@ class ReducedModel:
         loss_fn: The loss function, as for the description.
         repeats: The blocks that are stubs.
         places: Index of each segment in the description, by module, call and part.
-        largest_draws: Whether single random numbers must be large for all layers to run, rather than small;
-            ``None`` if the model draws none.
+        largest_draws: Whether all layers run if random numbers that are drawn one at a time are as large as
+            possible, rather than as small (:class:`SingleDraws`); ``None`` if the model draws none.
     """
 
     model: nn.Module
@@ -119,10 +119,10 @@ def reduced_model(
 
 
 def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
-    """Run ``reduced`` forward; returns the ``largest_draws`` with which all described modules run.
+    """Find by running forwards the ``largest_draws`` with which all modules of the description run.
 
     Raises:
-        ValueError: Neither runs all of them.
+        ValueError: Neither the largest nor the smallest numbers make all of them run.
     """
     stubs = tuple(f"{repeat.block}." for repeat in reduced.repeats)
     wanted = {s.module for s in model_desc.segments if not f"{s.module}.".startswith(stubs)}
@@ -142,8 +142,8 @@ def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
         if wanted <= ran:
             return largest
     raise ValueError(
-        f"the model did not run all modules of its description ({sorted(wanted - ran)[0]!r}, ...), because "
-        "of random numbers that it draws; profile it with model.eval(), or with a layer drop rate of 0"
+        f"the model skips modules of its description at random ({sorted(wanted - ran)[0]!r}, ...); profile "
+        "it with model.eval(), or with a layer drop rate of 0"
     )
 
 

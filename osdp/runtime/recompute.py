@@ -3,8 +3,8 @@
 torch's non-reentrant ``checkpoint`` is applied between the first of the module's forward pre-hooks and the
 first of its forward hooks, so that neither names nor types change. It is applied before ``fully_shard``,
 whose hooks then treat the recomputation as a forward. Users' hooks on the module and its submodules run in
-both runs; :mod:`osdp.runtime.replay` restores for the second the state that the first found, and undoes its
-side effects.
+the forward and in the recomputation; :mod:`osdp.runtime.replay` starts the recomputation from the state in
+which the forward started, and undoes its side effects.
 """
 
 import logging
@@ -30,14 +30,15 @@ def recompute(model: nn.Module, recomputed: Collection[str], device: torch.devic
         before, after = torch.compiler.disable(hooks.before), torch.compiler.disable(hooks.after)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
-        # Compiled as part of a larger graph, the first run would save other tensors than the second.
+        # If it were compiled into a larger graph, the forward would save different tensors than the
+        # recomputation.
         setattr(module, "forward", torch.compiler.disable(module.forward))  # noqa: B010
     # Submodules may have configurations of their own, as T5's encoder and decoder do.
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     if recomputed and caching:
         # The recomputation would append to a key-value cache a second time.
-        logger.warning("use_cache=True does not go with recomputation; it is set to False")
+        logger.warning("use_cache=True is incompatible with activation checkpointing; setting it to False")
         for config in caching:
             config.use_cache = False
 
@@ -50,41 +51,41 @@ class _Recomputed:
         self._device = device
         self._known = KnownTensors()
         self._running: list[Generator[None, None, None]] = []
-        self._runs_again = False
+        self._recomputes = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: from here on no activations are saved, if a backward can follow."""
-        if self._runs_again or not torch.is_grad_enabled():
+        """Forward pre-hook: with gradients enabled, no activations are saved from here on."""
+        if self._recomputes or not torch.is_grad_enabled():
             return
         snapshot = Snapshot(self._modules, (*args, *kwargs.values()), self._device, self._known)
-        contexts = _First(snapshot), _Again(self, snapshot)
+        contexts = _ForwardContext(snapshot), _RecomputeContext(self, snapshot)
         running = checkpoint_forward(module, args, kwargs, contexts)
         next(running)
         self._running.append(running)
 
     def after(self, _module: nn.Module, _args: object, output: Any) -> None:
         """Forward hook: the forward has ended or failed."""
-        if self._runs_again or not self._running:
+        if self._recomputes or not self._running:
             return
         running = self._running.pop()
-        if output is None and sys.exc_info()[0] is not None:  # torch calls it so when the forward raised
+        if output is None and sys.exc_info()[0] is not None:  # how torch calls the hook if forward raised
             running.close()
         else:
             next(running, None)
 
     @contextmanager
-    def again(self, snapshot: Snapshot) -> Iterator[None]:
-        """Context of a recomputation."""
-        self._runs_again = True
+    def recomputing(self, snapshot: Snapshot) -> Iterator[None]:
+        """Context of one recomputation."""
+        self._recomputes = True
         try:
             with snapshot.replayed():
                 yield
         finally:
-            self._runs_again = False
+            self._recomputes = False
 
 
-class _First(AbstractContextManager[None]):
-    """Context of the first run of a forward."""
+class _ForwardContext(AbstractContextManager[None]):
+    """Context of the original forward."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -94,7 +95,7 @@ class _First(AbstractContextManager[None]):
             self._snapshot.settle()
 
 
-class _Again(AbstractContextManager[None]):
+class _RecomputeContext(AbstractContextManager[None]):
     """Context of each recomputation; there is one per backward through the same graph."""
 
     def __init__(self, recomputed: _Recomputed, snapshot: Snapshot) -> None:
@@ -103,7 +104,7 @@ class _Again(AbstractContextManager[None]):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        context = self._recomputed.again(self._snapshot)
+        context = self._recomputed.recomputing(self._snapshot)
         self._entered.append(context)
         context.__enter__()
 

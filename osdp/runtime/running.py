@@ -137,15 +137,15 @@ def apply(
     backwards = {"find_unused_parameters": find_unused_parameters, "double_backward": double_backward}
     if plan.is_whole:
         return apply_sharding(model, plan, data_parallel_mesh(model, mesh), **backwards)
-    check_backwards_of_stages(**backwards)
+    check_model_parallel_options(**backwards)
     return apply_pipeline(model, plan, mesh if mesh is not None else parallel_mesh(model, plan.dims))
 
 
-def check_backwards_of_stages(*, find_unused_parameters: bool, double_backward: bool) -> None:
-    """Raise unless the backwards of a model that is cut can be as asked.
+def check_model_parallel_options(*, find_unused_parameters: bool, double_backward: bool) -> None:
+    """Check the options of backward for a model that is cut.
 
     Raises:
-        ValueError: They cannot.
+        ValueError: An option is not supported with stages.
     """
     if double_backward:
         raise ValueError("double_backward does not go with stages, which run their backwards apart")

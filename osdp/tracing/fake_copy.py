@@ -32,7 +32,7 @@ def copy_without_weights(model: nn.Module, make: MakeParameter) -> nn.Module:
         memo[id(buffer)] = _host_copy(buffer)
     for module in model.modules():
         for value in _attributes(module):
-            # deepcopy fails for both under fake tensors, and for non-leaf tensors everywhere: copy them here.
+            # deepcopy cannot copy tensors and generators in a FakeTensorMode, nor non-leaf tensors at all.
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _host_copy(value)
             elif isinstance(value, torch.Generator):

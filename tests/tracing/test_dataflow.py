@@ -10,7 +10,7 @@ from osdp import ModelDesc
 from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Value, transfers
 from osdp.model.description import Affine
 from osdp.runtime.pipeline.output_shapes import twins_of
-from osdp.runtime.pipeline.placeholders import Placeholder, PlaceholderError, absent
+from osdp.runtime.pipeline.placeholders import Placeholder, PlaceholderError, placeholder_like
 from osdp.runtime.pipeline.stage import StageModule, build_stage
 from osdp.search.pipeline.stage_description import stage_desc, stage_modules, step_segments, ties_of
 from osdp.tracing.dataflow import movable_modules, trace_flow
@@ -163,8 +163,8 @@ def test_modules_of_one_shape_of_parameters_may_return_others() -> None:
     assert shapes == [(1, 2, 8, 8), (1, 2, 4, 4)]
 
 
-def test_absent_tensors_have_shapes_but_no_values() -> None:
-    gone = absent(torch.empty(2, 3, dtype=torch.bfloat16))
+def test_placeholders_have_shapes_but_no_values() -> None:
+    gone = placeholder_like(torch.empty(2, 3, dtype=torch.bfloat16))
     made = (gone.float() + torch.ones(4, 2, 3)).mean(-1)
     assert isinstance(made, Placeholder) and made.shape == (4, 2) and made.dtype == torch.float32
     assert not isinstance(torch.zeros_like(gone), Placeholder)

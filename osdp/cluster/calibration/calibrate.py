@@ -121,7 +121,7 @@ def calibrate(
         node=setting.node.name,
         rates=found.rates,
         inside=found.inside,
-        outside=found.outside if StepModel(steps, setting).crosses else None,
+        outside=found.outside if StepModel(steps, setting).spans_nodes else None,
         steps=len(steps),
         mean_error=float(errors.mean()),
         median_error=float(np.median(errors)),
@@ -246,7 +246,7 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
     node = model.setting.node
     prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
     prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
-    if model.crosses:
+    if model.spans_nodes:
         prior |= {"outside_bandwidth": node.outside.bandwidth, "outside_latency": node.outside.latency}
     names = tuple(prior)
     start = np.log([prior[name] or _START[name] for name in names])
@@ -258,7 +258,7 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
         found = dict(zip(names, np.exp(x).tolist(), strict=True))
         inside = NetworkLink(found.pop("inside_bandwidth"), found.pop("inside_latency"))
         outside = node.outside
-        if model.crosses:
+        if model.spans_nodes:
             outside = NetworkLink(found.pop("outside_bandwidth"), found.pop("outside_latency"))
         return Fitted(Efficiencies(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
-from osdp.cluster.cost.rates import Efficiencies
+from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup, NodeType
@@ -19,8 +19,8 @@ from osdp.plan.dims import ParallelDims
 
 Floats = NDArray[np.float64]
 
-#: Tolerated ratio of estimated memory to the device's for a step that is known to have run.
-_DOUBT = 1.2
+#: Largest ratio of a step's estimated memory to the device's at which the step may still have fit.
+_MAX_MEMORY_RATIO = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StepModel:
         self.layouts = tuple(_layout(step, setting.recompute) for step in self.steps)
 
     @property
-    def crosses(self) -> bool:
+    def spans_nodes(self) -> bool:
         """Whether any step ran on several nodes."""
         return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
 
@@ -93,7 +93,7 @@ def num_nodes(step: MeasuredStep, node: NodeType) -> int:
 
 
 def _prices(
-    step: MeasuredStep, setting: Setting, node: NodeType, rates: Efficiencies | None = None
+    step: MeasuredStep, setting: Setting, node: NodeType, rates: Efficiencies = PUBLISHED
 ) -> ClusterPrices:
     shape = TransformerShape(
         name="measured",
@@ -106,7 +106,7 @@ def _prices(
     )
     cluster = Cluster((NodeGroup(node, num_nodes(step, node)),))
     workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash)
-    return ClusterPrices(cluster, workload, *((rates,) if rates else ()))
+    return ClusterPrices(cluster, workload, rates)
 
 
 def _layout(step: MeasuredStep, recompute: RecomputeLayers) -> ParallelLayout:
@@ -115,16 +115,17 @@ def _layout(step: MeasuredStep, recompute: RecomputeLayers) -> ParallelLayout:
 
 
 def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> RecomputeLayers:
-    """Recomputation that measured steps must have used, if all used the same and none is specified.
+    """Recomputation that measured steps must have used, if it is unknown and was the same for all.
 
-    None, unless a step would then have needed more memory than its devices have, even if the estimate is a
-    fifth too high; in that case full recomputation of every layer.
+    ``FULL`` if without recomputation some step would not have fit in its devices' memory, even allowing for
+    an estimate that is 20% too high; otherwise ``NONE``.
     """
-    needed = (_memory_share(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
-    return RecomputeLayers.FULL if any(part > _DOUBT for part in needed) else RecomputeLayers.NONE
+    ratios = (_memory_ratio(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
+    too_high = any(ratio > _MAX_MEMORY_RATIO for ratio in ratios)
+    return RecomputeLayers.FULL if too_high else RecomputeLayers.NONE
 
 
-def _memory_share(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
+def _memory_ratio(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
     """Memory of the fullest stage, as a fraction of the device's.
 
     Only the first and last stage are checked: they hold the most microbatches and the head.

@@ -92,7 +92,7 @@ class StagePricer:
 
     def stage(self, start: int, stop: int, rank: int) -> StageEstimate:
         """The stage of items ``start .. stop - 1`` at a pipeline rank."""
-        # Arrays of shape (): the formulas are those that fill the tables, to the last bit.
+        # As 0-d arrays, which the formulas of the tables take: the results are bitwise equal to the tables'.
         runs, (first, last) = self._runs, (np.array(start), np.array(stop))
         parts = runs.whole(0, first, last)
         if runs.layout.by_item:

@@ -12,7 +12,7 @@ from osdp.cost.sharding.memory import always, lasting_gradients, root_always
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, solution_costs
-from osdp.cost.sharding.strategies import UnitMode
+from osdp.cost.sharding.strategies import UnitMode, UnitSpan
 from osdp.cost.sharding.timeline import Timeline
 from osdp.hardware.profile import Profile
 from osdp.model.dataflow import Dataflow, Transfer
@@ -31,14 +31,15 @@ class StageMessages:
         sent: Gradients that come back for the outputs it sent.
         returned: Gradients that go back to other ranks.
         splits: Whether gradients go back to any stage.
-        again: Activations that the code around its modules makes once more for it.
+        recreated: Activations that it recreates in the code around its modules; not exchanged, but also held
+            per microbatch.
     """
 
     received: int = 0
     sent: int = 0
     returned: int = 0
     splits: bool = False
-    again: float = 0.0
+    recreated: float = 0.0
 
 
 def messages_of(
@@ -59,11 +60,11 @@ def messages_of(
     )
 
 
-def made_again(desc: ModelDesc, profile: Profile, flow: Dataflow, movable: Collection[str]) -> float:
-    """Activations of the code around the modules that are not in the segments of a later stage.
+def recreated_bytes(desc: ModelDesc, profile: Profile, flow: Dataflow, movable: Collection[str]) -> float:
+    """Activation bytes that a later stage recreates around its modules, and that none of its segments counts.
 
-    Every stage makes masks and the like for itself. In addition, what that code frees at its end is counted
-    in the last stage by the profile, although it was made in the first.
+    Every stage computes masks and the like itself. Moreover, tensors that the code around the modules
+    allocates in the first stage and frees at its end appear in the profile of the last stage as freed only.
     """
     around = [s for s in desc.segments if not any(is_inside(s.module, module) for module in movable)]
     freed = sum(max(-profile.by_signature[s.signature].forward.live_bytes, 0) for s in around)
@@ -130,33 +131,32 @@ def stage_memory(
     found: ShardingSolution,
     messages: StageMessages,
 ) -> StageMemory:
-    """Memory required by a stage planned as ``found`` in ``problem`` that exchanges ``messages``."""
-    # 1. The same step with one microbatch and with several: their difference is what earlier backwards leave.
-    #    Resident bytes belong to the rank, not to the stage.
-    bare = replace(profile, resident_bytes=0)
+    """Memory of a stage whose ``problem`` has the solution ``found`` and that exchanges ``messages``."""
+    # 1. Simulate the step with one microbatch and with two: they differ by the gradients that an earlier
+    #    backward leaves. Resident bytes belong to the rank, not to the stage.
+    without_resident = replace(profile, resident_bytes=0)
     if problem.device.world_size == 1:
-        found = _one_by_one(found)
-    training = problem.training
-    once, again = (
+        found = _split_replicated(found)
+    one, two = (
         replace(
-            build_problem(desc, bare, problem.device, counted, reduce_each=False),
+            build_problem(desc, without_resident, problem.device, training, reduce_each=False),
             root_group=problem.root_group,
         )
-        for counted in (replace(training, microbatches=1), replace(training, microbatches=2))
+        for training in (replace(problem.training, microbatches=number) for number in (1, 2))
     )
-    first, later = (_highest(each, found) for each in (once, again))
+    first, later = _peaks(one, found), _peaks(two, found)
     gradients = later["always"] - first["always"]
     # 2. What recomputation drops, and what a split backward captures.
-    timeline, (units, _) = once.timeline, solution_costs(once, found)
+    timeline, (units, _) = one.timeline, solution_costs(one, found)
     dropped = timeline.recompute.saving[units.start[units.recomputed]].sum()
     captured = captured_bytes(desc, profile.local_batch)
     return StageMemory(
         base=first["always"],
         gradients=gradients,
-        kept=timeline.kept - float(dropped) + messages.again,
-        forward=first["forward"] - first["always"] + messages.again,
-        first_backward=first["backward"] - first["always"] + messages.again,
-        backward=later["backward"] - later["always"] + messages.again,
+        kept=timeline.kept - float(dropped) + messages.recreated,
+        forward=first["forward"] - first["always"] + messages.recreated,
+        first_backward=first["backward"] - first["always"] + messages.recreated,
+        backward=later["backward"] - later["always"] + messages.recreated,
         step=first["step"],
         received=messages.received,
         sent=messages.sent,
@@ -168,27 +168,27 @@ def stage_memory(
     )
 
 
-def _one_by_one(found: ShardingSolution) -> ShardingSolution:
-    """The assignment with replicated units split into single operators.
+def _split_replicated(found: ShardingSolution) -> ShardingSolution:
+    """The solution with replicated units split into single operators.
 
-    Gradients that nothing reduces arrive one by one.
+    On a single rank no bucket is reduced, so gradients are allocated one by one.
     """
-    units = [
-        (k, k + 1, strategy) if strategy.mode == UnitMode.NO_SHARD else (start, stop, strategy)
-        for start, stop, strategy in found.units
-        for k in (range(start, stop) if strategy.mode == UnitMode.NO_SHARD else (start,))
-    ]
+    units: list[UnitSpan] = []
+    for start, stop, strategy in found.units:
+        if strategy.mode == UnitMode.NO_SHARD:
+            units += [(k, k + 1, strategy) for k in range(start, stop)]
+        else:
+            units.append((start, stop, strategy))
     return replace(found, units=tuple(units))
 
 
-def _highest(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
-    """Peak bytes by pass, and the bytes that are alive throughout forward and backward."""
+def _peaks(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
+    """Peak bytes by pass and, as ``always``, the bytes that are alive throughout forward and backward."""
     units, root = solution_costs(problem, found)
-    highest = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    peaks = {"forward": 0.0, "backward": 0.0, "step": 0.0}
     for nbytes, moment in simulate_step(problem, units, root).moments:
-        kind = "forward" if moment.kind in _FORWARD else moment.kind
-        # Every kind but "step" that is not of forward is of backward.
-        kind = kind if kind in highest else "backward"
-        highest[kind] = max(highest[kind], nbytes)
+        # All other kinds of moments are in backward.
+        phase = "forward" if moment.kind in _FORWARD else "step" if moment.kind == "step" else "backward"
+        peaks[phase] = max(peaks[phase], nbytes)
     own = always(units, problem, lasting_gradients(units, problem.settings))
-    return highest | {"always": root_always(problem, root) + float(own.sum())}
+    return peaks | {"always": root_always(problem, root) + float(own.sum())}

@@ -71,7 +71,7 @@ def simulate_step(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost
         Time, peak and the moments that decide them.
     """
     timeline = problem.timeline
-    # Recomputation is charged to the first operator of a block, which its first unit starts with.
+    # The recomputation of a block is charged to its first operator, at which its first unit starts.
     again = timeline.recompute.seconds[units.start[units.recomputed]]
     seconds, cut = step_time(problem, units, root)
     moments = step_peaks(problem, units, root)
@@ -99,7 +99,7 @@ def simulate_units(problem: ShardingProblem, chosen: Sequence[UnitSpan], root: R
 
 def cost_spans(problem: ShardingProblem, chosen: Sequence[UnitSpan]) -> UnitCosts:
     """Costs of units given as tuples (first operator, one past the last, strategy)."""
-    # Plans have few different strategies, and one row for each makes the array of all fast.
+    # A plan has few distinct strategies: make one row for each, then index the rows by unit.
     table: dict[UnitStrategy, int] = {}
     rows = [(start, stop, table.setdefault(strategy, len(table))) for start, stop, strategy in chosen]
     start, stop, index = np.array(rows, dtype=np.int64).reshape(-1, 3).T

@@ -1,8 +1,8 @@
 """Layer of transformers' cache that stores all keys of a sequence in one tensor, and all values in another.
 
-Transformers' own layer concatenates old and new keys to new tensors, all of which stay alive until the
-backward: those of *M* slices of a sequence take *(M + 1) / 2* times the memory of its keys and values. Here
-every slice sees a prefix of the same storage::
+Transformers' own layer concatenates old and new keys into a new tensor for each slice of a sequence, and all
+of these stay alive until backward: with *M* slices, *(M + 1) / 2* times the memory of the sequence's keys and
+values. Here every slice sees a prefix of the same storage::
 
     storage   | slice 0 | slice 1 | slice 2 |  room  |
     slice 1   |<-- past ->|<-own->|             a view; later slices are written behind it

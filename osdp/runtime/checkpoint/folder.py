@@ -1,11 +1,11 @@
 """The folder of a checkpoint: new files next to the old ones, published by one atomic rename.
 
-``torch.distributed.checkpoint`` reads what ``.metadata`` names. A save writes files with names that no other
-save uses, ``__<token>_<rank>_<number>.distcp``, then ``.metadata.tmp``, and renames that to ``.metadata``,
-which a file system does wholly or not at all. So wherever a rank is killed:
+``torch.distributed.checkpoint`` reads the files that ``.metadata`` names. A save writes files with names that
+no other save uses, ``__<token>_<rank>_<number>.distcp``, then ``.metadata.tmp``, which it renames to
+``.metadata``; a rename is atomic. So whenever a rank is killed:
 
-- before the rename, ``.metadata`` is the old one, or missing if there was none, and all it names is there;
-- after it, ``.metadata`` is the new one, and all it names is there.
+- before the rename, ``.metadata`` is the old one, or missing if there was none, and all files it names exist;
+- after it, ``.metadata`` is the new one, and all files it names exist.
 
 Files left over in either case belong to no checkpoint; the next save into the folder removes them. Other
 files in the folder are never touched.
@@ -88,12 +88,12 @@ class NewCheckpoint:
         self._remove(name for name in self._own_files() if name not in self._old)
         probe.touch()
 
-    def settle(self) -> None:
+    def remove_old(self) -> None:
         """Remove the old checkpoint and left-over files after publishing; every rank may call it."""
         if self._first:
             self._remove({*self._own_files(), *self._old} - self.writer.written)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Remove the files written so far, since they will not be published; every rank may call it."""
         if self._first:
             self._remove(name for name in self._own_files() if name not in self._old)
@@ -109,7 +109,7 @@ class NewCheckpoint:
                 (self._path / name).unlink(missing_ok=True)
             except OSError as error:
                 # Neither checkpoint needs it.
-                logger.warning("%s, which no checkpoint needs, stays: %s", self._path / name, error)
+                logger.warning("cannot remove %s, which no checkpoint needs: %s", self._path / name, error)
 
 
 class _Writer(FileSystemWriter):
@@ -137,7 +137,7 @@ class _Writer(FileSystemWriter):
         """Publish, on rank 0, the files that all ranks have written."""
         written = stored_files(result.storage_data for mine in results for result in mine)
         if faults := _faults(self._folder, written):
-            raise RuntimeError(f"what was written is not there: {faults}")
+            raise RuntimeError(f"files of the new checkpoint are missing or incomplete: {faults}")
         super().finish(metadata, results)
         self.written = set(written)
 
@@ -155,8 +155,8 @@ class _Publishing(FileSystem):
         _sync(folder)
 
 
-def whole_checkpoint(path: str | Path) -> Metadata:
-    """Metadata of a complete checkpoint, after checking the size of every file; every rank calls it.
+def read_complete_metadata(path: str | Path) -> Metadata:
+    """Metadata of a checkpoint, after checking that all its files are complete; every rank calls it.
 
     Raises:
         FileNotFoundError: The folder does not exist.
@@ -184,10 +184,10 @@ def whole_checkpoint(path: str | Path) -> Metadata:
     return metadata
 
 
-def sentence_of(error: CheckpointException) -> str:
+def describe_failures(error: CheckpointException) -> str:
     """The errors of all ranks in a save or a load, on one line."""
-    met = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
-    return by_ranks(met, world_size=0)
+    errors = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
+    return by_ranks(errors, world_size=0)
 
 
 def _require_folder(path: str | Path) -> None:

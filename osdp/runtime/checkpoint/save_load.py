@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import NewCheckpoint, sentence_of, whole_checkpoint
+from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_complete_metadata
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
@@ -109,17 +109,17 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     try:
         state_dict_saver.save(train_state(model, optimizer), storage_writer=new.writer)
     except CheckpointException as error:
-        new.drop()
+        new.discard()
         raise RuntimeError(
-            f"no checkpoint was saved at {path}, which has what it had before: {sentence_of(error)}"
+            f"no checkpoint was saved at {path}, which has what it had before: {describe_failures(error)}"
         ) from error
     except Exception:
-        new.drop()
+        new.discard()
         raise
     finally:
         if is_fresh:
             optimizer.state.clear()  # torch has run a step to learn which optimizer states there will be
-    new.settle()
+    new.remove_old()
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
             Nothing was changed.
         RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
-    metadata = whole_checkpoint(path)
+    metadata = read_complete_metadata(path)
     is_fresh = not optimizer.state
     state = train_state(model, optimizer)
     try:
@@ -149,7 +149,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         state_dict_loader.load(state, storage_reader=FileSystemReader(path))
     except CheckpointException as error:
         raise RuntimeError(
-            f"{path} was not loaded, and some of the model may be overwritten: {sentence_of(error)}"
+            f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
         ) from error
     set_train_state(model, optimizer, state)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from osdp.nn.fake_tensors import FakeTensors
-from osdp.runtime.pipeline.placeholders import absent
+from osdp.runtime.pipeline.placeholders import placeholder_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ShapeTwin:
         filled = [
             leaves[leaf.leaf]
             if isinstance(leaf, _Handed)
-            else absent(leaf, device)
+            else placeholder_like(leaf, device)
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in template.leaves

@@ -18,7 +18,7 @@ _FACTORIES = frozenset(
 
 
 class Placeholder(torch.Tensor):
-    """A placeholder tensor without storage; created by :func:`absent`."""
+    """A tensor without storage; created by :func:`placeholder_like`."""
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Placeholder":
@@ -28,7 +28,7 @@ class Placeholder(torch.Tensor):
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -43,23 +43,25 @@ class Placeholder(torch.Tensor):
         args, kwargs = tree_map(_on_meta, (args, _without_device(kwargs or {})))
         try:
             result = func(*args, **kwargs)
-        # Torch raises both where ``meta`` tensors lack values: RuntimeError for item(), NotImplementedError
-        # for operators without a shape rule. The cause is chained, should it be another.
+        # What torch raises where values of ``meta`` tensors are needed: RuntimeError for item(),
+        # NotImplementedError for operators without a meta kernel. Chained, as it may have another cause.
         except (NotImplementedError, RuntimeError) as error:
             raise PlaceholderError(f"{func} needs the values of a tensor that another stage holds") from error
-        return tree_map(lambda leaf: absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
+        return tree_map(
+            lambda leaf: placeholder_like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result
+        )
 
 
 class PlaceholderError(RuntimeError):
     """Code around a stage's modules needs values that another stage holds: the model cannot be cut there."""
 
 
-def absent(
+def placeholder_like(
     like: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Placeholder:
-    """A placeholder like ``like``; of ``dtype`` if that is given and ``like`` is of floating point."""
-    floating = dtype is not None and like.is_floating_point()
-    return Placeholder(like.shape, dtype if floating and dtype else like.dtype, device or like.device)
+    """A placeholder for ``like``; floating-point ones have ``dtype`` if that is given."""
+    chosen = dtype if dtype is not None and like.is_floating_point() else like.dtype
+    return Placeholder(like.shape, chosen, device or like.device)
 
 
 def _on_meta(leaf: Any) -> Any:

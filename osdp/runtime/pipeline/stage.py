@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from osdp.model.dataflow import ArgumentSlot, Transfer
 from osdp.runtime.pipeline.output_shapes import ShapeTwin
-from osdp.runtime.pipeline.placeholders import Placeholder, absent
+from osdp.runtime.pipeline.placeholders import Placeholder, placeholder_like
 from osdp.runtime.stages import StageOutput
 from osdp.torch_private.autograd import in_backward
 
-#: Creates the placeholder of a parameter of another stage.
-StandIn = Callable[[torch.Tensor], torch.Tensor]
+#: Returns the placeholder for a parameter of another stage.
+MakePlaceholder = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StageModule:
@@ -56,8 +56,11 @@ class StageModule:
         self.is_last = is_last
         self.incoming = tuple(t for t in transfers if t.target == index)
         self.outgoing = tuple(t for t in transfers if t.source == index)
-        self._needed = {place: at for at, t in enumerate(self.incoming) for place in t.places}
+        #: Arguments of this stage's modules that are received: index of the incoming transfer, by slot.
+        self._needed = {slot: index for index, t in enumerate(self.incoming) for slot in t.places}
+        #: Arguments of removed modules that are sent.
         self._wanted = {t.taken for t in self.outgoing}
+        #: Calls of each module, received tensors, and arguments to send, in the forward that runs.
         self._calls: Counter[str] = Counter()
         self._received: Sequence[torch.Tensor] = ()
         self._taken: dict[ArgumentSlot, torch.Tensor] = {}
@@ -81,11 +84,11 @@ class StageModule:
             missing = [t.taken.module for t in self.outgoing if t.taken not in self._taken]
             if missing:
                 raise RuntimeError(
-                    f"stage {self.index} was to send what {', '.join(sorted(set(missing)))} takes, but they "
-                    "were not called as in the sample batch: plan again with a batch like this one"
+                    f"stage {self.index} must send the arguments of {', '.join(sorted(set(missing)))}, which "
+                    "the model did not call as with the sample batch: plan again with a batch like this one"
                 )
             sent = tuple(self._taken[t.taken] for t in self.outgoing)
-            return sent, tree_map(_here, result) if self.is_last else None
+            return sent, tree_map(_none_if_placeholder, result) if self.is_last else None
         finally:
             self._received, self._taken = (), {}
 
@@ -149,16 +152,16 @@ def build_stage(
         model: The model.
         index: Index of the stage.
         kept: FQNs of the movable modules that belong to it.
-        loose: Parameters of containers that belong to it.
-        twins: Stand-ins of movable modules, by FQN; those of ``kept`` are not used.
+        loose: FQNs of the parameters that belong to it but to none of the movable modules.
+        twins: What computes the output shapes of each movable module, by FQN; not used for those in ``kept``.
         transfers: All transfers of the pipeline.
         is_last: Whether it is the last stage.
         device: The device it will run on; the model may be on ``meta``.
         dtype: Compute dtype of parameters; their own if ``None``.
     """
     movable = {*kept, *twins}
-    gone = partial(absent, device=device, dtype=dtype)
-    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), gone)
+    make = partial(placeholder_like, device=device, dtype=dtype)
+    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), make)
     stage = StageModule(index, tree, transfers, is_last=is_last)
     for name, twin in twins.items():
         if name not in kept:
@@ -197,7 +200,7 @@ def _merge(
         if path in homes:
             module._modules[key] = homes[path].model.get_submodule(path)
         elif path in movable:
-            module._modules[key] = _emptied(child, absent)
+            module._modules[key] = _emptied(child, placeholder_like)
         else:
             _merge(child, [tree.get_submodule(key) for tree in trees], path, homes, movable)
 
@@ -208,22 +211,22 @@ def _copy_containers(
     movable: Collection[str],
     kept: Collection[str],
     loose: Collection[str],
-    gone: StandIn,
+    make: MakePlaceholder,
 ) -> nn.Module:
     """A copy of a container with registries of its own; descendants in ``kept`` are shared, not copied."""
     if name in kept:
         return module
     if name in movable:
-        return _emptied(module, gone)
+        return _emptied(module, make)
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         path = f"{name}.{key}".lstrip(".")
         if parameter is not None and path not in loose:
-            _remove(twin, key, gone(parameter))
+            _remove(twin, key, make(parameter))
     for key, child in module._modules.items():
         if child is not None:
             path = f"{name}.{key}".lstrip(".")
-            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, gone)
+            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, make)
     return twin
 
 
@@ -235,27 +238,26 @@ def _shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _emptied(module: nn.Module, gone: StandIn) -> nn.Module:
+def _emptied(module: nn.Module, make: MakePlaceholder) -> nn.Module:
     """A copy of ``module`` that registers no parameters and saves no buffers."""
     twin = _shallow(module)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            _remove(twin, key, gone(parameter))
+            _remove(twin, key, make(parameter))
     for key in twin._buffers:
         if key not in twin._non_persistent_buffers_set:
             twin._buffers[key] = None
     for key, child in twin._modules.items():
         if child is not None:
-            twin._modules[key] = _emptied(child, gone)
+            twin._modules[key] = _emptied(child, make)
     return twin
 
 
-def _here(leaf: Any) -> Any:
-    """``leaf``, or ``None`` if it is a placeholder."""
+def _none_if_placeholder(leaf: Any) -> Any:
     return None if isinstance(leaf, Placeholder) else leaf
 
 
-def _remove(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:
+def _remove(module: nn.Module, key: str, placeholder: torch.Tensor) -> None:
     """Unregister parameter ``key``; a placeholder stays as attribute for code that asks for its dtype."""
     module._parameters[key] = None
-    module.__dict__[key] = stand_in
+    module.__dict__[key] = placeholder

@@ -37,22 +37,22 @@ class GradientReducer:
 
     def rebuild(self) -> None:
         """Form the buckets anew, from the parameters that are trainable at present."""
-        found: list[tuple[list[ReplicatedParameter], torch.dtype]] = []
+        groups: list[tuple[list[ReplicatedParameter], torch.dtype]] = []
         # Backward reaches the last unit first, and in it the last parameter.
         for unit in reversed(self._units):
-            kinds: dict[tuple[torch.dtype, torch.dtype], list[ReplicatedParameter]] = {}
+            by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[ReplicatedParameter]] = {}
             for parameter in reversed(unit):
                 if parameter.stored.requires_grad:
                     dtype = self._reduce_dtype or parameter.compute.dtype
-                    kinds.setdefault((dtype, parameter.stored.dtype), []).append(parameter)
-            found += [(kind, dtype) for (dtype, _), kind in kinds.items()]
-        count = sum(len(kind) for kind, _ in found)
-        # The gradient of a bucket's only parameter may itself be the bucket, which leaves no place for flags.
-        self._carries_flags = self._reduction.carries_flags and bool(found) and len(found[-1][0]) > 1
-        flags = [0] * (len(found) - 1) + [count if self._carries_flags else 0]
+                    by_dtypes.setdefault((dtype, parameter.stored.dtype), []).append(parameter)
+            groups += [(group, dtype) for (dtype, _), group in by_dtypes.items()]
+        num_parameters = sum(len(group) for group, _ in groups)
+        # A last bucket with one parameter has no room for flags: that gradient may itself be the bucket.
+        self._carries_flags = self._reduction.carries_flags and bool(groups) and len(groups[-1][0]) > 1
+        flags = [0] * (len(groups) - 1) + [num_parameters if self._carries_flags else 0]
         buckets = [
-            Bucket(kind, dtype, self._reduction, number)
-            for (kind, dtype), number in zip(found, flags, strict=False)
+            Bucket(group, dtype, self._reduction, num_flags)
+            for (group, dtype), num_flags in zip(groups, flags, strict=False)
         ]
         self.buckets = tuple(buckets)
         self._places = {
@@ -84,15 +84,21 @@ class GradientReducer:
                 bucket.start()
         self._next = len(self.buckets)
 
-    def finds_unused(self, due: Collection[str]) -> bool:
-        """Whether its last bucket can tell which of the parameters called ``due`` no rank has used."""
+    def can_find_unused(self, due: Collection[str]) -> bool:
+        """Whether the last bucket can carry flags of the parameters ``due``, one for each that is used.
+
+        It can if ``due`` are exactly the parameters in the buckets.
+
+        Args:
+            due: Names of the parameters whose gradients are to be reduced in this backward.
+        """
         return self._carries_flags and len(due) == len(self._places) and all(n in self._places for n in due)
 
     def start_rest_and_find_unused(self, used: Collection[str]) -> set[str]:
-        """As :meth:`start_rest` for all buckets; returns the parameters that no rank has used.
+        """Start all remaining buckets; returns the parameters that no rank has used.
 
         Args:
-            used: Names of the parameters that this rank has used, which need not be others'.
+            used: Names of the parameters that this rank has used; other ranks may have used others.
         """
         *others, last = self.buckets
         for bucket in others[self._next :]:
@@ -137,7 +143,7 @@ def replicated_units(
 ) -> tuple[tuple[ReplicatedParameter, ...], ...]:
     """The replicated parameters of each unit of ``plan``, in the order of first use.
 
-    A unit that runs in slices contributes the parameters that are not sliced; a unit that FSDP2 shards none.
+    A unit that runs in slices contributes only its unsliced parameters; a unit sharded by FSDP2 is left out.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
     position = {decision.operator: index for index, decision in enumerate(plan.decisions)}
@@ -158,7 +164,8 @@ def replicated_units(
 def gradient_group(mesh: DeviceMesh, *, beside_shards: bool) -> dist.ProcessGroup:
     """The process group in which replicated gradients are reduced.
 
-    With sharded units in the model it is a separate one: the two kinds of collectives have no common order.
+    In a model with sharded units it is a group of its own: ranks may issue these all-reduces and the
+    collectives of sharded units in different orders, which would deadlock in one group.
     """
     group: dist.ProcessGroup = mesh.get_group()
     if not beside_shards or mesh.size() == 1:

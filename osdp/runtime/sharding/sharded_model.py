@@ -440,7 +440,7 @@ class ShardedModel:
             self._deliver(())
             return
         missing = [name for name in due if name not in self._used]
-        if self._find_unused and self._reducer.finds_unused(due):
+        if self._find_unused and self._reducer.can_find_unused(due):
             absent = self._reducer.start_rest_and_find_unused(self._used)
         else:
             absent = set(self._used_nowhere(due)) if self._find_unused else set()

@@ -45,7 +45,7 @@ class GroupRandom(Changing):
             torch.Generator(where).manual_seed(seed).get_state()
             for where, seed in zip(devices, seeds, strict=True)
         ]
-        self._go: Callable[[_Place], None] = torch.compiler.disable(self._exchange)
+        self._switch: Callable[[_Place], None] = torch.compiler.disable(self._switch_states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupRandom":
         """Copies of a module share the states of the group."""
@@ -62,27 +62,27 @@ class GroupRandom(Changing):
     def begin_region(self) -> None:
         """Switch from the shared to this rank's own state: activations are sharded from here on."""
         if self._place is _Place.SHARED:
-            self._go(_Place.OWN)
+            self._switch(_Place.OWN)
 
     def end_region(self) -> None:
         """Switch back to the shared state: activations are replicated from here on."""
         if self._place is _Place.OWN:
-            self._go(_Place.SHARED)
+            self._switch(_Place.SHARED)
 
     def _enter(self, module: nn.Module, place: _Place) -> None:
         self._open.append((module, self._place))
         if self._place is _Place.OUTSIDE or place is _Place.OWN:
-            self._go(place)
+            self._switch(place)
 
     def _leave(self, module: nn.Module) -> None:
         while any(entered is module for entered, _ in self._open):
             # Where a forward raised, modules inside it may not have been left.
             entered, before = self._open.pop()
             if entered is module:
-                self._go(before)
+                self._switch(before)
                 return
 
-    def _exchange(self, place: _Place) -> None:
+    def _switch_states(self, place: _Place) -> None:
         if place is self._place:
             return
         self._states[self._place] = [source.get() for source in self._sources]

@@ -24,8 +24,8 @@ from osdp.cost.pipeline.memory import StageMemory, rank_peak
 from osdp.cost.pipeline.simulate import PipelineOutcome, StageCost, simulate
 from osdp.cost.pipeline.stage_memory import (
     captured_bytes,
-    made_again,
     messages_of,
+    recreated_bytes,
     stage_memory,
     without_shared,
 )
@@ -276,14 +276,14 @@ class StageSearch:
         in_flight = self._schedule.in_flight(stage, until_weights=True)
         received, sent = self._crossing_bytes(start), self._crossing_bytes(stop)
         beside = received * (2 * in_flight + AHEAD) + sent * (1 + AHEAD)
-        beside += math.ceil(in_flight * self._made_again(desc, start))
+        beside += math.ceil(in_flight * self._recreated_bytes(desc, start))
         if self._schedule.splits_backward:
             beside += in_flight * (captured_bytes(desc, self._profile.local_batch) + sent)
         profile = replace(self._profile, model=desc.fingerprint, resident_bytes=self._resident + beside)
         return desc, profile.with_slowdown(self._slowdown(stage))
 
-    def _made_again(self, desc: ModelDesc, start: int) -> float:
-        return made_again(desc, self._profile, self._flow, self._movable) if start else 0.0
+    def _recreated_bytes(self, desc: ModelDesc, start: int) -> float:
+        return recreated_bytes(desc, self._profile, self._flow, self._movable) if start else 0.0
 
     @property
     def _resident(self) -> int:
@@ -357,7 +357,7 @@ class StageSearch:
         placement, memories = self._schedule.placement, []
         for index, stage in enumerate(stages):
             messages = messages_of(index, sent, placement, self._flow, self._profile.local_batch)
-            messages = replace(messages, again=self._made_again(stage.desc, index))
+            messages = replace(messages, recreated=self._recreated_bytes(stage.desc, index))
             memories.append(stage_memory(stage.desc, stage.profile, stage.problem, stage.found, messages))
         if not self._alone:
             return memories

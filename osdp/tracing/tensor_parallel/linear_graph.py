@@ -1,10 +1,9 @@
-"""Feature flow: the feature spaces of a model, between which its linear modules lead.
+"""Feature flow: the feature spaces of a model as a graph, with its linear modules as edges.
 
-One forward is run on fake tensors. Each tensor carries as labels the names of the linear modules and
-embeddings from whose outputs it was computed without passing through another one, and those of other
-parameters, prefixed with ``@``. Outputs that one module reads together belong to one *space*: the residual
-stream, the queries, keys and values of an attention, the inner features of an MLP. So linear modules are
-edges between spaces.
+One forward is run on fake tensors. Each tensor carries labels: the names of the linear modules and embeddings
+whose outputs reach it directly, not through another such module, and, prefixed with ``@``, the names of other
+parameters that reach it. Outputs that one module reads together belong to one *space*: the residual stream,
+the queries, keys and values of an attention, the inner features of an MLP.
 """
 
 import copy
@@ -59,7 +58,8 @@ class FeatureFlow:
         read: Labels of the inputs of each of them.
         returned: Labels of the model's outputs.
         heads: Number of heads, for each module whose output is first viewed as heads.
-        borrowed: Parameters of other modules that anything but their own module's forward used.
+        borrowed: Parameters, except of linear modules and embeddings, that were used outside the forward of
+            the module that owns them.
         calls: First calls of modules that have children.
         last_use: Index of the operation that last read a tensor, by storage.
         batch_readers: Modules that read an integer tensor of the batch itself.

@@ -21,7 +21,7 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import folder as checkpoint_folder
-from osdp.runtime.checkpoint.folder import whole_checkpoint
+from osdp.runtime.checkpoint.folder import read_complete_metadata
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
@@ -98,7 +98,7 @@ POINTS: dict[str, tuple[int, Callable[[], None], bool]] = {
     "rank 0 before the metadata": (0, lambda: die_before(FileSystemWriter, "finish"), False),
     "rank 0 before the rename": (0, lambda: die_before(os, "replace"), False),
     "rank 0 after the rename": (0, lambda: die_after(os, "replace"), True),
-    "rank 0 while it cleans up": (0, lambda: die_before(checkpoint_folder.NewCheckpoint, "settle"), True),
+    "rank 0 while it cleans up": (0, lambda: die_before(checkpoint_folder.NewCheckpoint, "remove_old"), True),
 }
 
 
@@ -260,14 +260,14 @@ def test_missing_cut_and_broken_files_are_named(
     second.write_bytes(content[:-500])
     cut = rf"{second.name} has {len(content) - 500} of {len(content)} bytes"
     with pytest.raises(ValueError, match=rf"hurt is not a complete checkpoint: {cut}; load another one"):
-        whole_checkpoint(path)
+        read_complete_metadata(path)
     first.unlink()
     with pytest.raises(ValueError, match=rf"{first.name} is missing, {cut}"):
-        whole_checkpoint(path)
+        read_complete_metadata(path)
     for broken in (b"", b"\x80\x04", b"no pickle", pickle.dumps({"other": 1})):
         (path / ".metadata").write_bytes(broken)
         with pytest.raises(ValueError, match=r"\.metadata cannot be read: "):
-            whole_checkpoint(path)
+            read_complete_metadata(path)
 
 
 # -- other models ------------------------------------------------------------------------------------------
