@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
+#: From this relative error on, measured times of a link are too far from its line to be relied on.
+DOUBTFUL_RESIDUAL = 0.3
+
+#: From this contention on, other programs compete for the cores. Quiet machines stay below 1.1.
+FOREIGN_LOAD = 1.2
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -124,6 +130,8 @@ class DeviceInfo(Savable):
         rank_limits: ``memory_limit`` of the devices of each rank of a pipeline; empty if all are alike.
         tensor_links: The collectives of tensor-parallel groups, each measured alone; they are not those of
             ``links``. Empty if unknown.
+        contention: How many times as long ranks computed, while links were measured, as without other
+            programs on their cores.
         measured: Whether the numbers were measured on the live process group.
     """
 
@@ -145,6 +153,7 @@ class DeviceInfo(Savable):
     slowdowns: tuple[float, ...] = ()
     rank_limits: tuple[int, ...] = ()
     tensor_links: tuple[Link, ...] = ()
+    contention: float = 1.0
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -205,6 +214,23 @@ class DeviceInfo(Savable):
     def world_size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What makes the measured numbers unreliable, for the notes of plans; empty if nothing does."""
+        found = []
+        if self.contention >= FOREIGN_LOAD:
+            found.append(
+                f"other programs took {1 - 1 / self.contention:.0%} of the cores while links were measured; "
+                "call DeviceInfo.detect() again on a quiet machine"
+            )
+        worst = max((*self.links, *self.tensor_links), key=lambda link: link.residual, default=None)
+        if worst is not None and worst.residual > DOUBTFUL_RESIDUAL:
+            found.append(
+                f"times of {worst.collective} in {worst.group} are up to {worst.residual:.0%} off the line "
+                "that was fitted to them; predicted times may be, too"
+            )
+        return tuple(found)
 
     @property
     def fingerprint(self) -> str:

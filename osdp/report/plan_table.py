@@ -144,7 +144,7 @@ def _facts(plan: Plan, sharding: ShardingPlan) -> list[str]:
         f"{plan.dp} devices{_reduction(training, sharding)}",
         *_predicted(plan, sharding),
         f"basis      {'measured' if plan.measured_profile else 'estimated'} profile; "
-        f"{'proven optimal' if optimal else 'not proven optimal'}",
+        f"{'proven optimal' if optimal else 'not proven optimal'} under it",
     ]
 
 

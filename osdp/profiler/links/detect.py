@@ -4,6 +4,10 @@
 collective and group by least squares, weighted by one over the time: between the relative error, which one
 odd small message would decide, and the absolute one, which the largest would. The fit's largest relative
 error is kept in :class:`osdp.hardware.device_info.Link`.
+
+Other programs on the machine only ever add time. Where they compete for the cores, the fast samples count
+rather than the median ones; links whose times fit no line are measured again; and what is still in doubt is
+kept with the numbers, for the notes of plans (:attr:`osdp.hardware.device_info.DeviceInfo.doubts`).
 """
 
 import socket
@@ -12,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,18 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects
-from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import MeasurementCache, placement
-from osdp.profiler.links.fsdp_probe import Probe, UnitTimes
+from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.machine import (
     available_memory,
     device_kind,
+    find_ranks_per_core,
     hardware,
+    measure_contention,
     measure_copy,
     measure_flops,
     measure_host_link,
-    measure_ranks_per_core,
 )
 from osdp.profiler.links.overlap import measure_mixed_overlap, measure_overlap
 from osdp.text import parse_bytes
@@ -43,6 +47,12 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 REPEATS = 12
 #: About how long each group of ranks is measured.
 SECONDS = 4.0
+
+#: How often links are measured at most, until their times fit a line.
+_ATTEMPTS = 3
+
+#: Quantile of the samples that counts on a quiet machine, and beside other programs.
+_QUIET, _BUSY = 0.5, 0.25
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
@@ -125,13 +135,22 @@ def _measure_groups(
     links: list[Link] = []
     overheads = {}
     world = groups["world"].mesh.get_group()
+    ranks_per_core = find_ranks_per_core(where, world)
+    contention = measure_contention(where, world, ranks_per_core)
+    level = _QUIET if contention < FOREIGN_LOAD else _BUSY
     for name, group in groups.items():
-        by_route = {
-            route: _time_units(group, route, world, where, sizes, repeats, seconds / len(group.routes))
-            for route in group.routes
-        }
-        links += _fit_links(name, group.mesh.size(), by_route)
-        overheads[name] = min(times.hooks for samples in by_route.values() for times in samples.values())
+        samples: _Samples = {route: {} for route in group.routes}
+        for _ in range(_ATTEMPTS):
+            _add_samples(samples, group, world, where, sizes, repeats, seconds / len(group.routes))
+            by_route = {
+                route: {nbytes: _slowest(UnitTimes.of(s, level), world, where) for nbytes, s in seen.items()}
+                for route, seen in samples.items()
+            }
+            fitted = _fit_links(name, group.mesh.size(), by_route)
+            if max(link.residual for link in fitted) <= DOUBTFUL_RESIDUAL:
+                break
+        links += fitted
+        overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
@@ -153,7 +172,8 @@ def _measure_groups(
         flops=flops,
         memory_bandwidth=2 * copy,
         host=measure_host_link(where, shape[1], world),
-        ranks_per_core=measure_ranks_per_core(where, world),
+        ranks_per_core=ranks_per_core,
+        contention=contention,
         measured=True,
     )
     return broadcast_object(info, world)  # so that all ranks plan alike
@@ -177,13 +197,16 @@ def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: Devic
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
 
-    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over latencies that are not
-    negative and bandwidths that are positive: the line through the origin, or a constant, where the best line
-    would leave them.
+    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over bandwidths that are
+    positive and latencies of at least what the smallest messages take beyond their bytes at the highest rate
+    seen. Without that floor, large messages that take more than their share (caches, other programs) pull
+    the latency down to nothing, and small units look free.
 
     >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
     >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
     (1.0, 1000.0, 0.0)
+    >>> round(fit([1000, 2000, 4000], [2.0, 3.0, 20.0])[0], 9)
+    0.5
     """
     # Normal equations of a 2 x 2 system with the weights 1/t.
     aa = sum(1 / t for t in seconds)
@@ -193,9 +216,11 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     determinant = aa * bb - ab * ab
     latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
     per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
-    if latency < 0:
-        latency, per_byte = 0.0, b / bb
-    elif per_byte <= 0:
+    # Of two messages, so that one odd time does not decide.
+    floor = min(seconds[:2]) - sizes[0] * min(t / size for size, t in zip(sizes, seconds, strict=True))
+    if latency < floor:
+        latency, per_byte = floor, (b - floor * ab) / bb
+    if per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
         latency, per_byte = a / aa, 1 / _NO_GROWTH
     fitted = [latency + size * per_byte for size in sizes]
@@ -258,6 +283,10 @@ class _Group:
     grid: Grid | None = None
 
 
+#: Steps of a group's units, by their route and bytes.
+_Samples = dict[Route, dict[int, list[StepTimes]]]
+
+
 def _world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
     """All ranks that are measured on one axis."""
     if mesh is not None and mesh.ndim == 1:
@@ -294,24 +323,26 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
     return found
 
 
-def _time_units(
+def _add_samples(
+    samples: _Samples,
     ranks: _Group,
-    route: Route,
     world: dist.ProcessGroup,
     device: torch.device,
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
-) -> dict[int, UnitTimes]:
-    """Times of a unit by its bytes, each the median of the slowest of all ranks; takes about ``seconds``."""
-    counts = _affordable_counts(ranks, route, world, device, sizes, repeats, seconds)
-    samples: dict[Probe, list[UnitTimes]] = {probe: [] for probe in counts}
-    # Sizes take turns, so that a busy moment of the machine does not fall on one size alone.
+) -> None:
+    """Time units of all sizes on all routes, each of which takes about ``seconds``."""
+    counts = {
+        (route, probe): count
+        for route in ranks.routes
+        for probe, count in _affordable_counts(ranks, route, world, device, sizes, repeats, seconds).items()
+    }
+    # Routes and sizes take turns, so that a busy moment of the machine does not fall on one alone.
     for turn in range(repeats):
-        for probe, count in counts.items():
+        for (route, probe), count in counts.items():
             if turn < count:
-                samples[probe].append(probe.step())
-    return {probe.nbytes: _slowest(_median(times), world, device) for probe, times in samples.items()}
+                samples[route].setdefault(probe.nbytes, []).append(probe.step())
 
 
 def _affordable_counts(
@@ -338,10 +369,6 @@ def _affordable_counts(
             break
     share = left / len(costs)
     return {probe: max(2, min(repeats, int(share / cost))) for probe, cost in costs.items()}
-
-
-def _median(samples: Sequence[UnitTimes]) -> UnitTimes:
-    return UnitTimes(*(median(getattr(sample, name) for sample in samples) for name in UnitTimes.__slots__))
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:

@@ -9,7 +9,7 @@ to hooks and copies, which would look cheaper with warm ones than they are in a 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -67,6 +67,50 @@ class UnitTimes:
     hooks: float
     reduce: float
     all_reduce: float
+
+    @classmethod
+    def of(cls, steps: Sequence["StepTimes"], level: float) -> "UnitTimes":
+        """The times that follow from several steps, of each of whose parts the ``level`` quantile counts.
+
+        Quantiles are taken of what was measured, not of differences: foreign work only adds to the former.
+        """
+        quantile = {name: _quantile([getattr(s, name) for s in steps], level) for name in StepTimes.__slots__}
+        step = StepTimes(**quantile)
+        # Forward: with the gather, less without it. Backward: after resharding, less without.
+        gathers = (step.resharded_forward - step.again, step.resharded_backward - step.kept_backward)
+        return cls(
+            unshard=max(sum(gathers) / 2, 0.0) / _UNITS,
+            hooks=step.again / _UNITS,
+            reduce=max(step.kept_backward - step.again, 0.0) / _UNITS,
+            all_reduce=step.all_reduce / _UNITS,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of all units in one step, without compute.
+
+    Attributes:
+        resharded_forward: Forward, with resharding after it.
+        resharded_backward: Backward after that.
+        again: A forward while all units are unsharded.
+        kept_backward: Backward after that.
+        all_reduce: One all-reduce for each unit.
+    """
+
+    resharded_forward: float
+    resharded_backward: float
+    again: float
+    kept_backward: float
+    all_reduce: float
+
+
+def _quantile(samples: Sequence[float], level: float) -> float:
+    """The ``level`` quantile of ``samples``, interpolated linearly."""
+    place = level * (len(samples) - 1)
+    ordered = sorted(samples)
+    low = ordered[int(place)]
+    return low + (place - int(place)) * (ordered[min(int(place) + 1, len(samples) - 1)] - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +223,13 @@ class Probe:
         self._input = torch.zeros(1, device=device, requires_grad=True)
         self._bucket = torch.zeros(self.nbytes // 4, device=device)
 
-    def step(self) -> UnitTimes:
+    def step(self) -> StepTimes:
         """Time one step of all units on this rank; every rank of the group must call it."""
         kept = self._pass(reshard=False)
         resharded = self._pass(reshard=True)
         dist.barrier(self._group)
         all_reduce = time_run(self._all_reduce, self._device)
-        # Forward: with the gather, less without it. Backward: after resharding, less without.
-        gathers = (resharded.forward - kept.again, resharded.backward - kept.backward)
-        return UnitTimes(
-            unshard=max(sum(gathers) / 2, 0.0) / _UNITS,
-            hooks=kept.again / _UNITS,
-            reduce=max(kept.backward - kept.again, 0.0) / _UNITS,
-            all_reduce=all_reduce / _UNITS,
-        )
+        return StepTimes(resharded.forward, resharded.backward, kept.again, kept.backward, all_reduce)
 
     def _pass(self, *, reshard: bool) -> _Pass:
         """Time a step of all units with or without resharding after forward."""

@@ -2,8 +2,10 @@
 
 import os
 import platform
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from osdp.comm.objects import gather_objects
 from osdp.hardware.device_info import HostLink
 from osdp.profiler.links.fsdp_probe import time_run
 
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
+#: Quota and period of the control group, in microseconds of CPU time (cgroup v2).
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
 _COPY_BYTES = 2**26
 #: Long enough for the scheduler to share the cores evenly among ranks.
@@ -126,10 +131,67 @@ def measure_host_link(
     return HostLink(to_device, to_host, int(memory), bandwidth)
 
 
-def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
-    """Measure the number of ranks of ``group`` that share a core while all compute; equal on all ranks.
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """The cores that a rank may compute on.
 
-    1 if the devices are not CPUs, or if ranks compute with several threads.
+    Attributes:
+        host: Name of its host.
+        cores: Numbers of these cores.
+        quota: Number of cores that its control group may keep busy; ``None`` without a limit.
+    """
+
+    host: str
+    cores: tuple[int, ...]
+    quota: float | None = None
+
+
+def find_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
+    """Number of ranks of ``group`` that share a core while all compute; equal on all ranks.
+
+    It follows from where they may run, not from a measurement, which would count other programs too. 1 if
+    the devices are not CPUs, or if ranks compute with several threads.
+    """
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return 1
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (0,)
+    own = CoreShare(socket.gethostname(), cores, cpu_quota())
+    return ranks_per_core(gather_objects(own, group))
+
+
+def ranks_per_core(shares: Sequence[CoreShare]) -> int:
+    """The most ranks that any core has to serve if each rank spreads evenly over the cores it may use.
+
+    >>> ranks_per_core([CoreShare("a", (0, 1))] * 4)
+    2
+    >>> ranks_per_core([CoreShare("a", (0,)), CoreShare("a", (1,))])
+    1
+    """
+    most = 1.0
+    for share in shares:
+        neighbours = [other for other in shares if other.host == share.host]
+        load = sum(1 / len(other.cores) for other in neighbours if set(other.cores) & set(share.cores))
+        most = max(most, load, len(neighbours) / share.quota if share.quota else 0.0)
+    return round(most)
+
+
+def cpu_quota(cpu_max: Path = _CPU_MAX) -> float | None:
+    """Number of cores that the process's control group may keep busy; ``None`` without a limit."""
+    if not cpu_max.exists():
+        return None
+    quota, period = cpu_max.read_text(encoding="utf8").split()
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def measure_contention(device: torch.device, group: dist.ProcessGroup, expected: int) -> float:
+    """How many times as long computing takes on the worst rank as the ranks themselves account for.
+
+    Above 1 other programs compete for the cores. All ranks of ``group`` compute at once, for a moment.
+
+    Args:
+        device: This rank's device; on accelerators, and with several threads, the result is 1.
+        group: The ranks.
+        expected: Ranks that share a core.
     """
     share = 1.0
     if device.type == "cpu" and torch.get_num_threads() == 1:
@@ -138,10 +200,10 @@ def measure_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> in
         start, own = time.perf_counter(), time.thread_time()
         while time.perf_counter() - start < _SHARING_SECONDS:
             torch.mm(a, a)
-        share = (time.perf_counter() - start) / max(time.thread_time() - own, 1e-9)
-    total = torch.tensor(share, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return max(1, round(float(total) / dist.get_world_size(group)))
+        share = (time.perf_counter() - start) / max(time.thread_time() - own, 1e-9) / expected
+    worst = torch.tensor(share, dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    return max(1.0, float(worst))
 
 
 def _time(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

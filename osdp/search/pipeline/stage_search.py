@@ -423,5 +423,5 @@ class StageSearch:
             peaks=peaks,
             bubble=outcome.bubble,
             optimal=optimal,
-            notes=notes,
+            notes=(*notes, *self._device.doubts),
         )

@@ -246,7 +246,7 @@ def whole_plan(
         optimal=sharding.optimal,
         measured_profile=problem.profile.measured,
         dp=device.world_size,
-        notes=search_notes(found, gap),
+        notes=(*search_notes(found, gap), *device.doubts),
     )
 
 

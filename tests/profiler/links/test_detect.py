@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osdp.cost.sharding.shard_groups import shard_groups_of
-from osdp.hardware.device_info import COLLECTIVES, DeviceInfo
+from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import machine
 from osdp.profiler.links.detect import fit
-from osdp.profiler.links.fsdp_probe import Probe, UnitTimes
+from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.overlap import hidden_part, measure_mixed_overlap, measure_overlap
 from tests.helpers.distributed import run
 
@@ -51,6 +51,42 @@ def test_one_odd_time_at_either_end_does_not_decide_the_fit() -> None:
     # Absolute ones would let the largest do it.
     latency, bandwidth, _ = fit(SIZES, [*true[:-1], true[-1] * 1.3])
     assert latency + SIZES[0] / bandwidth == pytest.approx(true[0], rel=0.5)
+
+
+def test_large_messages_that_take_more_than_their_share_leave_the_latency() -> None:
+    """Beside other programs a latency was once fitted to 0, and the search made dozens of tiny units."""
+    seconds = [1e-3 + size / 1e9 for size in SIZES]
+    seconds[-1] *= 6
+    latency, bandwidth, residual = fit(SIZES, seconds)
+    assert latency == pytest.approx(1e-3, rel=0.1)
+    assert residual > DOUBTFUL_RESIDUAL
+    link = Link("all_gather", "world", 2, latency, bandwidth, residual)
+    device = DeviceInfo(memory_limit=2**30, devices_per_node=2, links=(link,), contention=2.0)
+    load, doubt = device.doubts
+    assert load.startswith("other programs took 50% of the cores")
+    assert doubt.startswith(f"times of all_gather in world are up to {residual:.0%} off the line")
+
+
+def test_times_of_a_busy_moment_do_not_count_where_the_fast_ones_do() -> None:
+    quiet, disturbed = _steps_of(UnitTimes(1e-3, 1e-4, 2e-3, 3e-3)), StepTimes(*[1.0] * 5)
+    steps = [quiet, quiet, disturbed, disturbed, disturbed]
+    assert UnitTimes.of(steps, 0.25).all_reduce == pytest.approx(3e-3)
+    assert UnitTimes.of(steps, 0.5).all_reduce == pytest.approx(0.25)
+    assert UnitTimes.of([quiet], 0.25).unshard == pytest.approx(1e-3)
+
+
+def test_ranks_of_a_core_are_counted_not_measured(tmp_path: Path) -> None:
+    """Beside other programs three ranks were once found on a core that one rank had to itself."""
+    own, other = machine.CoreShare("a", (0,)), machine.CoreShare("a", (1,))
+    assert machine.ranks_per_core([own, other]) == 1
+    assert machine.ranks_per_core([own, own, other]) == 2
+    assert machine.ranks_per_core([own, machine.CoreShare("b", (0,))]) == 1
+    assert machine.ranks_per_core([machine.CoreShare("a", tuple(range(8)), quota=2.0)] * 4) == 2
+    cpu_max = tmp_path / "cpu.max"
+    assert machine.cpu_quota(cpu_max) is None
+    for text, quota in (("max 100000", None), ("150000 100000", 1.5)):
+        cpu_max.write_text(text)
+        assert machine.cpu_quota(cpu_max) == quota
 
 
 def test_links_take_their_times() -> None:
@@ -177,7 +213,7 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     group = mesh.get_group()
     counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0)
     probe = Probe(2**20, mesh, cpu)
-    times = collectives._median([probe.step() for _ in range(5)])
+    times = UnitTimes.of([probe.step() for _ in range(5)], 0.5)
     measures = (measure_overlap, measure_mixed_overlap)
     overlaps = [measure(dist.group.WORLD, cpu, repeats=2) for measure in measures]
     return [one.nbytes for one in counts], times, overlaps
@@ -203,13 +239,25 @@ def _on_all_named_hosts() -> list[tuple[int, int]]:
     return [_on_named_hosts(names) for names in ("aaaa", "aabb", "abcd", "abbb", "abab")]
 
 
+def _give_samples(samples, group, *_) -> None:
+    for route in group.routes:
+        samples[route] = {nbytes: [_steps_of(times)] for nbytes, times in _SAMPLES.items()}
+
+
+def _steps_of(times: UnitTimes) -> StepTimes:
+    """The passes of four units that take these times."""
+    forward, backward = times.hooks, times.hooks + times.reduce
+    passes = (forward + times.unshard, backward + times.unshard, forward, backward, times.all_reduce)
+    return StepTimes(*(4 * seconds for seconds in passes))
+
+
 def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
     """World size and links where each rank has a machine of its own, and where two share one."""
     found = []
     for names in ("abcd", "aabb"):
         with (
             mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]),
-            mock.patch.object(collectives, "_time_units", lambda *_: _SAMPLES),
+            mock.patch.object(collectives, "_add_samples", _give_samples),
             mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
             mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
         ):
