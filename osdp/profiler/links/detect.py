@@ -48,8 +48,8 @@ REPEATS = 12
 #: About how long each group of ranks is measured.
 SECONDS = 4.0
 
-#: How often links are measured at most, until their times fit a line.
-_ATTEMPTS = 3
+#: How often links are measured at most until their times fit a line.
+_ATTEMPTS = 2
 
 #: Quantile of the samples that counts on a quiet machine, and beside other programs.
 _QUIET, _BUSY = 0.5, 0.25
