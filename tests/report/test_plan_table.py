@@ -54,12 +54,12 @@ def test_the_facts_of_the_plan_are_in_the_header() -> None:
         "150.00 MiB, 75% of the limit, in backward of h.0\nstates     90.00 MiB of it live all the time"
         in text
     )
-    assert "measured profile; proven optimal" in text
+    assert "measured profile; proven optimal under it" in text
 
 
 def test_an_estimate_without_proof_says_so() -> None:
     plan = dataclasses.replace(make_plan(1, {}), measured_profile=False, optimal=False)
-    assert "estimated profile; not proven optimal" in plan_table(plan)
+    assert "estimated profile; not proven optimal under it" in plan_table(plan)
 
 
 def test_identical_layers_share_a_row_and_their_bytes_add_up() -> None:
