@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def recompute(
     model: nn.Module, recomputed: Collection[str], device: torch.device
 ) -> "tuple[Recomputed, ...]":
-    """Recompute the modules with the FQNs ``recomputed``, which run on ``device``."""
+    """Recompute the modules with the FQNs ``recomputed``, which run on ``device``; returns their hooks."""
     made = []
     for fqn in recomputed:
         module = model.get_submodule(fqn)
