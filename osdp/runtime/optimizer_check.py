@@ -64,6 +64,8 @@ class OptimizerCheck:
             self._known[optimizer] = _identities(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
+        if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
+            self._running.free_copies()
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._replaced.exchange_in(optimizer, self._running.computing())

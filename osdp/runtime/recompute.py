@@ -22,11 +22,15 @@ from osdp.torch_private.checkpointing import checkpoint_forward
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: nn.Module, recomputed: Collection[str], device: torch.device) -> None:
-    """Recompute the modules with the FQNs ``recomputed``, which run on ``device``."""
+def recompute(
+    model: nn.Module, recomputed: Collection[str], device: torch.device
+) -> "tuple[Recomputed, ...]":
+    """Recompute the modules with the FQNs ``recomputed``, which run on ``device``; returns their hooks."""
+    made = []
     for fqn in recomputed:
         module = model.get_submodule(fqn)
-        hooks = _Recomputed(module, device)
+        hooks = Recomputed(module, device)
+        made.append(hooks)
         before, after = torch.compiler.disable(hooks.before), torch.compiler.disable(hooks.after)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
@@ -41,9 +45,10 @@ def recompute(model: nn.Module, recomputed: Collection[str], device: torch.devic
         logger.warning("use_cache=True is incompatible with activation checkpointing; setting it to False")
         for config in caching:
             config.use_cache = False
+    return tuple(made)
 
 
-class _Recomputed:
+class Recomputed:
     """The hooks around a forward of a recomputed module."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -73,6 +78,11 @@ class _Recomputed:
         else:
             next(running, None)
 
+    def abandon(self) -> None:
+        """End forwards that an interrupt has ended, of which torch does not tell :meth:`after`."""
+        while self._running:
+            self._running.pop().close()
+
     @contextmanager
     def recomputing(self, snapshot: Snapshot) -> Iterator[None]:
         """Context of one recomputation."""
@@ -98,7 +108,7 @@ class _ForwardContext(AbstractContextManager[None]):
 class _RecomputeContext(AbstractContextManager[None]):
     """Context of each recomputation; there is one per backward through the same graph."""
 
-    def __init__(self, recomputed: _Recomputed, snapshot: Snapshot) -> None:
+    def __init__(self, recomputed: Recomputed, snapshot: Snapshot) -> None:
         self._recomputed = recomputed
         self._snapshot = snapshot
         self._entered: list[AbstractContextManager[None]] = []

@@ -104,6 +104,10 @@ class ParameterStore(Protocol):
         """The parameters that the optimizer updates, each once."""
         ...
 
+    def free_copies(self) -> None:
+        """Free the copies that parameters were computed in, where no backward can use them any more."""
+        ...
+
 
 class StageRuntime(ParameterStore, Protocol):
     """What stores the parameters of a stage and reduces their gradients: sharded or unsharded."""

@@ -1,5 +1,7 @@
 """``nn.Module``: its registries of parameters, buffers, submodules and hooks."""
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -7,6 +9,16 @@ from torch import nn
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """``setattr`` for an already registered parameter, without the checks, which cost microseconds."""
     module._parameters[name] = parameter
+
+
+def is_being_called(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is on the stack of this thread; walks all of it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def share_registries(wrapper: nn.Module, module: nn.Module) -> None:

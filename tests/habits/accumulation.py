@@ -112,3 +112,22 @@ def of_uneven_microbatches(ctx: Context) -> None:
     ctx.clip(model, 0.5)
     optimizer.step()
     ctx.weights(model)
+
+
+@habit()
+def gradients_of_the_users_own(ctx: Context) -> None:
+    """Makes the gradients before the first backward, and keeps, clears and scales them in a list."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for step in range(2):
+        torch._foreach_zero_(gradients)
+        for micro in range(2):
+            x, y = ctx.batch(2 * step + micro)
+            with ctx.no_sync(model) if micro == 0 else nullcontext():
+                mse(model(x), y).backward()
+        torch._foreach_mul_(gradients, 0.5)
+        optimizer.step()
+    ctx.weights(model)

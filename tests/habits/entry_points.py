@@ -179,3 +179,29 @@ def two_registered_methods(ctx: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
+
+
+class Fitted(Net):
+    """Computes its loss and runs the backward itself."""
+
+    def fit(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        total = 0.0
+        for x, y in batches:
+            loss = mse(self(x), y) / len(batches)
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+
+@habit(skips=_ALL_BY_FORWARD)
+def method_that_runs_backwards(ctx: Context) -> None:
+    """Registers a method that runs forwards and backwards of several microbatches."""
+    model = ctx.wrap(Fitted())
+    if ctx.units:
+        register_fsdp_forward_method(model, "fit")
+    optimizer = ctx.sgd(model)
+    for step in range(3):
+        ctx.value("loss", ctx.mean(torch.tensor(model.fit([ctx.batch(step), ctx.batch(step + 10)]))))
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)

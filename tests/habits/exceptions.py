@@ -150,3 +150,39 @@ def accumulation_given_up(ctx: Context) -> None:
                 break
     optimizer.step()
     ctx.weights(model)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@habit()
+def interrupted(ctx: Context) -> None:
+    """Interrupts a forward, as Ctrl-C in a notebook does, and goes on with the next batch."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(3):
+        handle = ctx.inner(model).blocks[1].register_forward_pre_hook(_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(ctx.batch(50 + step)[0])
+        handle.remove()
+        _one_step(ctx, model, optimizer, step)
+    ctx.weights(model)
+
+
+@habit(skips={"fsdp2": "runs the root first"})
+def interrupted_in_a_block(ctx: Context) -> None:
+    """Interrupts a block that is called by itself, calls it again, and goes on with the whole model."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    block = ctx.inner(model).blocks[1]
+    for step in range(3):
+        handle = block.up.register_forward_pre_hook(_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            block(torch.ones(2, 25))
+        handle.remove()
+        if step == 1:
+            with torch.no_grad():
+                ctx.value("of the block", block(torch.ones(2, 25)))
+        _one_step(ctx, model, optimizer, step)
+    ctx.weights(model)

@@ -84,3 +84,21 @@ def first_gradients_kept(ctx: Context) -> None:
             parameter.grad.sub_(kept[name] * (agreement / size))
     optimizer.step()
     ctx.weights(model)
+
+
+@habit(skips={"fsdp2": "leaves shards registered where a unit is gathered"})
+def functional_call(ctx: Context) -> None:
+    """Runs two forwards by torch.func.functional_call with the model's own parameters, and one as usual."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        losses = []
+        for view in range(3):
+            x, y = ctx.batch(3 * step + view)
+            named_parameters = dict(model.named_parameters())
+            output = torch.func.functional_call(model, named_parameters, (x,)) if view < 2 else model(x)
+            losses.append(mse(output, y))
+        ctx.loss(sum(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)

@@ -114,3 +114,26 @@ def layer_added_after_wrapping(ctx: Context) -> None:
         with _refused("after it was wrapped"):
             ctx.sgd(model).step()
     _trained(ctx)
+
+
+class _Greedy(Net):
+    """Trains each block by a loss of its own, in forward."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x.detach())
+            if torch.is_grad_enabled() and self.training:
+                x.square().mean().backward(retain_graph=True)
+        return x
+
+
+@habit(skips=_OF_OSDP)
+def backward_inside_forward(ctx: Context) -> None:
+    """Runs backward of a block's loss inside the model's forward."""
+    model = ctx.wrap(_Greedy().eval())
+    ctx.train(model, ctx.sgd(model), steps=1)
+    if ctx.osdp:
+        with _refused("inside the model's forward"):
+            model.train()(ctx.batch()[0])
+    _trained(ctx)

@@ -198,3 +198,39 @@ def inner_loop(ctx: Context) -> None:
                 parameter.copy_(start + 0.5 * (parameter - start))
         model.zero_grad()
     ctx.weights(model)
+
+
+_ONCE = {"ddp": "reduces each parameter once a forward"}
+
+
+@habit(skips=_ONCE)
+def hidden_states_apart(ctx: Context) -> None:
+    """Runs backward of the output's loss, then of a loss on a block's output, through one graph."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    seen: list[torch.Tensor] = []
+    ctx.inner(model).blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    for step in range(2):
+        seen.clear()
+        x, y = ctx.batch(step)
+        ctx.loss(mse(model(x), y)).backward(retain_graph=True)
+        seen[0].to(y.dtype).square().mean().backward()
+        _stepped(ctx, optimizer)
+    ctx.weights(model)
+
+
+@habit(skips=_ONCE)
+def hidden_states_of_two_forwards(ctx: Context) -> None:
+    """Runs two forwards, then a backward for each, of a loss on a block's output alone."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    seen: list[torch.Tensor] = []
+    ctx.inner(model).blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    for step in range(2):
+        seen.clear()
+        for view in range(2):
+            model(ctx.batch(2 * step + view)[0])
+        for hidden in seen:
+            hidden.to(torch.get_default_dtype()).square().mean().backward()
+        _stepped(ctx, optimizer)
+    ctx.weights(model)

@@ -165,6 +165,11 @@ class PipelinedModel:
     def settle(self) -> None:
         """No effect: a step contains both forwards and backwards."""
 
+    def free_copies(self) -> None:
+        """Free the copies that parameters of all stages were computed in."""
+        for running in self.stages.values():
+            running.runtime.free_copies()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Not supported for stages.
 

@@ -33,6 +33,9 @@ class UnshardedStage:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: FSDP2 shards nothing here."""
 
+    def free_copies(self) -> None:
+        """No effect: modules compute with the stored parameters themselves."""
+
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself."""
         return parameter

@@ -97,7 +97,7 @@ def apply_sharding(
     for name, dim in storage.in_slices.items():
         start_unit([name])
         replicated.add(shard_weight(owned[name], dim, mesh))
-    recompute(model, sharding.recomputed, device)
+    recomputed = recompute(model, sharding.recomputed, device)
     shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit)
     # 4. Initialise what is still on meta, now in shards.
     if on_meta:
@@ -116,6 +116,7 @@ def apply_sharding(
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
         backwards=backwards,
+        recomputed=recomputed,
     )
     give_interface(model, applied)
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters

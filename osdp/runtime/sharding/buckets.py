@@ -95,6 +95,8 @@ class Bucket:
         self._numel = self._gradient_numel + num_flags
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
+        #: Earlier gradients that are not the bucket's memory, by index: users may hold these tensors.
+        self._earlier: dict[int, torch.Tensor | None] = {}
         self._content = [_Content.NOTHING] * len(sizes)
         self._arrived: set[int] = set()
         self._work: dist.Work | None = None
@@ -181,12 +183,12 @@ class Bucket:
                 self._flat = gradients.to(self._stored_dtype)
                 self._views.clear()
             views = [self._view(index) for index in range(len(self.parameters))]
-            content = self._content
+            content, earlier = self._content, self._earlier
             # Before users' hooks run: they may already start another pass with these parameters.
             self.reset()
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
-                _hand_over(parameter, None if missing else views[index])
+                _hand_over(parameter, None if missing else views[index], earlier.get(index))
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -194,6 +196,7 @@ class Bucket:
             self._reduction.wait(self._work)
         self._flat = None
         self._views.clear()
+        self._earlier = {}
         self._work = None
         self.started = False
         self._content = [_Content.NOTHING] * len(self.parameters)
@@ -203,6 +206,7 @@ class Bucket:
         """Drop the gradient that was kept for parameter ``index``."""
         if self._flat is not None:
             self._content[index] = _Content.NOTHING
+            self._earlier.pop(index, None)
         if all(content is _Content.NOTHING for content in self._content):
             self.reset()
 
@@ -270,6 +274,7 @@ class Bucket:
             if self._content[index] is _Content.NOTHING:
                 self._view(index).copy_(grad)
                 self._content[index] = _Content.REDUCED
+                self._earlier[index] = parameter.stored.grad
             parameter.stored.grad = None
 
     def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -310,7 +315,8 @@ def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
             out.mul_(scale)
 
 
-def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None) -> None:
+def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: torch.Tensor | None) -> None:
+    """Pass ``grad`` to the stored parameter, in the tensor ``into`` if that held an earlier gradient."""
     stored = parameter.stored
     if parameter.path.is_held:
         given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
@@ -325,6 +331,11 @@ def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None) -> Non
     earlier = parameter.local_grad
     if earlier is not None:
         earlier.add_(grad)
+        return
+    if into is not None:
+        stored.grad = into
+        assert parameter.local_grad is not None
+        parameter.local_grad.copy_(grad)
         return
     wrapped = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad
     assert isinstance(stored, nn.Parameter)

@@ -23,6 +23,7 @@ from osdp.runtime.sharding.unit_outputs import gather_for_gradients_of
 from osdp.torch_private.autograd import in_backward
 from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 from osdp.torch_private.fsdp import after_forward, before_forward, cast_floating_point
+from osdp.torch_private.modules import is_being_called
 
 #: Positional and keyword arguments of a forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,6 +51,7 @@ class Entries:
         around: Mapping[nn.Module, Sequence[nn.Module]],
         param_dtype: torch.dtype | None,
     ) -> None:
+        self._root = model
         self._param_dtype = param_dtype
         self._enter, self._leave = enter, leave
         self._around = dict(around)
@@ -79,6 +81,11 @@ class Entries:
         return self._module is None
 
     @property
+    def is_in_forward(self) -> bool:
+        """Whether the call under way is that of a module, rather than of a registered method."""
+        return self._module is not None and self._caller is None
+
+    @property
     def _is_closed(self) -> bool:
         """Whether calls are part of a backward, for instance the recomputation of a checkpoint."""
         return in_backward() and not self.open_in_backward
@@ -99,7 +106,7 @@ class Entries:
             caller: The frame that runs a method; torch does not report when that raises, so a call whose
                 frame is gone has failed.
         """
-        self._notice_failed_method()
+        self._notice_failed_call(module)
         if self._module is not None:
             self._depth += module is self._module
             return args, kwargs
@@ -139,13 +146,22 @@ class Entries:
         """Forget the call in progress, which has failed."""
         self._module, self._caller, self._depth = None, None, 0
 
-    def _notice_failed_method(self) -> None:
-        if self._caller is None or in_backward():
+    def _notice_failed_call(self, module: nn.Module) -> None:
+        """Before a call of ``module``: leave the call under way if it has failed without a hook being told.
+
+        A method has no hooks, and an interrupt passes by those of modules: then it is noticed when the model,
+        or the module that was called, is called again.
+        """
+        if self._module is None or in_backward():
             return
-        running = inspect.currentframe()
-        while running is not None and running is not self._caller:
-            running = running.f_back
-        if running is None:
+        if self._caller is None:
+            failed = module in (self._root, self._module) and not is_being_called(self._module)
+        else:
+            running = inspect.currentframe()
+            while running is not None and running is not self._caller:
+                running = running.f_back
+            failed = running is None
+        if failed:
             self.reset()
             self._leave(None, True)
 
@@ -153,7 +169,7 @@ class Entries:
         # Dynamo traces this as a constant: what is compiled is not called from outside.
         if torch.compiler.is_compiling():
             return None
-        self._notice_failed_method()
+        self._notice_failed_call(module)
         if self._module is None:
             args, kwargs = self._before(module, args, kwargs)
         else:

@@ -181,8 +181,11 @@ class ShardedUnit:
         self._gathered = self._version
 
     def reshard_if_stale(self) -> None:
-        """Free the gathered parameters if an optimizer or another in-place change has modified the shards."""
-        if self.is_whole and self._gathered is not None and self._gathered != self._version:
+        """Free the gathered parameters if shards were changed in place, as by an optimizer, or registered."""
+        if not self.is_whole or self._gathered is None:
+            return
+        # torch.func.functional_call registers the shards that it was given, and so leaves them.
+        if self._gathered != self._version or any(p.owned.parameter is p.stored for p in self.parameters):
             self.reshard()
 
     def follow_settings(self) -> None:
@@ -291,13 +294,18 @@ class ShardedParameters:
     def prepare_for_inference_mode(self) -> None:
         """Create the unsharded parameters outside inference mode before a first forward in it.
 
-        FSDP2 creates them at the first gather; autograd cannot save tensors created in inference mode, so
-        training could not use them later.
+        Autograd cannot save tensors created in inference mode, so training could not use them later.
         """
-        if not torch.is_inference_mode_enabled() or self._made:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.make()
+
+    def make(self) -> None:
+        """Create the unsharded parameters, which FSDP2 does at the first gather."""
+        if self._made:
             return
-        with torch.inference_mode(False):
-            for unit in self.units:
+        for unit in self.units:
+            if not unit.is_whole:
                 unit.gather()
                 unit.reshard()
         self._made = True

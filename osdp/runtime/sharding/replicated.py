@@ -9,7 +9,8 @@ its place, since every operation on a DTensor costs tens of microseconds::
                   swap_in                       swap_out
 
 Both share one storage; only with ``param_dtype`` the compute parameter is a copy, filled when it is swapped
-in and freed when it is swapped out. Where nothing is sharded, plain parameters are stored: optimizers then
+in and freed before the optimizer steps: until then another backward may reach it, through a graph that was
+retained or that of another forward. Where nothing is sharded, plain parameters are stored: optimizers then
 cost the same as without osdp.
 """
 
@@ -24,6 +25,7 @@ from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
 from osdp.torch_private.autograd import version_of
 from osdp.torch_private.dtensor import data_pointer
+from osdp.torch_private.modules import registered_parameter
 
 
 class ReplicatedParameter:
@@ -80,7 +82,10 @@ class ReplicatedParameter:
         self.owned.register(self.compute)
 
     def refresh(self) -> None:
-        """Copy the stored values again if they were changed since the last copy."""
+        """Register the compute parameter again if something else was registered, and copy changed values."""
+        module, name = self.owned.places[0]
+        if registered_parameter(module, name) is not self.compute:
+            self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
         if self._casts and version_of(self.stored) != self._copied:
             self._copy()
 
@@ -91,9 +96,12 @@ class ReplicatedParameter:
 
     def swap_out(self) -> None:
         """Register the stored parameter."""
+        self.owned.register(self.stored)
+
+    def free_copy(self) -> None:
+        """Free the compute parameter if it is a copy."""
         if self._casts:
             _free(self.compute)
-        self.owned.register(self.stored)
 
 
 class ReplicatedParameters:
@@ -107,6 +115,7 @@ class ReplicatedParameters:
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.swapped_in = False
+        self._has_copies = False
 
     def __iter__(self) -> Iterator[ReplicatedParameter]:
         return iter(self.parameters)
@@ -122,7 +131,7 @@ class ReplicatedParameters:
             return False
         for parameter in self.parameters:
             parameter.swap_in()
-        self.swapped_in = True
+        self.swapped_in = self._has_copies = True
         return True
 
     def swap_out(self) -> None:
@@ -131,6 +140,13 @@ class ReplicatedParameters:
             for parameter in self.parameters:
                 parameter.swap_out()
             self.swapped_in = False
+
+    def free_copies(self) -> None:
+        """Free the compute parameters that are copies, unless modules register them at present."""
+        if self._has_copies and not self.swapped_in:
+            for parameter in self.parameters:
+                parameter.free_copy()
+            self._has_copies = False
 
 
 def replicate(

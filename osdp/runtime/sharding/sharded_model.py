@@ -25,6 +25,7 @@ from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.unused import unused_error
 from osdp.runtime.ranks.lockstep import Lockstep
+from osdp.runtime.recompute import Recomputed
 from osdp.runtime.sharding.accumulation import Accumulation
 from osdp.runtime.sharding.entries import Arguments, Entries
 from osdp.runtime.sharding.fsdp_units import ShardedParameter, wrapped_around
@@ -86,6 +87,7 @@ class ShardedModel:
         backwards: Backwards,
         norm_group: dist.ProcessGroup,
         lockstep: Lockstep,
+        recomputed: Sequence[Recomputed],
     ) -> None:
         self.model = model
         self.plan = plan
@@ -97,6 +99,7 @@ class ShardedModel:
         self._double_backward = backwards.double_backward
         self._norm_group = norm_group
         self._lockstep = lockstep
+        self._recomputed = recomputed
         # 1. State of a step.
         lockstep.on_backward = self._begin_backward
         self._backward_runs = False
@@ -134,7 +137,13 @@ class ShardedModel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        return self.model(*args, **kwargs)
+        try:
+            return self.model(*args, **kwargs)
+        except BaseException:
+            # Hooks of modules are told of an Exception, not of a KeyboardInterrupt.
+            if not self._entries.is_idle:
+                self._after_forward(None, raised=True)
+            raise
 
     @property
     def stages(self) -> Mapping[int, RunningStage]:
@@ -235,6 +244,10 @@ class ShardedModel:
                 unit.reshard()
             self._before_state_dict()
 
+    def free_copies(self) -> None:
+        """Free the copies that parameters were computed in, where no backward can use them any more."""
+        self._replicated.free_copies()
+
     def recover(self, *, drop_gradients: bool) -> None:
         """Reset to the state between steps after an exception; also called automatically.
 
@@ -253,6 +266,8 @@ class ShardedModel:
                     parameter.compute.grad = None
             self._used.clear()
             self._accumulation.reset()
+        for module in self._recomputed:
+            module.abandon()
         self._backward_runs = False
         self._pending = False
         self._replicated.swap_out()
@@ -281,6 +296,10 @@ class ShardedModel:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None
     ) -> Arguments:
         """Prepare a call of a method of ``module`` that counts as a forward; ``caller`` is its frame."""
+        if torch.is_grad_enabled():
+            # The method may run a backward itself, whose gradients must be reported.
+            self._sharded.make()
+            self._sharded.find()
         args, kwargs = self._entries.begin(module, args, kwargs, caller)
         return before_forward(module, module, args, kwargs)
 
@@ -358,6 +377,7 @@ class ShardedModel:
                 tensor.register_hook(self._begin_backward)
         elif not self._pending:
             self._replicated.swap_out()
+            self._replicated.free_copies()
             # Units that stay gathered would be stale after an optimizer step.
             for unit in self._sharded.units:
                 unit.reshard()
@@ -378,6 +398,11 @@ class ShardedModel:
             )
         if self._backward_runs:
             return
+        if self._entries.is_in_forward:
+            raise RuntimeError(
+                "a backward inside the model's forward has reached its parameters, while the rest of that "
+                "forward still needs them: return the losses, and call backward() after the forward"
+            )
         self._backward_runs = True
         self._follow_trainable()
         self._lockstep.begin_backward()
@@ -433,6 +458,10 @@ class ShardedModel:
         queue_backward_callback(self._reduce_rest)
 
     def _reduce_rest(self) -> None:
+        if not self._entries.is_idle:
+            # A registered method ran this backward: what it calls from here on are forwards of their own.
+            self._entries.reset()
+            self._lockstep.leave()
         # While the last all-reduces are under way.
         self._replicated.swap_out()
         due = [p.name for p in self.parameters if p.path.syncs and p.stored.requires_grad]

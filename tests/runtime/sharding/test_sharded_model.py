@@ -186,7 +186,7 @@ def forwards_interleave() -> None:
 
 
 def low_precision_backwards_interleave() -> None:
-    """The copies in low precision are freed by the first backward and needed by the second."""
+    """The copies in low precision that the first backward used are needed by the second."""
     results = []
     for together in (True, False):
         net, _ = start("mixed blocks", param_dtype="bfloat16", recompute=True)
