@@ -1,6 +1,7 @@
 """Seeds, and a header that says what the tests ran on."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from tests.helpers.load import slowdown
 
 
-def pytest_configure() -> None:
-    # Tests measure anew, and leave the user's measurements alone; ranks and programs inherit it.
-    os.environ["OSDP_CACHE_DIR"] = ""
+def pytest_configure(config: pytest.Config) -> None:
+    """Devices and models are measured once a run, and the user's measurements are left alone."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="osdp-measured-")
+        config.add_cleanup(folder.cleanup)
+        # Workers of pytest-xdist, ranks and programs inherit it.
+        os.environ["OSDP_CACHE_DIR"] = folder.name
 
 
 def pytest_report_header() -> str:
