@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training
+from osdp import OSDP, DeviceInfo, Link, ModelDesc, Training, codec
 from osdp.api import make_plan
 from osdp.comm.objects import on_first_rank
 from osdp.errors import PlanMismatchError
@@ -194,7 +194,7 @@ def late_tied() -> LateTiedNet:
     return LateTiedNet()
 
 
-def check_tie_on_one_rank(mode: Mode, path: str) -> None:
+def tied_on_one_rank(mode: Mode) -> str:
     """Stages 1 and 3 of four are on the second rank; the embedding is in one, the head in the other."""
     model, training = late_tied(), Training(local_batch=2, microbatches=PARTS)
     model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
@@ -203,6 +203,10 @@ def check_tie_on_one_rank(mode: Mode, path: str) -> None:
     rules = SearchOptions(allowed=(mode,))
     plan = plan_at(bounds, model_desc, flow, candidate, devices(2), rules, layout, "interleaved")
     assert plan.ties[0].stages == (1, 3)
+    return codec.to_json(plan)
+
+
+def check_tie_on_one_rank(plan: Plan, path: str) -> None:
     staged = OSDP(late_tied(), plan=plan)
     compare_steps(late_tied(), staged, {"pp": 2, "dp": 2})
     # The optimizer's state of the owner serves both copies.
@@ -225,9 +229,9 @@ def check_tie_on_one_rank(mode: Mode, path: str) -> None:
             assert torch.equal(whole(optimizer.state[parameter]["exp_avg"]), state)
 
 
-def stages_beside_data(folder: str) -> None:
-    for mode in (Mode.FULL_SHARD, Mode.NO_SHARD):
-        check_tie_on_one_rank(mode, f"{folder}/{mode}")
+def stages_beside_data(folder: str, tied: list[str]) -> None:
+    for index, plan in enumerate(tied):
+        check_tie_on_one_rank(codec.from_json(Plan, plan), f"{folder}/{index}")
     check_call(tp=2, dp=2, strategy="FULL_SHARD")
     for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", None):
         check_steps({"pp": 2, "dp": 2, "schedule": "1f1b", "strategy": strategy})
@@ -237,7 +241,8 @@ def stages_beside_data(folder: str) -> None:
 
 
 def test_stages_beside_data_and_tensor_parallelism(tmp_path: Any) -> None:
-    distributed.run(4, stages_beside_data, str(tmp_path), timeout=180)
+    tied = [tied_on_one_rank(mode) for mode in (Mode.FULL_SHARD, Mode.NO_SHARD)]
+    distributed.run(4, stages_beside_data, str(tmp_path), tied, timeout=180)
 
 
 # -- dropout, meta, refusals ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP, ModelDesc, Training, codec
+from osdp.comm.objects import on_first_rank
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.plan.dims import ParallelDims
 from osdp.plan.shard_math import slice_bounds
@@ -97,9 +98,9 @@ def wrapped(name: str, **options: Any) -> OSDP:
     sample = {key: value[: SAMPLES // PARTS // dp] for key, value in batch(name)[0].items()}
     training = Training(local_batch=SAMPLES // PARTS // dp, microbatches=PARTS)
     model = decoder(name)
-    model_desc = ModelDesc.from_module(model, sample)
+    model_desc = on_first_rank(partial(ModelDesc.from_module, model, sample))
     profile = estimate(model_desc, devices(dp), training)
-    return OSDP(model, sample, devices(dp), training=training, profile=profile, **options)
+    return OSDP(model, model_desc, devices(dp), training=training, profile=profile, **options)
 
 
 def mine(model: OSDP, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> tuple[Any, torch.Tensor]:
