@@ -82,40 +82,28 @@ def test_every_case_trains_and_names_its_blocks(name: str):
     assert inside > 0.2 * sum(p.numel() for p in model.parameters())
 
 
-def work(rank: int, world_size: int, *, fail: int = -1, hang: float = 0.0) -> dict[str, int]:
-    """A worker: adds up the ranks, or fails or hangs on purpose."""
-    import torch.distributed as dist
-
-    if rank == fail:
-        raise ValueError("on purpose")
-    time.sleep(hang)
-    total = torch.tensor(rank)
-    dist.all_reduce(total)
-    return {"total": int(total), "threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
-
-
 def test_launch_gives_each_rank_one_core_and_one_thread():
     assert (
-        launch("tests.benchmarks.test_harness:work", 2, {}, timeout=90 * slowdown())
+        launch("tests.benchmarks.workers:work", 2, {}, timeout=90 * slowdown())
         == [{"total": 1, "threads": 1, "cores": 1}] * 2
     )
 
 
 def test_launch_reports_the_rank_that_failed():
     with pytest.raises(WorkerError, match=r"rank 1 ended with status 1(.|\n)*on purpose"):
-        launch("tests.benchmarks.test_harness:work", 2, {"fail": 1}, timeout=90 * slowdown())
+        launch("tests.benchmarks.workers:work", 2, {"fail": 1}, timeout=90 * slowdown())
 
 
 def test_launch_ends_ranks_that_take_too_long():
     with pytest.raises(WorkerError, match="did not end within"):
-        launch("tests.benchmarks.test_harness:work", 1, {"hang": 3600}, timeout=2)
+        launch("tests.benchmarks.workers:work", 1, {"hang": 3600}, timeout=2)
 
 
 def test_ranks_are_gone_when_the_launcher_is_terminated(tmp_path: Path):
     path = tmp_path / "pid"
     script = (
         "from benchmarks.support.launch import launch\n"
-        f"launch('tests.benchmarks.test_harness:hang', 1, {{'path': {str(path)!r}}}, timeout=90)"
+        f"launch('tests.benchmarks.workers:hang', 1, {{'path': {str(path)!r}}}, timeout=90)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60 * slowdown()
@@ -126,12 +114,6 @@ def test_ranks_are_gone_when_the_launcher_is_terminated(tmp_path: Path):
         process.wait(30 * slowdown())
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
-
-
-def hang(rank: int, world_size: int, *, path: str) -> None:
-    """A worker that says who it is and never ends."""
-    Path(path).write_text(str(os.getpid()))
-    time.sleep(3600)
 
 
 @pytest.mark.alone
