@@ -105,7 +105,7 @@ class ParameterStore(Protocol):
         ...
 
     def free_copies(self) -> None:
-        """Free the copies that parameters were computed in, where no backward can use them any more."""
+        """Free the copies that parameters were computed in, which backwards no longer need."""
         ...
 
 

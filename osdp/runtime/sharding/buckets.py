@@ -18,6 +18,7 @@ The bucket that starts last may carry one flag for each parameter: by then this 
 used, and after the all-reduce which of them any rank used. Nothing else has to be sent for that.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from enum import Enum
@@ -95,8 +96,8 @@ class Bucket:
         self._numel = self._gradient_numel + num_flags
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
-        #: Earlier gradients that are not the bucket's memory, by index: users may hold these tensors.
-        self._earlier: dict[int, torch.Tensor | None] = {}
+        #: Earlier gradients that are not the bucket's memory, by index, for as long as users hold them.
+        self._earlier: dict[int, weakref.ref[torch.Tensor]] = {}
         self._content = [_Content.NOTHING] * len(sizes)
         self._arrived: set[int] = set()
         self._work: dist.Work | None = None
@@ -188,7 +189,8 @@ class Bucket:
             self.reset()
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
-                _hand_over(parameter, None if missing else views[index], earlier.get(index))
+                held = earlier[index]() if index in earlier else None
+                _hand_over(parameter, None if missing else views[index], held)
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -274,7 +276,8 @@ class Bucket:
             if self._content[index] is _Content.NOTHING:
                 self._view(index).copy_(grad)
                 self._content[index] = _Content.REDUCED
-                self._earlier[index] = parameter.stored.grad
+                assert parameter.stored.grad is not None
+                self._earlier[index] = weakref.ref(parameter.stored.grad)
             parameter.stored.grad = None
 
     def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

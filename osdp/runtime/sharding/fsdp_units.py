@@ -41,6 +41,7 @@ from osdp.torch_private.fsdp import (
     sharding_state,
     unsharded_parameters,
 )
+from osdp.torch_private.modules import registered_parameter
 
 
 def shard_units(
@@ -185,7 +186,8 @@ class ShardedUnit:
         if not self.is_whole or self._gathered is None:
             return
         # torch.func.functional_call registers the shards that it was given, and so leaves them.
-        if self._gathered != self._version or any(p.owned.parameter is p.stored for p in self.parameters):
+        registered = ((p, registered_parameter(*place)) for p in self.parameters for place in p.owned.places)
+        if self._gathered != self._version or any(found is p.stored for p, found in registered):
             self.reshard()
 
     def follow_settings(self) -> None:

@@ -83,8 +83,7 @@ class ReplicatedParameter:
 
     def refresh(self) -> None:
         """Register the compute parameter again if something else was registered, and copy changed values."""
-        module, name = self.owned.places[0]
-        if registered_parameter(module, name) is not self.compute:
+        if any(registered_parameter(*place) is not self.compute for place in self.owned.places):
             self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
         if self._casts and version_of(self.stored) != self._copied:
             self._copy()

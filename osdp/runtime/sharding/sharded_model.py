@@ -34,7 +34,7 @@ from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.registered import check_registered
 from osdp.runtime.sharding.replicated import ReplicatedParameter
 from osdp.runtime.stages import RunningStage, StageLinks, WholeModel
-from osdp.torch_private.autograd import queue_backward_callback
+from osdp.torch_private.autograd import in_backward, queue_backward_callback
 from osdp.torch_private.fsdp import (
     after_forward,
     backward_is_unfinished,
@@ -104,6 +104,8 @@ class ShardedModel:
         lockstep.on_backward = self._begin_backward
         self._backward_runs = False
         self._pending = False
+        #: Whether forwards since the last optimizer step may have backwards to come.
+        self._has_graphs = False
         #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
@@ -137,11 +139,12 @@ class ShardedModel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
+        was_idle = self._entries.is_idle
         try:
             return self.model(*args, **kwargs)
         except BaseException:
             # Hooks of modules are told of an Exception, not of a KeyboardInterrupt.
-            if not self._entries.is_idle:
+            if was_idle and not self._entries.is_idle:
                 self._after_forward(None, raised=True)
             raise
 
@@ -245,8 +248,9 @@ class ShardedModel:
             self._before_state_dict()
 
     def free_copies(self) -> None:
-        """Free the copies that parameters were computed in, where no backward can use them any more."""
+        """Free the copies that parameters were computed in, which backwards no longer need."""
         self._replicated.free_copies()
+        self._has_graphs = False
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Reset to the state between steps after an exception; also called automatically.
@@ -296,8 +300,9 @@ class ShardedModel:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None
     ) -> Arguments:
         """Prepare a call of a method of ``module`` that counts as a forward; ``caller`` is its frame."""
-        if torch.is_grad_enabled():
-            # The method may run a backward itself, whose gradients must be reported.
+        if torch.is_grad_enabled() and self._entries.is_idle and not in_backward():
+            # The method may run a backward itself, whose gradients must be reported. Inside a forward these
+            # gathers would become part of the order on which ranks agree.
             self._sharded.make()
             self._sharded.find()
         args, kwargs = self._entries.begin(module, args, kwargs, caller)
@@ -370,14 +375,15 @@ class ShardedModel:
         self._lockstep.leave()
         output = complete_units(self.model, output)
         if torch.is_grad_enabled():
-            self._pending = True
+            self._pending = self._has_graphs = True
             self._sharded.find()
             self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
                 tensor.register_hook(self._begin_backward)
         elif not self._pending:
             self._replicated.swap_out()
-            self._replicated.free_copies()
+            if not self._has_graphs:
+                self._replicated.free_copies()
             # Units that stay gathered would be stale after an optimizer step.
             for unit in self._sharded.units:
                 unit.reshard()
@@ -400,8 +406,8 @@ class ShardedModel:
             return
         if self._entries.is_in_forward:
             raise RuntimeError(
-                "a backward inside the model's forward has reached its parameters, while the rest of that "
-                "forward still needs them: return the losses, and call backward() after the forward"
+                "a backward inside the model's forward uses its parameters, while the rest of that forward "
+                "still needs them: return the losses, and call backward() after the forward"
             )
         self._backward_runs = True
         self._follow_trainable()
