@@ -4,7 +4,7 @@ import torch
 
 from tests.habits.running.context import Context, named, whole
 from tests.habits.running.habit import habit
-from tests.habits.running.nets import Net, mse
+from tests.habits.running.nets import Net, Words, mse, next_word
 
 
 @habit(skips={name: "gives what is not reduced, or nothing" for name in ("ddp", "fsdp2")}, refused="backward")
@@ -99,6 +99,23 @@ def functional_call(ctx: Context) -> None:
             output = torch.func.functional_call(model, named_parameters, (x,)) if view < 2 else model(x)
             losses.append(mse(output, y))
         ctx.loss(sum(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(skips={"fsdp2": "leaves shards registered where a unit is gathered", "ddp": "reduces its own forward"})
+def functional_call_of_a_tied_head(ctx: Context) -> None:
+    """Calls a head that shares its weight with the embedding by functional_call, and then the whole model."""
+    model = ctx.wrap(Words(tied=True), ctx.tokens())
+    inner = ctx.inner(model)
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        tokens = ctx.tokens(step)
+        hidden = inner.norm(inner.embed(tokens))
+        head = inner.head
+        logits = torch.func.functional_call(head, dict(head.named_parameters()), (hidden,))
+        ctx.loss(next_word(logits, tokens) + next_word(model(tokens), tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
