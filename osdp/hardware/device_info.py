@@ -184,6 +184,8 @@ class DeviceInfo(Savable):
             for link in self.links
             if not self._is_group(link.group)
         ]
+        if self.contention < 1:
+            faults.append(f"contention must be at least 1, got {self.contention}")
         faults += [
             f"{name} must lie in 0..1, got {value}"
             for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
@@ -221,21 +223,21 @@ class DeviceInfo(Savable):
         found = []
         if self.contention >= FOREIGN_LOAD:
             found.append(
-                f"other programs took {1 - 1 / self.contention:.0%} of the cores while links were measured; "
-                "call DeviceInfo.detect() again on a quiet machine"
+                f"other programs took {1 - 1 / self.contention:.0%} of a rank's core while links were "
+                "measured; measure again on a quiet machine"
             )
         worst = max((*self.links, *self.tensor_links), key=lambda link: link.residual, default=None)
         if worst is not None and worst.residual > DOUBTFUL_RESIDUAL:
             found.append(
                 f"times of {worst.collective} in {worst.group} are up to {worst.residual:.0%} off the line "
-                "that was fitted to them; predicted times may be, too"
+                "that was fitted to them, so predicted communication may be as far off"
             )
         return tuple(found)
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any field does."""
-        return codec.fingerprint(self)
+        """Changes when any field does but ``contention``, which says how good the others are."""
+        return codec.fingerprint(replace(self, contention=1.0))
 
     def link(self, collective: str, group: str = "world") -> Link:
         """The link of ``collective`` in ``group``; free where there is nobody to talk to.

@@ -34,13 +34,13 @@ T = TypeVar("T")
 DEFAULT_CACHE_DIR: Final = "default"
 
 #: How long a measurement stays valid: networks, drivers and neighbours change.
-_LIFETIME = timedelta(days=30)
+LIFETIME = timedelta(days=30)
 
 #: How far clocks of machines that share a folder may differ.
 _CLOCKS_DIFFER = timedelta(hours=1)
 
 #: Counts up when what a measured number means changes, so that older files are not read.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class MeasurementCache:
         kind: type[T],
         facts: Sequence[Any],
         measure: Callable[[], T],
-        is_sound: Callable[[T], bool] = lambda _: True,
+        lifetime: Callable[[T], timedelta] = lambda _: LIFETIME,
     ) -> T:
         """What ``measure`` returns, or returned when it was last run under the same ``facts``.
 
@@ -90,18 +90,18 @@ class MeasurementCache:
             kind: Its type, a value with a JSON form.
             facts: All that it depends on; those of the first rank count.
             measure: Measures it.
-            is_sound: Whether it may be kept; what noise has spoilt is measured again at the next start.
+            lifetime: How long a value stays valid; what noise has spoilt is measured again soon.
         """
         if not self.is_on:
             return measure()
         path = f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *facts])}.json"
-        entry = on_first_rank(lambda: self._load(path, kind), self._group)
+        entry = on_first_rank(lambda: self._load(path, kind, lifetime), self._group)
         if entry is not None:
             self._read.append(entry)
             return entry.value
         start = time.perf_counter()
         value = measure()
-        if is_first(self._group) and is_sound(value):
+        if is_first(self._group) and lifetime(value):
             self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
         return value
 
@@ -131,7 +131,7 @@ class MeasurementCache:
             _LOGGER.warning("measurements are not cached: %s", error)
             return None
 
-    def _load(self, name: str, kind: type[T]) -> _Entry[T] | None:
+    def _load(self, name: str, kind: type[T], lifetime: Callable[[T], timedelta]) -> _Entry[T] | None:
         if self._folder is None:
             return None
         path = self._folder / name
@@ -144,7 +144,7 @@ class MeasurementCache:
         except (OSError, ValueError, TypeError) as error:
             _LOGGER.warning("%s cannot be read, measuring again: %s", path, error)
             return None
-        if not -_CLOCKS_DIFFER <= age <= _LIFETIME:
+        if not -_CLOCKS_DIFFER <= age <= lifetime(found.value):
             return None
         return _Entry(made, found.seconds, found.value)
 

@@ -14,6 +14,7 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPoin
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import time_run
+from osdp.profiler.links.machine import find_ranks_per_core
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
@@ -32,9 +33,11 @@ def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measurem
 
     Slowdowns of the ranks are measured as well, except where ranks share a core.
     """
-    if device.stage_link is not None or mesh is None or mesh["pp"].size() == 1:
+    if mesh is None:
         return device
     device = _agree_on_device(device, mesh)
+    if device.stage_link is not None or mesh["pp"].size() == 1:
+        return device
     where, pipeline = device_of(mesh), mesh["pp"].get_group()
     facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
     link = cache.get_or_measure(
@@ -84,13 +87,19 @@ def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tupl
 
 
 def _agree_on_device(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
-    """The device info with the lowest memory limit and the most ranks per core that any stage measured."""
-    own = [device.memory_limit, -device.ranks_per_core]  # negative, so that one MIN serves both
-    least = torch.tensor(own, dtype=torch.int64, device=device_of(mesh))
-    for axis in mesh.mesh_dim_names or ():
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    memory_limit, negative_ranks_per_core = least.tolist()
-    return replace(device, memory_limit=memory_limit, ranks_per_core=-negative_ranks_per_core)
+    """The device info with the lowest memory limit of any stage and, if it is measured, all ranks of a core.
+
+    Each stage has measured with its own ranks alone, beside which those of the others compute.
+    """
+    where, groups = device_of(mesh), [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
+    counted = round(find_ranks_per_core(where, groups)) if device.measured else 1
+    own = [device.memory_limit, -max(counted, device.ranks_per_core)]  # negative: one MIN serves both
+    least = torch.tensor(own, dtype=torch.int64, device=where)
+    for group in groups:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    memory_limit, ranks_per_core = int(least[0]), -int(least[1])
+    contention = max(1.0, device.contention * device.ranks_per_core / ranks_per_core)
+    return replace(device, memory_limit=memory_limit, ranks_per_core=ranks_per_core, contention=contention)
 
 
 def _measure(

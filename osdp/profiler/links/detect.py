@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
-from osdp.profiler.cache import MeasurementCache, placement
+from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.machine import (
     available_memory,
@@ -47,9 +48,6 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 REPEATS = 12
 #: About how long each group of ranks is measured.
 SECONDS = 4.0
-
-#: How often links are measured at most until their times fit a line.
-_ATTEMPTS = 2
 
 #: Quantile of the samples that counts on a quiet machine, and beside other programs.
 _QUIET, _BUSY = 0.5, 0.25
@@ -115,7 +113,7 @@ def detect(
         groups = _groups(world, group_sizes)
         return _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
 
-    info = found.get_or_measure("devices", DeviceInfo, facts, measure, _grows_with_size)
+    info = found.get_or_measure("devices", DeviceInfo, facts, measure, _lifetime)
     info = _with_memory(info, limit, where, world)
     if found is not cache_dir:
         found.report()
@@ -135,15 +133,18 @@ def _measure_groups(
     links: list[Link] = []
     overheads = {}
     world = groups["world"].mesh.get_group()
-    ranks_per_core = find_ranks_per_core(where, world)
+    ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
     level = _QUIET if contention < FOREIGN_LOAD else _BUSY
     for name, group in groups.items():
         samples: _Samples = {route: {} for route in group.routes}
-        for _ in range(_ATTEMPTS):
+        # What disturbed a first attempt may be among its samples: of two attempts the fast ones count.
+        for quantile in (level, _BUSY):
             _add_samples(samples, group, world, where, sizes, repeats, seconds / len(group.routes))
             by_route = {
-                route: {nbytes: _slowest(UnitTimes.of(s, level), world, where) for nbytes, s in seen.items()}
+                route: {
+                    nbytes: _slowest(UnitTimes.of(s, quantile), world, where) for nbytes, s in seen.items()
+                }
                 for route, seen in samples.items()
             }
             fitted = _fit_links(name, group.mesh.size(), by_route)
@@ -172,15 +173,18 @@ def _measure_groups(
         flops=flops,
         memory_bandwidth=2 * copy,
         host=measure_host_link(where, shape[1], world),
-        ranks_per_core=ranks_per_core,
+        ranks_per_core=round(ranks_per_core),
         contention=contention,
         measured=True,
     )
     return broadcast_object(info, world)  # so that all ranks plan alike
 
 
-def _grows_with_size(info: DeviceInfo) -> bool:
-    return all(link.bandwidth < _NO_GROWTH for link in info.links)
+def _lifetime(info: DeviceInfo) -> timedelta:
+    """How long it may be kept: doubtful measurements for the other starts of the same job alone."""
+    if any(link.bandwidth >= _NO_GROWTH for link in info.links):
+        return timedelta(0)
+    return timedelta(minutes=10) if info.doubts else LIFETIME
 
 
 def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
@@ -216,8 +220,9 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     determinant = aa * bb - ab * ab
     latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
     per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
-    # Of two messages, so that one odd time does not decide.
-    floor = min(seconds[:2]) - sizes[0] * min(t / size for size, t in zip(sizes, seconds, strict=True))
+    # Of the faster of two messages, so that one odd time does not decide.
+    fast = 0 if seconds[0] <= seconds[1] else 1
+    floor = seconds[fast] - sizes[fast] * min(t / size for size, t in zip(sizes, seconds, strict=True))
     if latency < floor:
         latency, per_byte = floor, (b - floor * ab) / bb
     if per_byte <= 0:

@@ -4,7 +4,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -42,7 +42,7 @@ def hardware(device: torch.device) -> tuple[str | int, ...]:
     return (
         device_kind(device),
         _cpu_name(),
-        _num_cores(),
+        len(_cores()),
         torch.get_num_threads(),
         str(torch.version.cuda),
         backends.cuda.matmul.fp32_precision,
@@ -62,11 +62,11 @@ def _cpu_name(cpuinfo: Path = _CPUINFO) -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def _num_cores() -> int:
-    """Cores that this process may use."""
+def _cores() -> tuple[int, ...]:
+    """Numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
@@ -146,44 +146,57 @@ class CoreShare:
     quota: float | None = None
 
 
-def find_ranks_per_core(device: torch.device, group: dist.ProcessGroup) -> int:
-    """Number of ranks of ``group`` that share a core while all compute; equal on all ranks.
+def find_ranks_per_core(device: torch.device, groups: Iterable[dist.ProcessGroup]) -> float:
+    """Number of ranks that share a core while all compute, at least 1; equal on all of them.
 
-    It follows from where they may run, not from a measurement, which would count other programs too. 1 if
-    the devices are not CPUs, or if ranks compute with several threads.
+    It follows from where they may run, not from a measurement, which would count other programs too. Ranks
+    that compute with several threads, or not on CPUs, do not count.
+
+    Args:
+        device: This rank's device.
+        groups: A group that holds all ranks, or one for each axis of their mesh.
     """
-    if device.type != "cpu" or torch.get_num_threads() > 1:
-        return 1
-    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (0,)
-    own = CoreShare(socket.gethostname(), cores, cpu_quota())
-    return ranks_per_core(gather_objects(own, group))
+    share = None
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        share = CoreShare(socket.gethostname(), _cores(), cpu_quota())
+    # Every rank takes part: the number of threads may differ.
+    shares = [share]
+    for group in groups:
+        shares = [found for part in gather_objects(shares, group) for found in part]
+    return ranks_per_core([found for found in shares if found is not None])
 
 
-def ranks_per_core(shares: Sequence[CoreShare]) -> int:
+def ranks_per_core(shares: Sequence[CoreShare]) -> float:
     """The most ranks that any core has to serve if each rank spreads evenly over the cores it may use.
 
     >>> ranks_per_core([CoreShare("a", (0, 1))] * 4)
-    2
+    2.0
     >>> ranks_per_core([CoreShare("a", (0,)), CoreShare("a", (1,))])
-    1
+    1.0
     """
     most = 1.0
     for share in shares:
         neighbours = [other for other in shares if other.host == share.host]
-        load = sum(1 / len(other.cores) for other in neighbours if set(other.cores) & set(share.cores))
-        most = max(most, load, len(neighbours) / share.quota if share.quota else 0.0)
-    return round(most)
+        for core in share.cores:
+            most = max(most, sum(1 / len(other.cores) for other in neighbours if core in other.cores))
+        if share.quota:
+            most = max(most, sum(other.quota == share.quota for other in neighbours) / share.quota)
+    return most
 
 
 def cpu_quota(cpu_max: Path = _CPU_MAX) -> float | None:
-    """Number of cores that the process's control group may keep busy; ``None`` without a limit."""
+    """Number of cores that the process's control group may keep busy.
+
+    ``None`` without a limit, and where that is not known: outside a namespace of control groups, or under
+    their first version.
+    """
     if not cpu_max.exists():
         return None
     quota, period = cpu_max.read_text(encoding="utf8").split()
     return None if quota == "max" else int(quota) / int(period)
 
 
-def measure_contention(device: torch.device, group: dist.ProcessGroup, expected: int) -> float:
+def measure_contention(device: torch.device, group: dist.ProcessGroup, expected: float) -> float:
     """How many times as long computing takes on the worst rank as the ranks themselves account for.
 
     Above 1 other programs compete for the cores. All ranks of ``group`` compute at once, for a moment.
@@ -194,9 +207,9 @@ def measure_contention(device: torch.device, group: dist.ProcessGroup, expected:
         expected: Ranks that share a core.
     """
     share = 1.0
+    dist.barrier(group)
     if device.type == "cpu" and torch.get_num_threads() == 1:
         a = torch.rand(_MATMUL_SIDE["cpu"], _MATMUL_SIDE["cpu"])
-        dist.barrier(group)
         start, own = time.perf_counter(), time.thread_time()
         while time.perf_counter() - start < _SHARING_SECONDS:
             torch.mm(a, a)

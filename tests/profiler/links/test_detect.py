@@ -63,7 +63,7 @@ def test_large_messages_that_take_more_than_their_share_leave_the_latency() -> N
     link = Link("all_gather", "world", 2, latency, bandwidth, residual)
     device = DeviceInfo(memory_limit=2**30, devices_per_node=2, links=(link,), contention=2.0)
     load, doubt = device.doubts
-    assert load.startswith("other programs took 50% of the cores")
+    assert load.startswith("other programs took 50% of a rank's core")
     assert doubt.startswith(f"times of all_gather in world are up to {residual:.0%} off the line")
 
 
@@ -81,6 +81,8 @@ def test_ranks_of_a_core_are_counted_not_measured(tmp_path: Path) -> None:
     assert machine.ranks_per_core([own, other]) == 1
     assert machine.ranks_per_core([own, own, other]) == 2
     assert machine.ranks_per_core([own, machine.CoreShare("b", (0,))]) == 1
+    free = machine.CoreShare("a", tuple(range(8)))
+    assert machine.ranks_per_core([free, *(machine.CoreShare("a", (core,)) for core in range(8))]) == 1.125
     assert machine.ranks_per_core([machine.CoreShare("a", tuple(range(8)), quota=2.0)] * 4) == 2
     cpu_max = tmp_path / "cpu.max"
     assert machine.cpu_quota(cpu_max) is None
@@ -249,6 +251,32 @@ def _steps_of(times: UnitTimes) -> StepTimes:
     forward, backward = times.hooks, times.hooks + times.reduce
     passes = (forward + times.unshard, backward + times.unshard, forward, backward, times.all_reduce)
     return StepTimes(*(4 * seconds for seconds in passes))
+
+
+def _detected_after_a_disturbance() -> DeviceInfo:
+    disturbed = {nbytes: UnitTimes(*4 * [1.0]) for nbytes in SIZES[-1:]}
+    attempts = iter((_SAMPLES | disturbed, _SAMPLES))
+
+    def add(samples, group, *_) -> None:
+        seen = next(attempts)
+        for route in group.routes:
+            for nbytes, times in seen.items():
+                samples[route].setdefault(nbytes, []).append(_steps_of(times))
+
+    with (
+        mock.patch.object(collectives, "_add_samples", add),
+        mock.patch.object(collectives, "measure_contention", lambda *_: 1.0),
+        mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
+        mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
+    ):
+        return DeviceInfo.detect("1GiB", sizes=SIZES, repeats=2, seconds=0.1, cache_dir=None)
+
+
+def test_links_that_fit_no_line_are_measured_again() -> None:
+    info = run(2, _detected_after_a_disturbance)[0]
+    # The faster quarter of the samples counts: three quarters of the way back from 1 s.
+    largest = info.link("all_reduce").seconds(SIZES[-1])
+    assert largest < 0.5
 
 
 def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
