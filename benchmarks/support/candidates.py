@@ -175,13 +175,24 @@ def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
+def given_device(world_size: int, kind: str = "cpu", *, copies_messages: bool = False) -> DeviceInfo:
     """Devices that nobody measured, for plans whose times do not matter.
 
     Collectives are as slow as gloo's (0.5 ms, 200 MB/s), so that a searched plan uses the memory it may.
+
+    Args:
+        world_size: Their number.
+        kind: Their kind.
+        copies_messages: Whether the backend is gloo rather than the ``fake`` group.
     """
     links = tuple(Link(name, "world", world_size, 5e-4, 2e8) for name in COLLECTIVES)
-    return DeviceInfo(memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links)
+    return DeviceInfo(
+        memory_limit=UNLIMITED,
+        kind=kind,
+        devices_per_node=world_size,
+        links=links,
+        copies_messages=copies_messages,
+    )
 
 
 def make_setting(

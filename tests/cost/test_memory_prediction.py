@@ -30,7 +30,13 @@ def in_groups(nodes: int, per_node: int, *, by_exchange: bool) -> DeviceInfo:
         for group, ranks in (groups | {f"two_step {per_node}": size}).items()
         for name in COLLECTIVES
     )
-    return DeviceInfo(memory_limit=UNLIMITED, nodes=nodes, devices_per_node=per_node, links=links)
+    return DeviceInfo(
+        memory_limit=UNLIMITED,
+        nodes=nodes,
+        devices_per_node=per_node,
+        links=links,
+        copies_messages=False,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,10 @@ backward          parameters they keep  parameters, gradients so   gradients, th
                   and prefetch          far                        input
 backward_unshard  parameters they keep  parameters twice           gradients, the last reduce-scatter's
                                                                    input
+prefetch          parameters they keep  parameters                 gradients, the last reduce-scatter's
+                  and prefetch, with                               input
+                  its buffers
+root_prefetch     as for prefetch       -                          -
 reduce            parameters they keep  gradients, reduce-scatter  gradients
                   and prefetch          buffers
 ================  ====================  =========================  ======================================
@@ -36,8 +40,8 @@ class PeakMoment(NamedTuple):
     """A moment of the step and the sharded units next to it, each given by its first operator or -1.
 
     Attributes:
-        kind: ``forward``, ``unshard``, ``backward``, ``backward_unshard``, ``reduce``, ``final`` or ``step``.
-        where: Region for ``forward`` and ``backward``, else operator of the chain.
+        kind: One of :data:`MOMENTS`, ``final`` or ``step``.
+        where: Region for :data:`REGION_KINDS`, else operator of the chain.
         before: The nearest sharded unit earlier in forward order (in forward: or the running one).
         after: The nearest sharded unit later in forward order.
         trigger: A sharded unit whose backward has begun by then.
@@ -149,8 +153,11 @@ class View(Protocol):
     def held_input(self) -> Floats:
         """The reduce-scatter input held in backward: that of the nearest sharded unit after the moment."""
 
-    def prefetched(self) -> Floats:
-        """The nearest sharded unit before, if it was resharded and the backward of another has begun."""
+    def prefetched(self, *, gathering: bool = False) -> Floats:
+        """The nearest sharded unit before, if it was resharded and the backward of another has begun.
+
+        While it is ``gathering`` with the buffers of its all-gather, where a unit starts its backward.
+        """
 
     def recomputation(self, *, excess: bool) -> Floats:
         """Activations that recomputed blocks drop (negative); with ``excess`` also what rerunning needs."""
@@ -190,6 +197,24 @@ def _backward_unshard(view: View) -> Floats:
     )
     activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
     return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
+
+
+def _prefetch(view: View) -> Floats:
+    """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
+    operator = view.region // 2
+    gathered = view.at_edge(
+        view.units.unsharded,
+        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
+    )
+    activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
+    units = view.kept_before() + view.own(gathered) + view.gradients_after()
+    return activations + units + view.held_input() + view.prefetched(gathering=True)
+
+
+def _root_prefetch(view: View) -> Floats:
+    """Bytes at the beginning of backward, when the root unit has the last sharded unit gathered ahead."""
+    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.prefetched(gathering=True)
 
 
 def _reduce(view: View) -> Floats:
@@ -234,19 +259,34 @@ MOMENTS: Mapping[str, Callable[[View], Floats]] = {
     "backward": _backward,
     "backward_unshard": _backward_unshard,
     "reduce": _reduce,
+    "prefetch": _prefetch,
+    "root_prefetch": _root_prefetch,
 }
+
+#: Kinds whose moments lie in regions; those of the others are operators'.
+REGION_KINDS = ("forward", "backward", "root_prefetch")
+
+
+def moment_kinds(problem: ShardingProblem) -> tuple[str, ...]:
+    """The kinds that can be highest: after a prefetch without buffers, backward takes at least as much."""
+    if any(costs.shard_group.gather_buffers for costs in problem.costs.by_group):
+        return tuple(MOMENTS)
+    return tuple(kind for kind in MOMENTS if not kind.endswith("prefetch"))
 
 
 def edges(kind: str, units: UnitCosts) -> tuple[Bools, Ints]:
     """Which units have a moment of a kind that is no region's, and at which operator; both ``(U,)``."""
     if kind == "backward_unshard":
         return units.mode == UnitMode.FULL_SHARD, units.stop - 1
+    if kind == "prefetch":
+        return units.sharded, units.stop - 1
     return units.sharded, units.start
 
 
-def resharded(units: UnitCosts) -> Floats:
-    """Bytes that each unit gathers again for its backward, shape ``(U,)``."""
-    return np.where(units.mode == UnitMode.FULL_SHARD, units.unsharded, 0.0)
+def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
+    """Bytes that each unit gathers again for its backward, ``(U,)``; while ``gathering`` with the buffers."""
+    gathered = units.unsharded + units.gather_buffers if gathering else units.unsharded
+    return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
 
 
 # -- moments that are one sum over all units --------------------------------------------------------------

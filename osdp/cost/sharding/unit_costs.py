@@ -106,6 +106,7 @@ def _cost_units_in(
         offloaded=offloaded,
         state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
+        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded, 0.0),
         gradient=span(costs.gradient),
         reduce_input=np.where(own, reduce_input, np.where(sharded, root_input, 0.0)),
         reduce_peak=np.where(own, reduce_input + copying, 0.0),

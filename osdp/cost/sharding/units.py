@@ -22,6 +22,7 @@ class UnitCosts:
         state: Bytes of parameters and optimizer states, alive through the step.
         unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
             all-gather's output; for a replicated unit, bytes of low-precision copies.
+        gather_buffers: Bytes that its all-gather needs beside its output while it runs.
         gradient: Bytes of the unsharded gradients as autograd makes them.
         reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what the reduction
             needs in addition to the gradients.
@@ -52,6 +53,7 @@ class UnitCosts:
     offloaded: Bools
     state: Floats
     unsharded: Floats
+    gather_buffers: Floats
     gradient: Floats
     reduce_input: Floats
     reduce_peak: Floats
