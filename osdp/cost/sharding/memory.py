@@ -41,7 +41,7 @@ class PeakMoment(NamedTuple):
 
     Attributes:
         kind: One of :data:`MOMENTS`, ``final`` or ``step``.
-        where: Region for :data:`REGION_KINDS`, else operator of the chain.
+        where: Region for :data:`REGION_KINDS`, else operator of the chain or what stands for it.
         before: The nearest sharded unit earlier in forward order (in forward: or the running one).
         after: The nearest sharded unit later in forward order.
         trigger: A sharded unit whose backward has begun by then.
@@ -292,18 +292,62 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
 # -- moments that are one sum over all units --------------------------------------------------------------
 
 
+#: In place of the operator whose gradient is the last that is freed, of a final moment: the copy into the root
+#: unit's reduction, when none is freed yet; and that the operator is outside the chain.
+COPY_IN, OUTSIDE = -1, -2
+
+
+def last_in_root(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> int:
+    """The operator of the root unit that holds its last parameter, or :data:`OUTSIDE` the chain.
+
+    FSDP2 lists parameters in the order of their modules, which is nearly always that of their first use.
+    """
+    last = int(units.start[_has_gradient_in_root(problem, units)].max(initial=-1))
+    inside = last >= 0 and problem.timeline.chain[last].first > root.last_segment
+    return last if inside else OUTSIDE
+
+
+def _has_gradient_in_root(problem: ShardingProblem, units: UnitCosts) -> Bools:
+    gradient = np.append(problem.costs.last_gradient, 0.0)[units.start]
+    return np.asarray(units.in_root & (gradient > 0))
+
+
 def final_row(
-    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients, operator: int
 ) -> tuple[Floats, float]:
     """Bytes of each unit, and a constant, at the last moment of backward beyond what is alive throughout.
 
     These are the final reductions, while the root unit is still gathered: the root unit reduces first, then
-    the first unit, whose input needs no gradient.
+    the first unit, whose input needs no gradient. When the root unit's gradients have been copied they are
+    freed, but for the last one, which a variable of FSDP2's loop over them holds until its reduction has
+    ended (``foreach_reduce`` in ``torch.distributed.fsdp._fully_shard._fsdp_collectives``, 2.13).
+
+    Args:
+        problem: The step to plan.
+        units: The units.
+        root: Costs of the operators outside the chain.
+        gradients: The units' gradients.
+        operator: :data:`COPY_IN`, or the answer of :func:`last_in_root`.
     """
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
-    row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
-    return row, problem.timeline.final - root.unsharded + root.gradient + root.reduce_input
+    constant = problem.timeline.final - root.unsharded + root.gradient
+    if operator == COPY_IN:
+        row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
+        return row, constant + root.reduce_input
+    row += np.where(units.in_root, units.reduce_peak - units.unsharded, 0.0)
+    constant += root.reduce_peak
+    # A later operator in the root unit would be the last instead: no row exceeds the truth.
+    joined = _has_gradient_in_root(problem, units)
+    if operator == OUTSIDE:
+        firsts = np.array([op.first for op in problem.timeline.chain], dtype=np.int64)[units.start]
+        later = joined & (firsts > root.last_segment)
+        return row - np.where(later, root.last_gradient, 0.0), constant + root.last_gradient
+    last = problem.costs.last_gradient[operator]
+    row += np.where(joined & (units.start == operator), last, 0.0)
+    row -= np.where(joined & (units.start > operator), last, 0.0)
+    outside_is_last = root.last_segment > problem.timeline.chain[operator].first
+    return row, constant - (last if outside_is_last else 0.0)
 
 
 def step_row(

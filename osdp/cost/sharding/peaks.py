@@ -8,12 +8,14 @@ from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.memory import (
+    COPY_IN,
     MOMENTS,
     REGION_KINDS,
     PeakMoment,
     always,
     edges,
     final_row,
+    last_in_root,
     lasting_gradients,
     moment_kinds,
     resharded,
@@ -31,8 +33,9 @@ def step_peaks(
     """The highest moment of each kind, with its bytes; units partition the chain, in trace order."""
     plan = _Plan(problem, units, root)
     found = [_highest(kind, plan) for kind in moment_kinds(problem)]
-    row, constant = final_row(problem, units, root, plan.gradients)
-    found.append((float(row.sum()) + plan.base + constant, PeakMoment("final")))
+    for operator in (COPY_IN, last_in_root(problem, units, root)):
+        row, constant = final_row(problem, units, root, plan.gradients, operator)
+        found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
     for operator in (-1, _largest_temporary(problem, units)):
         row, constant = step_row(problem, units, root, operator)
         found.append((float(row.sum()) + constant, PeakMoment("step", operator)))

@@ -48,7 +48,7 @@ def memory_row(
         return step_row(problem, units, root, moment.where)
     gradients = lasting_gradients(units, problem.settings)
     if moment.kind == "final":
-        row, constant = final_row(problem, units, root, gradients)
+        row, constant = final_row(problem, units, root, gradients, moment.where)
     else:
         values = MOMENTS[moment.kind](_RowView(problem, units, root, gradients, moment))
         row, constant = values[:-1], float(values[-1])

@@ -24,10 +24,11 @@ class UnitCosts:
             all-gather's output; for a replicated unit, bytes of low-precision copies.
         gather_buffers: Bytes that its all-gather needs beside its output while it runs.
         gradient: Bytes of the unsharded gradients as autograd makes them.
-        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what the reduction
-            needs in addition to the gradients.
+        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what is alive in
+            addition to the gradients while they are copied into it.
         reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
-            temporaries of the copy into it.
+            temporaries of the copy into it; for operators in the root unit, what the reduce-scatter needs in
+            addition to the gradients, which are freed by then.
         accumulated: Bytes of the unsharded gradients accumulated over several microbatches, in the dtype of
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
