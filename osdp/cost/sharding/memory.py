@@ -292,8 +292,8 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
 # -- moments that are one sum over all units --------------------------------------------------------------
 
 
-#: In place of the operator whose gradient is the last that is freed, of a final moment: the copy into the root
-#: unit's reduction, when none is freed yet; and that the operator is outside the chain.
+#: In place of the operator of a final moment, whose gradient is the last that is freed: the copy into the
+#: root unit's reduction, when none is freed yet; and an operator outside the chain.
 COPY_IN, OUTSIDE = -1, -2
 
 
