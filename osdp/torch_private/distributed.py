@@ -26,7 +26,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend by which ``group`` moves tensors on ``device``: ``"gloo"``, ``"nccl"`` or another."""
+    """Name of the backend by which ``group`` moves tensors on ``device``, such as ``"gloo"``."""
     return str(group._get_backend(device).name())
 
 
