@@ -184,7 +184,9 @@ def _unshard(view: View) -> Floats:
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
     activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
-    units = view.kept_before() + view.own(_running(view, lambda: _made(view))) + view.gradients_after()
+    in_flight = view.problem.in_flight[view.region]
+    running = _running(view, lambda: _made(view), in_flight)
+    units = view.kept_before() + view.own(running) + view.gradients_after()
     return activations + units + view.held_input() + view.prefetched()
 
 
@@ -226,11 +228,20 @@ def _reduce(view: View) -> Floats:
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
-def _running(view: View, more: Callable[[], Floats]) -> Floats:
-    """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients."""
+def _running(view: View, more: Callable[[], Floats], in_flight: Any = 0.0) -> Floats:
+    """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients.
+
+    Among these is one on its way into a buffer: that of a slice, or at most ``in_flight``.
+    """
     units = view.units
-    own = np.where(units.sharded, units.unsharded, view.gradients.after + units.largest_gradient)
-    return view.inside(own) + np.where(view.inside(units.sharded), more(), 0.0)
+    own = np.where(units.sharded, units.unsharded, view.gradients.after)
+    arriving = np.where(
+        view.inside(units.sliced),
+        view.inside(units.largest_gradient),
+        np.minimum(view.inside(units.largest_gradient), in_flight),
+    )
+    sharded = view.inside(units.sharded)
+    return view.inside(own) + np.where(sharded, more(), arriving)
 
 
 def _made(view: View) -> Floats:

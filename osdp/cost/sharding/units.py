@@ -34,7 +34,8 @@ class UnitCosts:
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
         largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
-            bucket, or gradients of earlier microbatches), else 0.
+            bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its backward
+            needs.
         gather_seconds: Time of one unshard.
         reduce_seconds: Time of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
