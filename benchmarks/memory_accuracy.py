@@ -5,8 +5,8 @@ peak of live bytes in the process of the worst rank over a whole step, gloo's bu
 (:mod:`benchmarks.support.live_bytes`). Not counted is what a library keeps for good when it first runs a
 model, such as the kernels that oneDNN generates: each model is run once before. Worlds that are larger than
 the machine, and other optimizers, are measured under the ``fake`` group, which has no buffers
-(:mod:`benchmarks.support.memory_oracle`); so are full-size models on a GPU, by the allocator's own count. Left
-out: bfloat16 on models with batch norm, which torch cannot run on CPU.
+(:mod:`benchmarks.support.memory_oracle`); so are full-size models on a GPU, by the allocator's own count.
+Left out: bfloat16 on models with batch norm, which torch cannot run on CPU.
 
     python -m benchmarks.memory_accuracy [--quick] [--json FILE] [--device cuda]
 """
