@@ -106,7 +106,7 @@ class DeviceInfo(Savable):
     """A set of devices that are alike, but for those of other stages of a pipeline.
 
     Attributes:
-        memory_limit: Bytes that live tensors may take on each device.
+        memory_limit: Bytes that live tensors and buffers of collectives may take on each device.
         kind: Name of the device kind, as the profile is keyed: ``"cpu"`` or a GPU's name.
         nodes: Number of machines.
         devices_per_node: Devices on each machine.
