@@ -351,8 +351,8 @@ def final_row(
     # A later operator in the root unit would be the last instead: no row exceeds the truth.
     joined = _has_gradient_in_root(problem, units)
     if operator == OUTSIDE:
-        firsts = np.array([op.first for op in problem.timeline.chain], dtype=np.int64)[units.start]
-        later = joined & (firsts > root.last_segment)
+        firsts = np.array(problem.timeline.bounds[1:-1:2], dtype=np.int64)
+        later = joined & (firsts[units.start] > root.last_segment)
         return row - np.where(later, root.last_gradient, 0.0), constant + root.last_gradient
     last = problem.costs.last_gradient[operator]
     row += np.where(joined & (units.start == operator), last, 0.0)
