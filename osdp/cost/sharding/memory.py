@@ -175,10 +175,14 @@ def _unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in forward, next to the previous unit's all-gather output."""
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
-    # The all-gather's output and its copy.
-    copied = view.at_edge(2 * parameters, lambda: view.inside(parameters))
+    copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
     activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(excess=False)
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
+
+
+def _gathered(units: UnitCosts) -> Floats:
+    """The all-gather's output and, first, its buffers, then the parameters that are copied out of it."""
+    return units.unsharded + np.maximum(units.unsharded, units.gather_buffers)
 
 
 def _backward(view: View) -> Floats:
@@ -194,7 +198,7 @@ def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
     operator = view.region // 2
     copied = view.at_edge(
-        2 * view.units.unsharded,
+        _gathered(view.units),
         lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
     )
     activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
@@ -280,7 +284,7 @@ REGION_KINDS = ("forward", "backward", "root_prefetch")
 
 def moment_kinds(problem: ShardingProblem) -> tuple[str, ...]:
     """The kinds that can be highest: after a prefetch without buffers, backward takes at least as much."""
-    if any(costs.shard_group.gather_buffers for costs in problem.costs.by_group):
+    if any(costs.shard_group.gather_buffers or costs.cast[-1] for costs in problem.costs.by_group):
         return tuple(MOMENTS)
     return tuple(kind for kind in MOMENTS if not kind.endswith("prefetch"))
 

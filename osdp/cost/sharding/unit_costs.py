@@ -104,7 +104,7 @@ def _cost_units_in(
         offloaded=offloaded,
         state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
-        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded, 0.0),
+        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
         reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, span(costs.copy_in)), 0.0),
         reduce_peak=np.where(

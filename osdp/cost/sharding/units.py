@@ -22,7 +22,8 @@ class UnitCosts:
         state: Bytes of parameters and optimizer states, alive through the step.
         unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
             all-gather's output; for a replicated unit, bytes of low-precision copies.
-        gather_buffers: Bytes that its all-gather needs beside its output while it runs.
+        gather_buffers: Bytes that its all-gather needs beside its output while it runs: the backend's copies,
+            and the cast shards that it sends.
         gradient: Bytes of the unsharded gradients as autograd makes them.
         reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what is alive in
             addition to the gradients while they are copied into it.
