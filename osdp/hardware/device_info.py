@@ -240,7 +240,7 @@ class DeviceInfo(Savable):
 
     @property
     def holds_copies(self) -> bool:
-        """Whether memory has to hold the backend's copies of what is gathered and reduce-scattered."""
+        """Whether memory has to hold the backend's copies of what is gathered."""
         usual = self.kind == "cpu"
         return self.world_size > 1 and (usual if self.copies_messages is None else self.copies_messages)
 

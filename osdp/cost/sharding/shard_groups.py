@@ -19,7 +19,7 @@ class ShardGroup:
         group_size: Ranks of a group; 0 without groups.
         route: Route of its collectives (flat, two-step, by exchange).
         searched: Whether the search may choose it; otherwise it only costs plans given by the user.
-        copies: Whether the backend holds copies of what it gathers and reduce-scatters.
+        copies: Whether the backend holds copies of what it gathers.
     """
 
     num_shards: int
@@ -46,11 +46,11 @@ class ShardGroup:
         output = 1 / self.num_shards
         if not self.route.in_two_steps:
             # An exchange keeps the pieces received from the other ranks next to the input until they are
-            # summed. Where a backend copies, the units of a plan are all-reduced in place instead
-            # (osdp.comm.collectives.scatter_sum).
+            # summed. Where a backend would copy the input of its own reduce-scatter, a plan's units are
+            # all-reduced in place instead (osdp.comm.collectives.scatter_sum).
             return output + self.route.by_exchange
         column, row = 1 / self.group_size, self.group_size / self.num_shards
-        return output + column + (max(row, column) if self.route.by_exchange or self.copies else 0.0)
+        return output + column + (max(row, column) if self.route.by_exchange else 0.0)
 
     @property
     def gather_buffers(self) -> float:

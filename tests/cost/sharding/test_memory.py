@@ -63,7 +63,7 @@ MIB = 2**20
         (0, Route.EXCHANGE, True, 1, 1 / 4 + 1),
         # In 2 groups of 2: the column, half of everything, and a copy of it or of a row, as large.
         (2, Route.TWO_STEP, False, 1 / 2, 1 / 4 + 1 / 2),
-        (2, Route.TWO_STEP, True, 1, 1 / 4 + 1 / 2 + 1 / 2),
+        (2, Route.TWO_STEP, True, 1, 1 / 4 + 1 / 2),
         (2, Route.TWO_STEP_EXCHANGE, False, 1 / 2, 1 / 4 + 1 / 2 + 1 / 2),
         (2, Route.TWO_STEP_EXCHANGE, True, 1, 1 / 4 + 1 / 2 + 1 / 2),
     ],
