@@ -1,30 +1,44 @@
 """Claim: the predicted peak is the true one, and a plan that is called feasible never exceeds its limit.
 
-Eight families of models, pure and searched plans, several world sizes and optimizers: the prediction of
-each plan beside the peak of live bytes on the worst rank over whole steps
-(:mod:`benchmarks.support.memory_oracle`; on a GPU the allocator's own count, of full-size models). The grid
-has no part in how the cost model was made. Left out: bfloat16 on models with batch norm, which torch cannot
-run on CPU.
+Models of many kinds, uniform and searched plans, on real gloo ranks: the prediction of each plan beside the
+peak of live bytes in the process of the worst rank over a whole step, gloo's buffers among them
+(:mod:`benchmarks.support.live_bytes`). Not counted is what a library keeps for good when it first runs a
+model, such as the kernels that oneDNN generates: each model is run once before. Worlds that are larger than
+the machine, and other optimizers, are measured under the ``fake`` group, which has no buffers
+(:mod:`benchmarks.support.memory_oracle`); so are full-size models on a GPU, by the allocator's own count.
+Left out: bfloat16 on models with batch norm, which torch cannot run on CPU.
 
     python -m benchmarks.memory_accuracy [--quick] [--json FILE] [--device cuda]
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from benchmarks.support import harness
-from benchmarks.support.candidates import Setting, given_device, make_setting
+from benchmarks.support.candidates import (
+    Candidate,
+    OsdpWrap,
+    Setting,
+    given_device,
+    gloo_devices,
+    live_mesh,
+    make_setting,
+)
 from benchmarks.support.harness import Options, Result, Row
-from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE
-from osdp import Training
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.live_bytes import preload
+from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, SKEWED
+from osdp import DeviceInfo, ModelDesc, Plan, Training, codec
 from osdp.text import format_bytes
 
-#: Where searched plans have their limit, from the all-sharded (0) to the all-replicated (1) predicted peak.
-FRACTIONS = (0.25, 0.5, 0.75)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+#: Where searched plans have their limit, from the all-sharded (0) to the all-replicated (1) predicted peak.
+FRACTIONS = (0.1, 0.3, 0.6, 0.9)
+FAKE_FRACTIONS = (0.25, 0.5, 0.75)
 
 BASE = Training(local_batch=4)
 OTHERS = (
@@ -35,7 +49,57 @@ OTHERS = (
     replace(BASE, microbatches=2),
 )
 #: torch's batch norm on CPU refuses parameters in bfloat16 beside its float32 statistics.
-FLOAT32_ONLY = ("resnet",)
+FLOAT32_ONLY = ("resnet", "vit-stem")
+
+#: Of the eight families those that are measured on gloo ranks beside the models of :data:`SKEWED`.
+LIVE_FAMILIES = ("gpt2-small", "llama", "resnet", "transformer")
+
+#: Models that are measured by one start of the ranks.
+TOGETHER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a measurement.
+
+    Attributes:
+        nodes: Nodes that they are planned for; all run on this machine.
+        per_node: Ranks of each.
+        by_exchange: Whether gradients are reduced by exchanges.
+        backend: ``"gloo"`` or ``"fake"``.
+    """
+
+    nodes: int
+    per_node: int
+    by_exchange: bool = False
+    backend: str = "gloo"
+
+    def __str__(self) -> str:
+        shape = f"{self.nodes} x {self.per_node}" if self.nodes > 1 else str(self.per_node)
+        return shape + " by exchange" * self.by_exchange + " (fake)" * (self.backend == "fake")
+
+    @property
+    def world_size(self) -> int:
+        """Their number."""
+        return self.nodes * self.per_node
+
+    def devices(self, kind: str) -> DeviceInfo:
+        """What plans are made for."""
+        if self.backend == "fake":
+            return given_device(self.world_size, kind)
+        return gloo_devices(self.nodes, self.per_node, by_exchange=self.by_exchange)
+
+    @property
+    def uniform(self) -> tuple[dict[str, Any], ...]:
+        """Options of uniform plans."""
+        if self.nodes == 1:
+            return tuple({"strategy": strategy} for strategy in STRATEGIES)
+        two_steps = {"strategy": "FULL_SHARD", "two_step": True}
+        return {"strategy": "FULL_SHARD", "two_step": False}, two_steps, {"strategy": "HYBRID_SHARD"}
+
+
+GLOO = (Ranks(1, 2), Ranks(2, 2), Ranks(2, 2, by_exchange=True))
+FAKE = tuple(Ranks(1, size, backend="fake") for size in (8, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +108,46 @@ class Point:
 
     Attributes:
         case: Name of the model.
-        world_size: Ranks.
-        plan: A strategy, or the fraction of a searched plan.
+        ranks: The ranks.
+        plan: Options of a uniform plan, or where a searched plan has its limit.
         training: The training.
     """
 
     case: str
-    world_size: int
-    plan: str | float
+    ranks: Ranks
+    plan: dict[str, Any] | float
     training: Training
+
+    @property
+    def plan_name(self) -> str:
+        """The plan in a few words."""
+        if isinstance(self.plan, float):
+            return f"{self.plan:g}"
+        return self.plan["strategy"] + " in two steps" * bool(self.plan.get("two_step"))
 
 
 def grid(options: Options) -> Iterator[Point]:
     """The points to check."""
     if options.device == "cuda":
-        cases, worlds = FULL_SIZE, (8, 64)
-    elif options.quick:
-        cases, worlds = ("gpt2-small", "resnet", "mlp"), (2, 64)
-    else:
-        cases, worlds = FAMILIES, (2, 8, 64)
-    plans = ("FULL_SHARD", "NO_SHARD", 0.5) if options.quick else (*STRATEGIES, *FRACTIONS)
-    others = OTHERS[1:2] if options.quick else OTHERS
+        yield from _fake_points(FULL_SIZE, FAKE, "cuda")
+        return
+    cases = ("gpt2-small", "mlp-table") if options.quick else (*SKEWED, *LIVE_FAMILIES)
     for case in cases:
-        for world_size in worlds:
-            yield from (Point(case, world_size, plan, BASE) for plan in plans)
-        for training in others:
-            if training.param_dtype and case in FLOAT32_ONLY and options.device == "cpu":
+        for ranks in GLOO[:2] if options.quick else GLOO:
+            plans = (ranks.uniform[0], 0.3) if options.quick else (*ranks.uniform, *FRACTIONS)
+            yield from (Point(case, ranks, plan, BASE) for plan in plans)
+    if not options.quick:
+        yield from _fake_points(FAMILIES, FAKE[1:], "cpu")
+
+
+def _fake_points(cases: Sequence[str], worlds: Sequence[Ranks], device: str) -> Iterator[Point]:
+    for case in cases:
+        for ranks in worlds:
+            yield from (Point(case, ranks, plan, BASE) for plan in (*ranks.uniform, *FAKE_FRACTIONS))
+        for training in OTHERS:
+            if training.param_dtype and case in FLOAT32_ONLY and device == "cpu":
                 continue
-            yield from (
-                Point(case, worlds[-1] if options.quick else 8, plan, training)
-                for plan in (0.5, "FULL_SHARD")
-            )
+            yield from (Point(case, worlds[0], plan, training) for plan in (0.5, worlds[0].uniform[0]))
 
 
 def label(training: Training) -> str:
@@ -85,65 +158,144 @@ def label(training: Training) -> str:
     return " ".join(word for word in words if word)
 
 
-def check(point: Point, setting: Setting, device: str) -> Row:
-    """Plan ``point``, run it and compare."""
-    setting = replace(setting, training=point.training)
-    devices = given_device(point.world_size, kind=setting.profile.device)
-    row: Row = {
-        "name": f"{point.case} {point.plan} N={point.world_size} {label(point.training)}",
+def plan_of(point: Point, setting: Setting) -> Plan:
+    """The plan of ``point``."""
+    devices = point.ranks.devices(setting.profile.device)
+    if not isinstance(point.plan, float):
+        return setting.plan(devices, **point.plan)
+    low, high = (
+        setting.plan(devices, strategy=strategy).predicted.peak_bytes
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
+    return setting.plan(devices, int(low + point.plan * (high - low)))
+
+
+def row_of(point: Point, plan: Plan) -> Row:
+    """What is known of ``point`` before it is measured."""
+    return {
+        "name": f"{point.case} {point.plan_name} N={point.ranks} {label(point.training)}",
         "case": point.case,
-        "world_size": point.world_size,
-        "plan": point.plan,
+        "world_size": point.ranks.world_size,
+        "ranks": str(point.ranks),
+        "backend": point.ranks.backend,
+        "plan": point.plan_name,
         "training": label(point.training),
-    }
-    if isinstance(point.plan, str):
-        plan = setting.plan(devices, strategy=point.plan)
-    else:
-        low, high = (
-            setting.plan(devices, strategy=strategy).predicted.peak_bytes
-            for strategy in ("FULL_SHARD", "NO_SHARD")
-        )
-        limit = int(low + point.plan * (high - low))
-        plan = setting.plan(devices, limit)
-        row["limit"] = limit
-    measured = setting.candidate(devices, plan).memory(point.world_size, device)
-    row |= {
+        "limit": plan.memory_limit if isinstance(point.plan, float) else None,
         "mixed": plan.is_mixed,
         "predicted": plan.predicted.peak_bytes,
         "predicted_moment": plan.predicted.peak_moment,
-        "measured": measured.peak,
-        "measured_moment": measured.peak_moment,
-        "relative_error": plan.predicted.peak_bytes / measured.peak - 1,
-        "exceeds": measured.peak > plan.memory_limit,
     }
-    return row
+
+
+def compared(row: Row, plan: Plan, peak: int) -> Row:
+    """``row`` with the measured ``peak``."""
+    return row | {
+        "measured": peak,
+        "relative_error": plan.predicted.peak_bytes / peak - 1,
+        "exceeds": peak > plan.memory_limit,
+    }
+
+
+def check(point: Point, setting: Setting, device: str) -> Row:
+    """Plan ``point``, run it under the ``fake`` group and compare."""
+    setting = replace(setting, training=point.training)
+    plan = plan_of(point, setting)
+    candidate = setting.candidate(point.ranks.devices(setting.profile.device), plan)
+    measured = candidate.memory(point.ranks.world_size, device)
+    return compared(row_of(point, plan), plan, measured.peak) | {"measured_moment": measured.peak_moment}
+
+
+def live_peaks(rank: int, world_size: int, *, orders: Sequence[dict[str, str]]) -> list[int]:
+    """Worker: the peak of each plan on this rank."""
+    del rank, world_size
+    mesh, found, seen = live_mesh(), [], set()
+    for order in orders:
+        description, devices, plan, training = (
+            codec.from_json(kind, order[kind.__name__]) for kind in (ModelDesc, DeviceInfo, Plan, Training)
+        )
+        candidate = Candidate("osdp", CASES[order["case"]], training, OsdpWrap(description, devices, plan))
+        kernels = (order["case"], training.param_dtype)
+        if kernels not in seen:
+            candidate.live_bytes(mesh)
+            seen.add(kernels)
+        found.append(candidate.live_bytes(mesh))
+    return found
+
+
+def check_live(points: Sequence[tuple[Point, Setting]]) -> list[Row]:
+    """Plan ``points``, run them on real ranks, which are as many for all of them, and compare."""
+    plans = [plan_of(point, setting) for point, setting in points]
+    orders = [
+        {"case": point.case}
+        | {
+            type(value).__name__: codec.to_json(value)
+            for value in (
+                setting.model_desc,
+                replace(point.ranks.devices("cpu"), memory_limit=plan.memory_limit),
+                plan,
+                point.training,
+            )
+        }
+        for (point, setting), plan in zip(points, plans, strict=True)
+    ]
+    size = points[0][0].ranks.world_size
+    worker = "benchmarks.memory_accuracy:live_peaks"
+    rows = [row_of(point, plan) for (point, _), plan in zip(points, plans, strict=True)]
+    try:
+        measured = launch(worker, size, {"orders": orders}, timeout=1800, environment=preload())
+    except WorkerError as error:
+        return [row | {"error": str(error)} for row in rows]
+    return [
+        compared(row, plan, max(peaks))
+        for row, plan, peaks in zip(rows, plans, zip(*measured, strict=True), strict=True)
+    ]
+
+
+def in_turns(points: Sequence[Point]) -> list[list[Point]]:
+    """``points`` by what is measured at once: those of some models on as many ranks."""
+    cases = list(dict.fromkeys(point.case for point in points))
+    turns: dict[tuple[int, int, str], list[Point]] = {}
+    for point in points:
+        key = (cases.index(point.case) // TOGETHER, point.ranks.world_size, point.ranks.backend)
+        turns.setdefault(key, []).append(point)
+    return list(turns.values())
 
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
-    points = list(grid(options))
+    turns = in_turns(list(grid(options)))
     settings: dict[tuple[str, str | None], Setting] = {}
-    result = Result(options, world_size=max(point.world_size for point in points), backend="fake")
-    for point in harness.progress(points, len(points), "memory_accuracy"):
-        key = (point.case, point.training.param_dtype)
-        if key not in settings:
-            # One model at a time; a profile holds for every training that computes in its dtype.
-            settings = {known: setting for known, setting in settings.items() if known[0] == point.case}
-            settings[key] = make_setting(CASES[point.case], point.training, device=options.device)
-        result.add(check(point, settings[key], options.device))
+    sizes = [point.ranks.world_size for points in turns for point in points]
+    result = Result(options, world_size=max(sizes), backend="fake" if options.device == "cuda" else "gloo")
+    for points in harness.progress(turns, len(turns), "memory_accuracy"):
+        cases = {point.case for point in points}
+        settings = {key: setting for key, setting in settings.items() if key[0] in cases}
+        known = []
+        for point in points:
+            # A profile holds for every training that computes in its dtype.
+            key = (point.case, point.training.param_dtype)
+            if key not in settings:
+                settings[key] = make_setting(CASES[point.case], point.training, device=options.device)
+            known.append((point, settings[key]))
+        if points[0].ranks.backend == "gloo":
+            result.add(*check_live(known))
+        else:
+            result.add(*(check(point, setting, options.device) for point, setting in known))
+    checked = [row for row in result.rows if "error" not in row]
     result.summary = {
-        "worst_error": max(abs(row["relative_error"]) for row in result.rows),
-        "false_feasible": sum(row["exceeds"] for row in result.rows),
+        "worst_error": max((abs(row["relative_error"]) for row in checked), default=None),
+        "false_feasible": sum(row["exceeds"] for row in checked),
     }
     return result
 
 
 def _cells(row: Row) -> list[object]:
     peaks = [format_bytes(row[key]) if row.get(key) else None for key in ("limit", "predicted", "measured")]
-    keys = ("case", "plan", "world_size", "training", "mixed")
+    keys = ("case", "plan", "ranks", "training", "mixed")
+    error = f"{row['relative_error']:+.2%}" if "relative_error" in row else None
     return [
-        *(row[key] for key in keys), *peaks, f"{row['relative_error']:+.2%}",
-        "EXCEEDS" if row["exceeds"] else "", row["predicted_moment"],
+        *(row[key] for key in keys), *peaks, error, "EXCEEDS" if row.get("exceeds") else "",
+        row["predicted_moment"],
     ]  # fmt: skip
 
 

@@ -87,6 +87,7 @@ DEVICE = st.builds(
     devices_per_node=st.integers(1, 9).map(lambda eighths: 16 * eighths),
     links=st.lists(LINK, max_size=3).map(tuple),
     blocking=st.booleans(),
+    copies_messages=st.none() | st.booleans(),
     overlap=st.floats(0, 1),
     flops=FINITE,
     measured=st.booleans(),

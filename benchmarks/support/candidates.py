@@ -1,5 +1,6 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.support.baselines import (
     train_step,
     with_real_reduce_scatter,
 )
+from benchmarks.support.live_bytes import LiveBytes
 from benchmarks.support.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
 from benchmarks.support.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
@@ -36,6 +38,9 @@ FSDP2 = {
     "fsdp2-recompute": (True, True),
     "fsdp2-keep-recompute": (False, True),
 }
+
+#: Steps before one is measured: optimizer states are there then, and lazily made buffers.
+WARMUP = 2
 
 #: A limit that never binds.
 UNLIMITED = 2**50
@@ -158,6 +163,21 @@ class Candidate:
             mesh = init_device_mesh(device, (world_size,))
             return measure_peak(lambda: self.build_step(mesh), device=device)
 
+    def live_bytes(self, mesh: DeviceMesh) -> int:
+        """Its peak on this rank, which was started to count its live bytes, over a whole step.
+
+        Counted are all bytes beyond those that are alive before the model is built.
+        """
+        gc.collect()
+        live = LiveBytes()
+        before = live.now
+        step = self.build_step(mesh)
+        for _ in range(WARMUP):
+            step()
+        live.start()
+        step()
+        return live.peak - before
+
     def collectives(self, world_size: int) -> dict[str, int]:
         """Collectives of one step, by name; those of DDP are started in C++ and not seen."""
         with fake_group(world_size):
@@ -175,13 +195,49 @@ def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-def given_device(world_size: int, kind: str = "cpu") -> DeviceInfo:
+def given_device(world_size: int, kind: str = "cpu", *, copies_messages: bool = False) -> DeviceInfo:
     """Devices that nobody measured, for plans whose times do not matter.
 
     Collectives are as slow as gloo's (0.5 ms, 200 MB/s), so that a searched plan uses the memory it may.
+
+    Args:
+        world_size: Their number.
+        kind: Their kind.
+        copies_messages: Whether the backend is gloo rather than the ``fake`` group.
     """
     links = tuple(Link(name, "world", world_size, 5e-4, 2e8) for name in COLLECTIVES)
-    return DeviceInfo(memory_limit=UNLIMITED, kind=kind, devices_per_node=world_size, links=links)
+    return DeviceInfo(
+        memory_limit=UNLIMITED,
+        kind=kind,
+        devices_per_node=world_size,
+        links=links,
+        copies_messages=copies_messages,
+    )
+
+
+def gloo_devices(nodes: int, per_node: int, *, by_exchange: bool = False) -> DeviceInfo:
+    """CPUs that nobody measured, on gloo, five times as fast inside a node; all routes are known.
+
+    Args:
+        nodes: Number of nodes.
+        per_node: Devices of each.
+        by_exchange: Whether gradients are reduced by exchanges.
+    """
+    size = nodes * per_node
+    flat = given_device(size, copies_messages=True)
+    groups: dict[str, tuple[int, float]] = {"world": (size, 2e8)}
+    if nodes > 1:
+        groups |= {
+            f"inside {per_node}": (per_node, 1e9),
+            f"across {per_node}": (nodes, 2e8),
+            f"two_step {per_node}": (size, 4e8),
+        }
+    links = tuple(
+        Link(name, group, ranks, 5e-4, speed, by_exchange=by_exchange and name == "reduce_scatter")
+        for group, (ranks, speed) in groups.items()
+        for name in COLLECTIVES
+    )
+    return replace(flat, nodes=nodes, devices_per_node=per_node, links=links)
 
 
 def make_setting(

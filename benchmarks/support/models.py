@@ -5,9 +5,10 @@ profiled and trained. Batches are a function of the seed alone: every candidate 
 same order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,6 +99,50 @@ class Mlp(nn.Module):
         return x
 
 
+class TableMlp(nn.Module):
+    """A table of vectors, as of a recommender, in front of an :class:`Mlp`."""
+
+    def __init__(self, rows: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.mlp = Mlp(width, depth)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The output for the vectors of ``ids``."""
+        output: torch.Tensor = self.mlp(self.table(ids))
+        return output
+
+
+class StemVit(nn.Module):
+    """Encoder layers over patches that convolutions make (Xiao et al., arXiv 2106.14881, figure 1)."""
+
+    def __init__(self, width: int, heads: int, depth: int, side: int, classes: int) -> None:
+        super().__init__()
+        sizes = (3, width // 8, width // 4, width // 2)
+        self.stem = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in pairwise(sizes)
+            ),
+            nn.Conv2d(sizes[-1], width, 1),
+        )
+        self.positions = nn.Parameter(torch.zeros((side // 8) ** 2, width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of the classes."""
+        x = self.stem(images).flatten(2).transpose(1, 2) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
 class Bottleneck(nn.Module):
     """A residual block of 1x1, 3x3 and 1x1 convolutions (He et al., arXiv 1512.03385, figure 5)."""
 
@@ -171,6 +216,11 @@ def _tokens(vocab: int, length: int, size: int, generator: torch.Generator) -> B
 def _pixels(name: str, side: int, classes: int, size: int, generator: torch.Generator) -> Batch:
     images = torch.randn(size, 3, side, side, generator=generator)
     return {name: images, "labels": torch.randint(classes, (size,), generator=generator)}
+
+
+def _rows(rows: int, width: int, size: int, generator: torch.Generator) -> Batch:
+    target = torch.randn(size, width, generator=generator)
+    return {"ids": torch.randint(rows, (size,), generator=generator), "target": target}
 
 
 def _vectors(width: int, size: int, generator: torch.Generator) -> Batch:
@@ -271,6 +321,31 @@ def mlp(name: str, *, layers: int, width: int) -> Case:
     return Case(name, lambda: WithLoss(Mlp(width, layers)), partial(_vectors, width), ("net.layers",))
 
 
+def table_mlp(name: str, *, rows: int, layers: int, width: int) -> Case:
+    """A residual MLP behind a table."""
+    build = partial(TableMlp, rows, width, layers)
+    return Case(name, lambda: WithLoss(build()), partial(_rows, rows, width), ("net.mlp.layers",))
+
+
+def stem_vit(name: str, *, layers: int, width: int, heads: int, side: int = 64, classes: int = 100) -> Case:
+    """A ViT with a stem of convolutions."""
+    build = partial(StemVit, width, heads, layers, side, classes)
+    return Case(name, build, partial(_pixels, "images", side, classes), ("layers",))
+
+
+def convnext(
+    name: str, *, depths: Sequence[int], widths: Sequence[int], side: int = 64, classes: int = 100
+) -> Case:
+    """A ConvNeXt."""
+    options = {
+        "hidden_sizes": list(widths), "depths": list(depths), "image_size": side, "num_labels": classes,
+        "drop_path_rate": 0.0,
+    }  # fmt: skip
+    build = partial(_hub, "ConvNextForImageClassification", options)
+    blocks = tuple(f"convnext.encoder.stages.{stage}.layers" for stage in range(len(depths)))
+    return Case(name, build, partial(_pixels, "pixel_values", side, classes), blocks)
+
+
 class HeadWithLoss(nn.Module):
     """States of an embedding, and a head that computes its loss in slices of the vocabulary."""
 
@@ -314,11 +389,15 @@ _CASES = (
     gpt2("gpt2-grouped", layers=6, width=256, heads=4, length=64),
     gpt2("gpt2-wide", layers=3, width=768, heads=12, length=64),
     bert("bert", layers=4, width=192, heads=4, length=64, vocab=1000),
+    bert("bert-128", layers=4, width=256, heads=4, length=128, vocab=4000),
     opt("opt", layers=4, width=192, heads=4, length=64, vocab=1000),
     llama("llama", layers=4, width=192, heads=4, length=64, vocab=1000),
     vit("vit", layers=4, width=192, heads=4),
     resnet("resnet", depths=(2, 2, 2), width=32),
     mlp("mlp", layers=6, width=256),
+    table_mlp("mlp-table", rows=9216, layers=3, width=256),  # 60 % of the parameters are the table's
+    stem_vit("vit-stem", layers=4, width=256, heads=4),
+    convnext("convnext", depths=(2, 2, 4, 2), widths=(48, 96, 192, 384)),
     _LARGE_VOCABULARY,
     with_sliced_head("llama-32k sliced head", _LARGE_VOCABULARY),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
@@ -339,6 +418,9 @@ FULL_SIZE = tuple(case.name for case in _FULL_SIZE)
 
 #: One of each of the eight families, for accuracy over models.
 FAMILIES = ("gpt2-small", "bert", "opt", "llama", "vit", "resnet", "mlp", "transformer")
+
+#: Models whose largest operator, convolutions or batch decide the peak, beside those families.
+SKEWED = ("gpt2-wide", "llama-32k", "bert-128", "mlp-table", "vit-stem", "convnext")
 
 #: The two shapes of the throughput claim.
 SHAPES = ("gpt2-deep", "gpt2-wide")

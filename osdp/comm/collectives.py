@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
 from osdp.plan.sharding import Route
-from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, reduce_scatter
+from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, backend_of, reduce_scatter
 
 #: A reduction operation: one of c10d, or its bare type.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -136,8 +136,18 @@ class TwoStepReduceScatter(_Temporary, ReduceScatter):
         if self._by_exchange:
             exchange(output, whole, op, group)
             return None
+        if backend_of(group, whole.device) == "gloo":
+            # Its own reduce-scatter all-reduces a copy, which a thread of gloo may free late.
+            scatter_sum(output, whole, op, group, _start_and_wait)
+            return None
         work: dist.Work | None = reduce_scatter(output, whole, op=op, group=group, async_op=async_op)
         return work
+
+
+def _start_and_wait(start: Callable[[], dist.Work | None]) -> None:
+    work = start()
+    if work is not None:
+        work.wait()
 
 
 def scatter_sum(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from osdp.cost.sharding.memory import PeakMoment
+from osdp.cost.sharding.memory import REGION_KINDS, PeakMoment
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_problem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_step
 from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode, UnitSpan, UnitStrategy, sliced
@@ -221,12 +221,15 @@ def describe_moment(problem: ShardingProblem, moment: PeakMoment) -> str:
         return "optimizer step"
     if moment.kind == "final" or not chain:
         return "end of backward"
-    operator = moment.where // 2 if moment.kind in ("forward", "backward") else moment.where
+    if moment.kind == "root_prefetch":
+        return "beginning of backward"
+    operator = moment.where // 2 if moment.kind in REGION_KINDS else moment.where
     name = chain[min(operator, len(chain) - 1)].name
-    inside = moment.kind not in ("forward", "backward") or moment.where % 2 == 1
+    inside = moment.kind not in REGION_KINDS or moment.where % 2 == 1
     verb = {
         "unshard": "unshard in forward",
         "backward_unshard": "unshard in backward",
+        "prefetch": "prefetch in backward",
         "reduce": "gradient reduction",
     }
     place = "of" if inside else "before" if operator < len(chain) else "after"

@@ -106,7 +106,7 @@ class DeviceInfo(Savable):
     """A set of devices that are alike, but for those of other stages of a pipeline.
 
     Attributes:
-        memory_limit: Bytes that live tensors may take on each device.
+        memory_limit: Bytes that live tensors and buffers of collectives may take on each device.
         kind: Name of the device kind, as the profile is keyed: ``"cpu"`` or a GPU's name.
         nodes: Number of machines.
         devices_per_node: Devices on each machine.
@@ -114,6 +114,11 @@ class DeviceInfo(Savable):
             FSDP2's unshard and gradient reduction of one unit, copies included; ``all_reduce`` is the
             collective alone.
         blocking: Whether FSDP2's collectives block compute (gloo) or overlap with it (nccl).
+        copies_messages: Whether the backend gathers into a copy of the output, and reduce-scatters a copy of
+            the input, which take as much memory again: gloo does (``AsyncAllgatherWork`` and
+            ``reduce_scatter_tensor_coalesced`` in torch 2.13, ``torch/csrc/distributed/c10d/
+            ProcessGroupGloo.cpp``), nccl and the ``fake`` group do not. ``None`` for what is usual for
+            ``kind``: gloo on CPUs.
         overlap: Part of an asynchronous all-reduce that backward hides, from 0 to 1.
         mixed_overlap: The same in plans with sharded units, whose collectives share the link; ``None`` for
             the same value.
@@ -141,6 +146,7 @@ class DeviceInfo(Savable):
     devices_per_node: int = 1
     links: tuple[Link, ...] = ()
     blocking: bool = True
+    copies_messages: bool | None = None
     overlap: float = 0.0
     mixed_overlap: float | None = None
     unit_overhead: float = 0.0
@@ -233,6 +239,12 @@ class DeviceInfo(Savable):
                 "that was fitted to them, so predicted communication may be as far off"
             )
         return tuple(found)
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether memory has to hold the backend's copies of what is gathered."""
+        usual = self.kind == "cpu"
+        return self.world_size > 1 and (usual if self.copies_messages is None else self.copies_messages)
 
     @property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ __all__ = [
     "DefaultReduceScatter",
     "ReduceScatter",
     "all_gather",
+    "backend_of",
     "number_of_groups",
     "reduce_scatter",
     "same_random_numbers",
@@ -22,6 +23,11 @@ __all__ = [
 #: torch renamed them in 2.13, and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend by which ``group`` moves tensors on ``device``, such as ``"gloo"``."""
+    return str(group._get_backend(device).name())
 
 
 def number_of_groups() -> int:

@@ -32,6 +32,17 @@ def test_world_size_and_fingerprint() -> None:
     assert larger.fingerprint != INFO.fingerprint == dataclasses.replace(larger, nodes=1).fingerprint
 
 
+def test_copies_of_messages_are_those_of_gloo_unless_told() -> None:
+    copies = [
+        dataclasses.replace(INFO, kind=kind, copies_messages=told).holds_copies
+        for kind, told in (("cpu", None), ("cpu", False), ("NVIDIA H200", None), ("NVIDIA H200", True))
+    ]
+    assert copies == [True, False, False, True]
+    assert dataclasses.replace(INFO, copies_messages=False).fingerprint != INFO.fingerprint
+    assert "copies_messages=None" in repr(INFO)
+    assert not DeviceInfo(memory_limit=1, copies_messages=True).holds_copies, "alone nothing is sent"
+
+
 def test_every_fault_is_named_at_once() -> None:
     broken = Link("broadcast", "world", 2, -1.0, 0.0)
     with pytest.raises(ValueError) as caught:

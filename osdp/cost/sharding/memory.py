@@ -14,6 +14,10 @@ backward          parameters they keep  parameters, gradients so   gradients, th
                   and prefetch          far                        input
 backward_unshard  parameters they keep  parameters twice           gradients, the last reduce-scatter's
                                                                    input
+prefetch          parameters they keep  parameters                 gradients, the last reduce-scatter's
+                  and prefetch, with                               input
+                  its buffers
+root_prefetch     as for prefetch       -                          -
 reduce            parameters they keep  gradients, reduce-scatter  gradients
                   and prefetch          buffers
 ================  ====================  =========================  ======================================
@@ -36,8 +40,8 @@ class PeakMoment(NamedTuple):
     """A moment of the step and the sharded units next to it, each given by its first operator or -1.
 
     Attributes:
-        kind: ``forward``, ``unshard``, ``backward``, ``backward_unshard``, ``reduce``, ``final`` or ``step``.
-        where: Region for ``forward`` and ``backward``, else operator of the chain.
+        kind: One of :data:`MOMENTS`, ``final`` or ``step``.
+        where: Region for :data:`REGION_KINDS`, else operator of the chain or what stands for it.
         before: The nearest sharded unit earlier in forward order (in forward: or the running one).
         after: The nearest sharded unit later in forward order.
         trigger: A sharded unit whose backward has begun by then.
@@ -149,8 +153,11 @@ class View(Protocol):
     def held_input(self) -> Floats:
         """The reduce-scatter input held in backward: that of the nearest sharded unit after the moment."""
 
-    def prefetched(self) -> Floats:
-        """The nearest sharded unit before, if it was resharded and the backward of another has begun."""
+    def prefetched(self, *, gathering: bool = False) -> Floats:
+        """The nearest sharded unit before, if it was resharded and the backward of another has begun.
+
+        While it is ``gathering`` with the buffers of its all-gather, where a unit starts its backward.
+        """
 
     def recomputation(self, *, excess: bool) -> Floats:
         """Activations that recomputed blocks drop (negative); with ``excess`` also what rerunning needs."""
@@ -168,16 +175,22 @@ def _unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in forward, next to the previous unit's all-gather output."""
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
-    # The all-gather's output and its copy.
-    copied = view.at_edge(2 * parameters, lambda: view.inside(parameters))
+    copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
     activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(excess=False)
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
+
+
+def _gathered(units: UnitCosts) -> Floats:
+    """The all-gather's output and, first, its buffers, then the parameters that are copied out of it."""
+    return units.unsharded + np.maximum(units.unsharded, units.gather_buffers)
 
 
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
     activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
-    units = view.kept_before() + view.own(_running(view, lambda: _made(view))) + view.gradients_after()
+    in_flight = view.problem.in_flight[view.region]
+    running = _running(view, lambda: _made(view), in_flight)
+    units = view.kept_before() + view.own(running) + view.gradients_after()
     return activations + units + view.held_input() + view.prefetched()
 
 
@@ -185,11 +198,29 @@ def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
     operator = view.region // 2
     copied = view.at_edge(
-        2 * view.units.unsharded,
+        _gathered(view.units),
         lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
     )
     activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
     return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
+
+
+def _prefetch(view: View) -> Floats:
+    """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
+    operator = view.region // 2
+    gathered = view.at_edge(
+        view.units.unsharded,
+        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
+    )
+    activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
+    units = view.kept_before() + view.own(gathered) + view.gradients_after()
+    return activations + units + view.held_input() + view.prefetched(gathering=True)
+
+
+def _root_prefetch(view: View) -> Floats:
+    """Bytes at the beginning of backward, when the root unit has the last sharded unit gathered ahead."""
+    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation(excess=False)
+    return activations + view.kept_before() + view.prefetched(gathering=True)
 
 
 def _reduce(view: View) -> Floats:
@@ -201,11 +232,20 @@ def _reduce(view: View) -> Floats:
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
-def _running(view: View, more: Callable[[], Floats]) -> Floats:
-    """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients."""
+def _running(view: View, more: Callable[[], Floats], in_flight: Any = 0.0) -> Floats:
+    """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients.
+
+    Among these is one on its way into a buffer: that of a slice, or at most ``in_flight``.
+    """
     units = view.units
-    own = np.where(units.sharded, units.unsharded, view.gradients.after + units.largest_gradient)
-    return view.inside(own) + np.where(view.inside(units.sharded), more(), 0.0)
+    own = np.where(units.sharded, units.unsharded, view.gradients.after)
+    arriving = np.where(
+        view.inside(units.sliced),
+        view.inside(units.largest_gradient),
+        np.minimum(view.inside(units.largest_gradient), in_flight),
+    )
+    sharded = view.inside(units.sharded)
+    return view.inside(own) + np.where(sharded, more(), arriving)
 
 
 def _made(view: View) -> Floats:
@@ -234,36 +274,95 @@ MOMENTS: Mapping[str, Callable[[View], Floats]] = {
     "backward": _backward,
     "backward_unshard": _backward_unshard,
     "reduce": _reduce,
+    "prefetch": _prefetch,
+    "root_prefetch": _root_prefetch,
 }
+
+#: Kinds whose moments lie in regions; those of the others are operators'.
+REGION_KINDS = ("forward", "backward", "root_prefetch")
+
+
+def moment_kinds(problem: ShardingProblem) -> tuple[str, ...]:
+    """The kinds that can be highest: after a prefetch without buffers, backward takes at least as much."""
+    if any(costs.shard_group.gather_buffers or costs.cast[-1] for costs in problem.costs.by_group):
+        return tuple(MOMENTS)
+    return tuple(kind for kind in MOMENTS if not kind.endswith("prefetch"))
 
 
 def edges(kind: str, units: UnitCosts) -> tuple[Bools, Ints]:
     """Which units have a moment of a kind that is no region's, and at which operator; both ``(U,)``."""
     if kind == "backward_unshard":
         return units.mode == UnitMode.FULL_SHARD, units.stop - 1
+    if kind == "prefetch":
+        return units.sharded, units.stop - 1
     return units.sharded, units.start
 
 
-def resharded(units: UnitCosts) -> Floats:
-    """Bytes that each unit gathers again for its backward, shape ``(U,)``."""
-    return np.where(units.mode == UnitMode.FULL_SHARD, units.unsharded, 0.0)
+def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
+    """Bytes that each unit gathers again for its backward, ``(U,)``; while ``gathering`` with the buffers."""
+    gathered = units.unsharded + units.gather_buffers if gathering else units.unsharded
+    return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
 
 
 # -- moments that are one sum over all units --------------------------------------------------------------
 
 
+#: In place of the operator of a final moment, whose gradient is the last that is freed: the copy into the
+#: root unit's reduction, when none is freed yet; and an operator outside the chain.
+COPY_IN, OUTSIDE = -1, -2
+
+
+def last_in_root(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> int:
+    """The operator of the root unit that holds its last parameter, or :data:`OUTSIDE` the chain.
+
+    FSDP2 lists parameters in the order of their modules, which is nearly always that of their first use.
+    """
+    last = int(units.start[_has_gradient_in_root(problem, units)].max(initial=-1))
+    inside = last >= 0 and problem.timeline.chain[last].first > root.last_segment
+    return last if inside else OUTSIDE
+
+
+def _has_gradient_in_root(problem: ShardingProblem, units: UnitCosts) -> Bools:
+    gradient = np.append(problem.costs.last_gradient, 0.0)[units.start]
+    return np.asarray(units.in_root & (gradient > 0))
+
+
 def final_row(
-    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients, operator: int
 ) -> tuple[Floats, float]:
     """Bytes of each unit, and a constant, at the last moment of backward beyond what is alive throughout.
 
     These are the final reductions, while the root unit is still gathered: the root unit reduces first, then
-    the first unit, whose input needs no gradient.
+    the first unit, whose input needs no gradient. When the root unit's gradients have been copied they are
+    freed, but for the last one, which a variable of FSDP2's loop over them holds until its reduction has
+    ended (``foreach_reduce`` in ``torch.distributed.fsdp._fully_shard._fsdp_collectives``, 2.13).
+
+    Args:
+        problem: The step to plan.
+        units: The units.
+        root: Costs of the operators outside the chain.
+        gradients: The units' gradients.
+        operator: :data:`COPY_IN`, or the answer of :func:`last_in_root`.
     """
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
-    row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
-    return row, problem.timeline.final - root.unsharded + root.gradient + root.reduce_input
+    constant = problem.timeline.final - root.unsharded + root.gradient
+    if operator == COPY_IN:
+        row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
+        return row, constant + root.reduce_input
+    row += np.where(units.in_root, units.reduce_peak - units.unsharded, 0.0)
+    constant += root.reduce_peak
+    # A later operator in the root unit would be the last instead: no row exceeds the truth.
+    joined = _has_gradient_in_root(problem, units)
+    if operator == OUTSIDE:
+        firsts = np.array(problem.timeline.bounds[1:-1:2], dtype=np.int64)
+        later = joined & (firsts[units.start] > root.last_segment)
+        return row - np.where(later, root.last_gradient, 0.0), constant + root.last_gradient
+    last = problem.costs.last_gradient[operator]
+    row += np.where(joined & (units.start == operator), last, 0.0)
+    row -= np.where(joined & (units.start > operator), last, 0.0)
+    outside_is_last = root.last_segment > problem.timeline.chain[operator].first
+    return row, constant - (last if outside_is_last else 0.0)
 
 
 def step_row(

@@ -27,6 +27,7 @@ class OperatorCosts:
     state_whole: Floats
     shard: Floats
     unsharded: Floats
+    cast: Floats  # shards in the dtype of compute, where they are stored in another
     gradient: Floats
     reduce_input: Floats
     gradient_sharded: Floats
@@ -173,8 +174,15 @@ def _low_precision(operator: Operator, world_size: int, training: Training) -> i
     )
 
 
+def _cast(operator: Operator, world_size: int, training: Training) -> int:
+    computed = training.param_dtype
+    cast = [p for p in operator.parameters if computed is not None and p.dtype != computed]
+    return sum(shard_numel(p.shape, world_size) * DTYPE_BYTES[computed or p.dtype] for p in cast)
+
+
 _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "unsharded": _gathered,
+    "cast": _cast,
     "gradient": lambda op, n, training: sum(_gradients(op, training)),
     "reduce_input": _reduce_input,
     "shard": lambda op, n, training: sum(_shard_bytes(p, n) for p in op.parameters),

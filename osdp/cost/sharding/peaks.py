@@ -8,12 +8,16 @@ from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.memory import (
+    COPY_IN,
     MOMENTS,
+    REGION_KINDS,
     PeakMoment,
     always,
     edges,
     final_row,
+    last_in_root,
     lasting_gradients,
+    moment_kinds,
     resharded,
     root_always,
     step_row,
@@ -28,9 +32,10 @@ def step_peaks(
 ) -> list[tuple[float, PeakMoment]]:
     """The highest moment of each kind, with its bytes; units partition the chain, in trace order."""
     plan = _Plan(problem, units, root)
-    found = [_highest(kind, plan) for kind in MOMENTS]
-    row, constant = final_row(problem, units, root, plan.gradients)
-    found.append((float(row.sum()) + plan.base + constant, PeakMoment("final")))
+    found = [_highest(kind, plan) for kind in moment_kinds(problem)]
+    for operator in (COPY_IN, last_in_root(problem, units, root)):
+        row, constant = final_row(problem, units, root, plan.gradients, operator)
+        found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
     for operator in (-1, _largest_temporary(problem, units)):
         row, constant = step_row(problem, units, root, operator)
         found.append((float(row.sum()) + constant, PeakMoment("step", operator)))
@@ -122,8 +127,10 @@ class _PlanView:
 
     @classmethod
     def of(cls, kind: str, plan: _Plan) -> "_PlanView":
-        if kind in ("forward", "backward"):
-            return cls(kind, plan, plan.regions, plan.low, plan.high)
+        if kind in REGION_KINDS:
+            # Backward begins in the last region.
+            some = slice(-1, None) if kind == "root_prefetch" else slice(None)
+            return cls(kind, plan, plan.regions[some], plan.low[some], plan.high[some])
         has, where = edges(kind, plan.units)
         index = np.flatnonzero(has)
         return cls(kind, plan, 2 * where[index] + 1, index, index + 1)
@@ -156,9 +163,9 @@ class _PlanView:
         following = self._plan.next_sharded[self._high]
         return np.where(following < len(self.units.start), _at(self.units.reduce_input, following), 0.0)
 
-    def prefetched(self) -> Floats:
+    def prefetched(self, *, gathering: bool = False) -> Floats:
         last = self._plan.last_sharded[self._low]
-        ahead = np.where(last >= 0, _at(resharded(self.units), last), 0.0)
+        ahead = np.where(last >= 0, _at(resharded(self.units, gathering=gathering), last), 0.0)
         return ahead if self.root.has_unit else np.where(self._trigger() < len(self.units.start), ahead, 0.0)
 
     def recomputation(self, *, excess: bool) -> Floats:
@@ -173,7 +180,7 @@ class _PlanView:
     def moment(self, index: int) -> PeakMoment:
         """One of the moments, with its neighbours."""
         low, high, region = self._low[index], self._high[index], int(self.region[index])
-        where = region if self._kind in ("forward", "backward") else region // 2
+        where = region if self._kind in REGION_KINDS else region // 2
         last, following = self._plan.last_sharded, self._plan.next_sharded
         if self._kind in ("forward", "unshard"):
             return PeakMoment(self._kind, where, self._start(last[high if self._kind == "forward" else low]))

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from osdp.arrays import Floats
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
 from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, UnitStrategy, strategy_table
-from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline
+from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline, gradients_in_flight
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
@@ -63,6 +64,7 @@ class ShardingProblem:
         device: The devices.
         training: The training.
         profile: The profile.
+        in_flight: Bytes that a gradient on its way into a buffer adds to regions of backward, ``(2K + 1,)``.
         plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
             are plain tensors instead of DTensors.
         root_group: Index of the root unit's shard group.
@@ -74,6 +76,7 @@ class ShardingProblem:
     device: DeviceInfo
     training: Training
     profile: Profile
+    in_flight: Floats
     plain_saving: float = 0.0
     root_group: int = 0
 
@@ -96,7 +99,12 @@ class RootUnitCost:
         gradient: Gradients of one microbatch: those of the root unit, the buckets of replicated operators,
             and the gradients still waiting to be copied into a bucket.
         backward: Backward memory including those gradients; empty only in the cost of an empty model.
-        reduce_input: Input of the root unit's reduce-scatter.
+        reduce_input: What is alive in addition to these gradients while those of the root unit are copied
+            into the input of its reduce-scatter.
+        reduce_peak: What that reduce-scatter needs in addition to them, of which those of the root unit are
+            freed by then: it may be negative.
+        last_gradient: Gradient of the root unit's last parameter, which is freed later.
+        last_segment: First segment of that parameter's operator; -1 if there is none.
         gradient_kept: Gradients left after backward.
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
@@ -112,6 +120,9 @@ class RootUnitCost:
     carried: float = 0.0
     gradient: float = 0.0
     reduce_input: float = 0.0
+    reduce_peak: float = 0.0
+    last_gradient: float = 0.0
+    last_segment: int = -1
     gradient_kept: float = 0.0
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
@@ -155,6 +166,7 @@ def build_problem(
         device=device,
         training=training,
         profile=profile,
+        in_flight=gradients_in_flight(timeline, model_desc, training),
         plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
     )
 
@@ -178,6 +190,9 @@ def cost_root(
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
 
+    trained = [op for op in sharded if any(parameter.trainable for parameter in op.parameters)]
+    last = sorted(trained, key=lambda op: op.first)[-1:]
+    costs = _operator_costs(last, problem.device, problem.training, problem.profile)
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, buckets)
@@ -190,6 +205,9 @@ def cost_root(
         carried=_carried(problem.settings, unit, [units for units, _ in whole]),
         gradient=sum(nbytes for _, nbytes in arrivals),
         reduce_input=float(unit.reduce_input.sum()),
+        reduce_peak=float(unit.reduce_peak.sum()),
+        last_gradient=float(costs.last_gradient.sum()),
+        last_segment=max((op.first for op in last), default=-1),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,

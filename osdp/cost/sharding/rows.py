@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from osdp.arrays import Bools, Floats
 from osdp.cost.sharding.memory import (
     MOMENTS,
+    REGION_KINDS,
     Gradients,
     PeakMoment,
     always,
@@ -47,7 +48,7 @@ def memory_row(
         return step_row(problem, units, root, moment.where)
     gradients = lasting_gradients(units, problem.settings)
     if moment.kind == "final":
-        row, constant = final_row(problem, units, root, gradients)
+        row, constant = final_row(problem, units, root, gradients, moment.where)
     else:
         values = MOMENTS[moment.kind](_RowView(problem, units, root, gradients, moment))
         row, constant = values[:-1], float(values[-1])
@@ -74,7 +75,7 @@ class _RowView:
     @property
     def region(self) -> int:
         where = self.moment.where
-        return where if self.moment.kind in ("forward", "backward") else 2 * where + 1
+        return where if self.moment.kind in REGION_KINDS else 2 * where + 1
 
     @cached_property
     def _before(self) -> Bools:
@@ -120,12 +121,18 @@ class _RowView:
             return self._row(0.0)
         return self._row(self._nearest(units.reduce_input, self._after & units.sharded, start, is_last=False))
 
-    def prefetched(self) -> Floats:
+    def prefetched(self, *, gathering: bool = False) -> Floats:
         units, moment = self.units, self.moment
         if moment.before < 0 or not (self.root.has_unit or moment.trigger >= 0):
             return self._row(0.0)
-        values = resharded(units)
+        values = resharded(units, gathering=gathering)
         found = self._nearest(values, self._before & units.sharded, moment.before, is_last=True)
+        if gathering:
+            # Next to a unit that does not start its backward here, nothing is being gathered.
+            has, where = edges(moment.kind, units)
+            other = ~self._before & ~self._after & ~(has & (where == moment.where))
+            ahead = units.gather_buffers[units.start == moment.before]
+            found -= np.where(other, np.max(ahead, initial=0.0), 0.0)
         if self.root.has_unit:
             return self._row(found)
         # Nothing is prefetched before the backward of the first sharded unit has begun.

@@ -19,6 +19,7 @@ class ShardGroup:
         group_size: Ranks of a group; 0 without groups.
         route: Route of its collectives (flat, two-step, by exchange).
         searched: Whether the search may choose it; otherwise it only costs plans given by the user.
+        copies: Whether the backend holds copies of what it gathers.
     """
 
     num_shards: int
@@ -29,6 +30,7 @@ class ShardGroup:
     group_size: int = 0
     route: Route = Route.FLAT
     searched: bool = True
+    copies: bool = False
 
     @property
     def hybrid(self) -> bool:
@@ -44,10 +46,21 @@ class ShardGroup:
         output = 1 / self.num_shards
         if not self.route.in_two_steps:
             # An exchange keeps the pieces received from the other ranks next to the input until they are
-            # summed.
+            # summed. Where a backend would copy the input of its own reduce-scatter, a plan's units are
+            # all-reduced in place instead (osdp.comm.collectives.scatter_sum).
             return output + self.route.by_exchange
         column, row = 1 / self.group_size, self.group_size / self.num_shards
         return output + column + (max(row, column) if self.route.by_exchange else 0.0)
+
+    @property
+    def gather_buffers(self) -> float:
+        """Bytes of an all-gather's buffers in addition to its output, as a fraction of the output."""
+        if not self.route.in_two_steps:
+            return float(self.copies)
+        column, row = 1 / self.group_size, self.group_size / self.num_shards
+        # Messages of an exchange are not copied; each row is gathered by the backend on every route.
+        first = column if self.copies and not self.route.by_exchange else 0.0
+        return column + max(first, row if self.copies else 0.0)
 
     @property
     def reduce_latency(self) -> float:
@@ -63,7 +76,12 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
     """
     gather, reduce, average = (device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
     flat = ShardGroup(
-        device.world_size, gather, reduce, average, route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT
+        device.world_size,
+        gather,
+        reduce,
+        average,
+        route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT,
+        copies=device.holds_copies,
     )
     # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
     found = [flat]
@@ -83,6 +101,7 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
                 device.link("all_reduce", f"across {size}"),
                 size,
                 Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
+                copies=device.holds_copies,
             )
         )
     # FSDP2's own reduce-scatter stays known even where an exchange is faster.

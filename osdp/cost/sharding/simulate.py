@@ -7,11 +7,12 @@ parameters:
 forward of a unit       P, and the all-gather's output (P again), held until the next unit's copy-out
 unshard in forward      the last unit's all-gather output and this one's
 unshard in backward     the all-gather's output and P; then the output is freed and the unit that ran before
-                        is prefetched: its P
+                        is prefetched: its P, and the all-gather's buffers while it runs
 backward of a unit      P, its gradients as they come, the prefetched unit, the reduce-scatter input of
                         the unit whose backward ran before
 reduction               P is freed; all its gradients and the reduce-scatter's input
 replicated unit         a gradient bucket from its first gradient on, and the gradient being copied into it
+                        where that is made
 root unit               P from the first moment of forward to the last of backward
 ======================  ==================================================================================
 

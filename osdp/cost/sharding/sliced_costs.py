@@ -75,14 +75,16 @@ class SlicedCosts:
         made = np.where(self.in_profile[k], 0.0, whole)
         scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
         # 2. Bytes of slices alive at a time. The longer slices come first
-        # (osdp.plan.shard_math.slice_bounds), the    kept ones last.
+        # (osdp.plan.shard_math.slice_bounds), the kept ones last.
         base, longer = np.divmod(self.size[k], count)
         num_kept = units.num_kept
         kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
-        forward = np.maximum(whole * (1 + share), np.where(num_kept > 0, kept + whole * share, 0.0))
+        # Beside a slice that is being gathered: this rank's shard of it, and the backend's copy.
+        source = whole * (share + device.holds_copies)
+        forward = np.maximum(whole + source, np.where(num_kept > 0, kept + source, 0.0))
         one = np.where(num_kept > 0, base * self.column[k], 0.0)
         backward = np.maximum.reduce(
-            [np.where(num_kept < count, whole * (1 + share), 0.0), kept, kept - one + scattering]
+            [np.where(num_kept < count, whole + source, 0.0), kept, kept - one + scattering]
         )
         # 3. Seconds of the collectives: one latency per slice.
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
@@ -105,6 +107,7 @@ class SlicedCosts:
             units,
             state=chosen(self.state[k], units.state),
             unsharded=chosen(zero, units.unsharded),
+            gather_buffers=chosen(zero, units.gather_buffers),
             gradient=chosen(zero, units.gradient),
             reduce_input=chosen(zero, units.reduce_input),
             reduce_peak=chosen(zero, units.reduce_peak),

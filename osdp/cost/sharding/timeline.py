@@ -19,6 +19,7 @@ import numpy as np
 from osdp.arrays import Bools, Floats, Ints
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
+from osdp.model.training import Training
 
 #: Bytes of scalars and index tensors that belong to no segment or parameter. The most that was measured on
 #: top of a prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
@@ -199,6 +200,30 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
         kept=float(max(ups[-1], 0.0)),
         exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
     )
+
+
+def gradients_in_flight(timeline: Timeline, model_desc: ModelDesc, training: Training) -> Floats:
+    """What a gradient on its way into a buffer adds to the highest moment of each region in backward.
+
+    It is alive in the backward of the segments that use its parameter, and the highest activation of a region
+    may be elsewhere. Shape ``(2K + 1,)``.
+    """
+    arriving = np.zeros(len(model_desc.segments))
+    for operator in timeline.chain:
+        window = range(operator.first, operator.last + 1)
+        for parameter in operator.parameters:
+            if not parameter.trainable:
+                continue
+            owner = parameter.name.rpartition(".")[0]
+            users = [i for i in window if operator.name in model_desc.segments[i].operators]
+            users = [i for i in users if model_desc.segments[i].module == owner] or users or list(window)
+            if len({model_desc.segments[i].call for i in users}) > 1:
+                # Autograd keeps what the later call adds until the earlier one has added to it.
+                users = list(range(users[0], users[-1] + 1))
+            nbytes = parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
+            arriving[users] = np.maximum(arriving[users], nbytes)
+    high, bounds = timeline.backward_high, timeline.bounds
+    return _region_max(high + arriving, bounds) - _region_max(high, bounds)
 
 
 @dataclass(frozen=True, slots=True)

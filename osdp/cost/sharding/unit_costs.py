@@ -84,8 +84,6 @@ def _cost_units_in(
     last = np.append(costs.last_gradient, 0.0)[b - 1]
     beside = shard_group.reduce_buffers * reduce_input
     copying = np.maximum(span(costs.gradient) + span(costs.copy_in), last + beside)
-    # The root's gradients, too, are freed by the time its reduce-scatter runs.
-    root_input = np.maximum(reduce_input, reduce_input + beside - span(costs.gradient))
     # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
     reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if shard_group.across is not None:
@@ -106,9 +104,12 @@ def _cost_units_in(
         offloaded=offloaded,
         state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
+        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
-        reduce_input=np.where(own, reduce_input, np.where(sharded, root_input, 0.0)),
-        reduce_peak=np.where(own, reduce_input + copying, 0.0),
+        reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, span(costs.copy_in)), 0.0),
+        reduce_peak=np.where(
+            sharded, reduce_input + np.where(own, copying, beside - span(costs.gradient)), 0.0
+        ),
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),

@@ -22,17 +22,21 @@ class UnitCosts:
         state: Bytes of parameters and optimizer states, alive through the step.
         unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
             all-gather's output; for a replicated unit, bytes of low-precision copies.
+        gather_buffers: Bytes that its all-gather needs beside its output while it runs: the backend's copies,
+            and the cast shards that it sends.
         gradient: Bytes of the unsharded gradients as autograd makes them.
-        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what the reduction
-            needs in addition to the gradients.
+        reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what is alive in
+            addition to the gradients while they are copied into it.
         reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
-            temporaries of the copy into it.
+            temporaries of the copy into it; for operators in the root unit, what the reduce-scatter needs in
+            addition to the gradients, which are freed by then.
         accumulated: Bytes of the unsharded gradients accumulated over several microbatches, in the dtype of
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
         largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
-            bucket, or gradients of earlier microbatches), else 0.
+            bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its backward
+            needs.
         gather_seconds: Time of one unshard.
         reduce_seconds: Time of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
@@ -52,6 +56,7 @@ class UnitCosts:
     offloaded: Bools
     state: Floats
     unsharded: Floats
+    gather_buffers: Floats
     gradient: Floats
     reduce_input: Floats
     reduce_peak: Floats

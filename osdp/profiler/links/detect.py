@@ -41,6 +41,7 @@ from osdp.profiler.links.machine import (
 )
 from osdp.profiler.links.overlap import measure_mixed_overlap, measure_overlap
 from osdp.text import parse_bytes
+from osdp.torch_private.distributed import backend_of
 
 #: Bytes of the measured units.
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
@@ -166,6 +167,7 @@ def _measure_groups(
         devices_per_node=shape[1],
         links=tuple(links),
         blocking=where.type == "cpu",
+        copies_messages=backend_of(world, where) == "gloo",
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
         unit_overhead=overheads["world"],

@@ -1,13 +1,23 @@
-"""The two readers of the memory formulas against each other: candidates at one moment, a plan at all."""
+"""The memory formulas: their two readers against each other, and moments that were counted by hand."""
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.sharding.peaks import mildest_violation, step_peaks
-from osdp.cost.sharding.problem import cost_root
+from osdp.cost.sharding.problem import build_problem, cost_root
 from osdp.cost.sharding.rows import memory_row
+from osdp.cost.sharding.shard_groups import ShardGroup
+from osdp.cost.sharding.simulate import cost_spans
+from osdp.cost.sharding.strategies import FULL_SHARD, ROOT
+from osdp.cost.sharding.timeline import LOOSE_BYTES
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, Work
+from osdp.model.training import Training
+from osdp.plan.sharding import Route
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.root_unit import root_choices
 from tests.helpers.problems import random_problem
@@ -37,3 +47,88 @@ def test_every_moment_of_backward_above_a_limit_is_so_in_its_row(
         value = row[path].sum() + constant
         assert share * highest < value <= below
         below = value
+
+
+LINK = Link("all_gather", "world", 4, 0.0, 1e9)
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("group_size", "route", "copies", "gather", "reduce"),
+    [
+        # Flat over 4 ranks: the copy of the output; a plan's units are all-reduced in place by gloo.
+        (0, Route.FLAT, False, 0, 1 / 4),
+        (0, Route.FLAT, True, 1, 1 / 4),
+        # An exchange is sent and received without copies; the pieces of all ranks are kept until the sum.
+        (0, Route.EXCHANGE, True, 1, 1 / 4 + 1),
+        # In 2 groups of 2: the column, half of everything, and a copy of it or of a row, as large.
+        (2, Route.TWO_STEP, False, 1 / 2, 1 / 4 + 1 / 2),
+        (2, Route.TWO_STEP, True, 1, 1 / 4 + 1 / 2),
+        (2, Route.TWO_STEP_EXCHANGE, False, 1 / 2, 1 / 4 + 1 / 2 + 1 / 2),
+        (2, Route.TWO_STEP_EXCHANGE, True, 1, 1 / 4 + 1 / 2 + 1 / 2),
+    ],
+)
+def test_buffers_of_each_route(
+    group_size: int, route: Route, copies: bool, gather: float, reduce: float
+) -> None:
+    group = ShardGroup(4, LINK, LINK, LINK, group_size=group_size, route=route, copies=copies)
+    assert (group.gather_buffers, group.reduce_buffers) == (gather, reduce)
+
+
+def stack(*mebibytes: int) -> tuple[ModelDesc, Profile]:
+    """Operators of these sizes without activations, and without optimizer states."""
+    nothing = Work(*(Affine(0.0, 0.0),) * 4)
+    names = [f"op{index}" for index in range(len(mebibytes))]
+    operators = tuple(
+        Operator(name, (name,), (Parameter(f"{name}.weight", (mib * MIB // 4,), "float32"),), None, k, k)
+        for k, (name, mib) in enumerate(zip(names, mebibytes, strict=True))
+    )
+    segments = tuple(
+        Segment(name, 0, 0, (name,), name, (), nothing, nothing, Affine(0.0, 0.0)) for name in names
+    )
+    model_desc = ModelDesc("Stack", (), (), 1, True, segments, operators, ("", *names))
+    free = PassProfile(0.0, 0, 0)
+    profile = Profile(
+        device="cpu",
+        local_batch=1,
+        segments=tuple(SegmentProfile(name, free, free, 0) for name in names),
+        optimizer=OptimizerProfile(0.0, 0.0, 0.0),
+        resident_bytes=0,
+        measured=False,
+        model=model_desc.fingerprint,
+    )
+    return model_desc, profile
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_is_gathered_ahead_is_there_twice_where_messages_are_copied(copies: bool) -> None:
+    """Two units of 8 and 2 MiB: the first is gathered when the second is whole, before its gradient."""
+    model_desc, profile = stack(8, 2)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links, copies_messages=copies)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    units = cost_spans(problem, [(0, 1, FULL_SHARD), (1, 2, FULL_SHARD)])
+    root = cost_root(problem, (), (), has_unit=False)
+    peaks = {moment.kind: peak - LOOSE_BYTES for peak, moment in step_peaks(problem, units, root)}
+    shards = (8 + 2) // 2
+    assert peaks.get("prefetch") == ((shards + 2 + 2 * 8) * MIB if copies else None)
+    # Its gradient comes when the copy is gone; of the first unit: whole, its gradient, the second's input.
+    assert peaks["backward"] == (shards + 1 + 8 + 8 + 2) * MIB
+
+
+def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> None:
+    """Of 2 and 8 MiB in the root unit, the 8 are still there beside the reduction's input and output."""
+    model_desc, profile = stack(2, 8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    units = cost_spans(problem, [(0, 1, ROOT), (1, 2, ROOT)])
+    root = cost_root(problem, (), (), has_unit=True)
+    finals = {
+        moment.where: peak for peak, moment in step_peaks(problem, units, root) if moment.kind == "final"
+    }
+    shards, whole = (2 + 8) // 2, 2 + 8
+    assert finals == {
+        -1: LOOSE_BYTES + (shards + whole + whole) * MIB,
+        1: LOOSE_BYTES + (shards + 8 + whole + whole // 2) * MIB,
+    }

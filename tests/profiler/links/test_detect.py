@@ -170,6 +170,7 @@ def test_two_ranks_agree() -> None:
     (info, refused), (other, _) = run(2, _detected)
     assert info == other
     assert (info.nodes, info.devices_per_node, info.blocking, info.measured) == (1, 2, True, True)
+    assert info.copies_messages
     assert [(link.collective, link.group, link.size) for link in info.links[:3]] == [
         (name, "world", 2) for name in COLLECTIVES
     ]

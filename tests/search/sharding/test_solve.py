@@ -85,7 +85,7 @@ VARIANTS = [
     {"microbatches": 2, "reduce_each": False},
     {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
     {"foreach": True},
-    {"blocking": False},
+    {"blocking": False, "copies_messages": False},
     {"blocking": True, "overlap": 0.9},
     {"groups": 2},
 ]
