@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.support import harness
-from benchmarks.support.candidates import Setting, given_device, live_mesh, make_setting_together
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import live_mesh, make_setting, make_setting_together
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, ended_cleanly, launch
 from benchmarks.support.models import CASES
@@ -29,6 +30,7 @@ from osdp.hardware.profile import Profile
 WORLD_SIZE = 2
 TRAINING = Training(local_batch=4)
 FRACTIONS = (0.3, 0.7)
+LOSS_TOLERANCE = 1e-3
 #: Processes that compute beside the ranks in a noisy start.
 BUSY = 2
 
@@ -46,95 +48,110 @@ def busy_machine(processes: int) -> Iterator[None]:
                 process.wait()
 
 
-def start(rank: int, world_size: int, *, case: str) -> dict[str, Any]:
-    """Worker: what a user's start measures and plans, at every limit."""
+def start(rank: int, world_size: int, *, case: str, limits: list[int]) -> dict[str, Any]:
+    """Worker: what a user's start measures, and the plan for every limit.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        case: The model.
+        limits: Memory limits; those of :data:`FRACTIONS` between the peaks of the uniform plans if empty.
+    """
     del rank, world_size
     setting = make_setting_together(CASES[case], TRAINING, live_mesh())
     device = DeviceInfo.detect("1TiB", cache_dir=None)
+    if not limits:
+        low, high = (
+            setting.plan(device, strategy=strategy).predicted.peak_bytes
+            for strategy in ("FULL_SHARD", "NO_SHARD")
+        )
+        limits = [int(low + fraction * (high - low)) for fraction in FRACTIONS]
     return {
         "device": codec.to_json(device),
         "profile": codec.to_json(setting.profile),
-        "plans": {str(limit): codec.to_json(setting.plan(device, limit)) for limit in limits(setting)},
+        "limits": limits,
+        "plans": [codec.to_json(setting.plan(device, limit)) for limit in limits],
     }
-
-
-def limits(setting: Setting) -> list[int]:
-    """Memory limits between the predicted peaks of the uniform plans, which do not depend on times."""
-    device = given_device(WORLD_SIZE)
-    low, high = (
-        setting.plan(device, strategy=strategy).predicted.peak_bytes
-        for strategy in ("FULL_SHARD", "NO_SHARD")
-    )
-    return [int(low + fraction * (high - low)) for fraction in FRACTIONS]
 
 
 def compare(
     rank: int, world_size: int, *, case: str, started: dict[str, dict[str, Any]], rounds: int
-) -> dict[str, list[float]]:
-    """Worker: seconds of the steps of all plans, in turn, by start and number of the limit."""
+) -> dict[str, Any]:
+    """Worker: seconds and losses of all plans, in turn, by start and number of the limit.
+
+    The first plan of the quiet start runs twice: the ratio to itself is what the machine adds.
+    """
     del rank, world_size
     mesh = live_mesh()
-    steps = {}
+    candidates = {}
     for name, found in started.items():
+        setting = make_setting(CASES[case], TRAINING, codec.from_json(Profile, found["profile"]))
         device = codec.from_json(DeviceInfo, found["device"])
-        profile = codec.from_json(Profile, found["profile"])
-        model_desc = make_setting_together(CASES[case], TRAINING, mesh).model_desc
-        setting = Setting(CASES[case], TRAINING, model_desc, profile)
-        for number, plan in enumerate(found["plans"].values()):
-            candidate = setting.candidate(device, codec.from_json(Plan, plan))
-            steps[f"{name} {number}"] = candidate.prepare(mesh)
-    return take_turns(steps, rounds=rounds, warmup=3, repeats=2).seconds
+        for number, plan in enumerate(found["plans"]):
+            candidates[f"{name} {number}"] = setting.candidate(device, codec.from_json(Plan, plan))
+    candidates["quiet again"] = candidates["quiet 0"]
+    steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
+    turns = take_turns(steps, rounds=rounds, warmup=3, repeats=2)
+    return {"seconds": turns.seconds, "losses": turns.losses, "steps": turns.steps}
 
 
 def rows_of(case: str, rounds: int) -> list[Row]:
     """One row for each limit of a model."""
     name = f"noisy start {case}"
+    wanted: dict[str, Any] = {"case": case, "limits": []}
     try:
-        started = {
-            "quiet": launch("benchmarks.noisy_start:start", WORLD_SIZE, {"case": case}, timeout=300)[0]
-        }
+        started = {"quiet": launch("benchmarks.noisy_start:start", WORLD_SIZE, wanted, timeout=300)[0]}
+        wanted["limits"] = started["quiet"]["limits"]
         with busy_machine(BUSY):
-            started["noisy"] = launch(
-                "benchmarks.noisy_start:start", WORLD_SIZE, {"case": case}, timeout=600
-            )[0]
+            started["noisy"] = launch("benchmarks.noisy_start:start", WORLD_SIZE, wanted, timeout=600)[0]
         arguments = {"case": case, "started": started, "rounds": rounds}
-        seconds = launch("benchmarks.noisy_start:compare", WORLD_SIZE, arguments, timeout=60 + 30 * rounds)[0]
+        measured = launch("benchmarks.noisy_start:compare", WORLD_SIZE, arguments, timeout=60 + 30 * rounds)[
+            0
+        ]
     except WorkerError as error:
         return [{"name": name, "error": str(error)}]
-    devices = {start: codec.from_json(DeviceInfo, found["device"]) for start, found in started.items()}
-    rows = []
+    expected = reference_losses(CASES[case], TRAINING, WORLD_SIZE, measured["steps"])[-1]
+    devices = {kind: codec.from_json(DeviceInfo, found["device"]) for kind, found in started.items()}
+    seconds = measured["seconds"]
+    same = paired_ratio(seconds["quiet again"], seconds["quiet 0"])
+    rows: list[Row] = []
     for number, fraction in enumerate(FRACTIONS):
-        plans = {
-            start: codec.from_json(Plan, list(found["plans"].values())[number])
-            for start, found in started.items()
-        }
+        plans = {kind: codec.from_json(Plan, found["plans"][number]) for kind, found in started.items()}
+        losses = {kind: measured["losses"][f"{kind} {number}"] for kind in plans}
         ratio = paired_ratio(seconds[f"quiet {number}"], seconds[f"noisy {number}"])
-        rows.append(
-            {
-                "name": f"{name} {fraction}",
-                "ratio": ratio.median,
-                "low": ratio.low,
-                "high": ratio.high,
-                "units": {start: len(plan.units) for start, plan in plans.items()},
-                "predicted": {start: plan.predicted.step_seconds for start, plan in plans.items()},
-                "seconds": {start: seconds[f"{start} {number}"] for start in plans},
-                "links_at_zero": sum(link.latency == 0 for link in devices["noisy"].links),
-                "doubts": {start: list(device.doubts) for start, device in devices.items()},
-                "links": {start: codec.to_json(device) for start, device in devices.items()},
-            }
-        )
+        row: Row = {
+            "name": f"{name} {fraction}",
+            "case": case,
+            "ratio": ratio.median,
+            "low": ratio.low,
+            "high": ratio.high,
+            "same_program": [same.low, same.median, same.high],
+            "units": {kind: len(plan.units) for kind, plan in plans.items()},
+            "predicted": {kind: plan.predicted.step_seconds for kind, plan in plans.items()},
+            "seconds": {kind: seconds[f"{kind} {number}"] for kind in plans},
+            "loss_difference": max(abs(loss - expected) / abs(expected) for loss in losses.values()),
+            "links_at_zero": sum(link.latency == 0 for link in devices["noisy"].links),
+            "doubts": {kind: list(device.doubts) for kind, device in devices.items()},
+        }
+        if not row["loss_difference"] <= LOSS_TOLERANCE:
+            row["error"] = f"losses {losses} differ from the single process's {expected:.6f}"
+        rows.append(row)
     return rows
 
 
 def summarize(rows: list[Row]) -> dict[str, float | int | None]:
-    """The claim's figures; ``None`` if a row is missing."""
-    if any("error" in row for row in rows):
-        return {"worst_over_quiet_plan": None, "links_at_zero": None, "alarms": None}
-    return {
-        "worst_over_quiet_plan": min(row["ratio"] for row in rows),
-        "links_at_zero": sum(row["links_at_zero"] for row in rows),
-        "alarms": sum(bool(row["doubts"]["noisy"]) for row in rows),
-    }
+    """The claim's figures; ``None`` if a row is missing. What a start measured counts once for its model."""
+    keys = ("worst_over_quiet_plan", "links_at_zero", "alarms", "false_alarms")
+    if any("ratio" not in row for row in rows):
+        return dict.fromkeys(keys)
+    starts = list({row["case"]: row for row in rows}.values())
+    values = (
+        min(row["ratio"] for row in rows),
+        sum(row["links_at_zero"] for row in starts),
+        sum(bool(row["doubts"]["noisy"]) for row in starts),
+        sum(bool(row["doubts"]["quiet"]) for row in starts),
+    )
+    return dict(zip(keys, values, strict=True))
 
 
 def measure(options: Options) -> Result:
@@ -148,20 +165,18 @@ def measure(options: Options) -> Result:
 
 
 def _cells(row: Row) -> list[object]:
-    units = row.get("units", {})
-    doubts = row.get("doubts", {})
-    return [
-        *(row.get(key) for key in ("name", "ratio", "low", "high", "links_at_zero")),
-        *(units.get(start) for start in ("quiet", "noisy")),
-        *(len(doubts.get(start, ())) for start in ("quiet", "noisy")),
-    ]
+    pairs = (row.get(key, {}) for key in ("predicted", "units", "doubts"))
+    predicted, units, doubts = ([found.get(kind) for kind in ("quiet", "noisy")] for found in pairs)
+    same = " ".join(f"{value:.3f}" for value in row.get("same_program", ()))
+    facts = [row.get(key) for key in ("name", "ratio", "low", "high")]
+    return [*facts, same, *predicted, *units, *(len(found or ()) for found in doubts)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("noisy_start", __doc__, arguments))
     columns = [
-        "model, limit", "quiet/noisy plan", "low", "high", "links at zero", "units, quiet", "noisy",
-        "doubts, quiet", "noisy",
+        "model, limit", "quiet/noisy plan", "low", "high", "quiet/itself", "predicted, quiet", "noisy",
+        "units, quiet", "noisy", "doubts, quiet", "noisy",
     ]  # fmt: skip
     harness.table("step of the quiet start's plan / of the noisy start's", columns, map(_cells, result.rows))
     return harness.finish(result)

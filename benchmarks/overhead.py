@@ -2,7 +2,8 @@
 
 A plan that shards everything is compared with FSDP2 wrapped by hand, one that replicates everything with
 DDP: time of a step on two ranks (paired ratios, A/A beside them), peak of live bytes under the fake group,
-and collectives.
+and collectives. The plan that replicates has units as large as DDP's buckets: how many buckets pay on a
+network is the search's choice, and what is compared here is what runs them.
 
     python -m benchmarks.overhead [--quick] [--json FILE]
 """
@@ -17,6 +18,7 @@ from benchmarks.support import harness
 from benchmarks.support.baselines import reference_losses
 from benchmarks.support.candidates import (
     Candidate,
+    Setting,
     given_device,
     live_mesh,
     make_setting,
@@ -27,7 +29,7 @@ from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.models import CASES
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
-from osdp import Mode, Plan, Training
+from osdp import DeviceInfo, Mode, Plan, Training
 from osdp.plan.sharding import Decision, Unit
 
 WORLD_SIZE = 2
@@ -43,12 +45,15 @@ PAIRS = {"FULL_SHARD": "fsdp2", "NO_SHARD": "ddp"}
 NAMES = {"FULL_SHARD": "shard", "NO_SHARD": "replicate"}
 
 
-def with_ddp_buckets(plan: Plan) -> Plan:
-    """``plan``, which replicates everything, with units as large as DDP's buckets.
+def plan_like(baseline: str, setting: Setting, device: DeviceInfo) -> Plan:
+    """The plan that does what the baseline does."""
+    strategy = next(strategy for strategy, name in PAIRS.items() if name == baseline)
+    plan = setting.plan(device, strategy=strategy)
+    return with_ddp_buckets(plan) if baseline == "ddp" else plan
 
-    How many buckets pay depends on the network. The search decides it for the given one, DDP for none; here
-    what wraps the model is compared, so both get the same.
-    """
+
+def with_ddp_buckets(plan: Plan) -> Plan:
+    """``plan``, which replicates everything, with units as large as DDP's buckets."""
     units: list[Unit] = []
     rest = list(plan.decisions)
     while rest:
@@ -71,10 +76,7 @@ def measure_times(rank: int, world_size: int, *, case: str, local_batch: int, ro
     device = given_device(dist.get_world_size())
     candidates: dict[str, Candidate] = {}
     for strategy, baseline in PAIRS.items():
-        plan = setting.plan(device, strategy=strategy)
-        candidates[strategy] = setting.candidate(
-            device, with_ddp_buckets(plan) if baseline == "ddp" else plan
-        )
+        candidates[strategy] = setting.candidate(device, plan_like(baseline, setting, device))
         candidates[baseline] = setting.by_hand(baseline)
         # The baseline a second time: the ratio of a program to itself is what the machine adds.
         candidates[f"{baseline} again"] = setting.by_hand(baseline)
@@ -127,7 +129,7 @@ def count_rows(case: str, local_batch: int) -> list[Row]:
     device = given_device(COUNTED_WORLD_SIZE)
     rows = []
     for strategy, baseline in PAIRS.items():
-        ours = setting.candidate(device, setting.plan(device, strategy=strategy))
+        ours = setting.candidate(device, plan_like(baseline, setting, device))
         theirs = setting.by_hand(baseline)
         row: Row = {
             "name": f"memory {case} {NAMES[strategy]}",

@@ -10,6 +10,7 @@ from osdp.comm.objects import on_first_rank
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     allowed_modes,
+    choosable_local_batches,
     make_profiler,
     make_rank_model,
     make_search_options,
@@ -112,7 +113,8 @@ def _data_parallel_plan(
     rules = make_search_options(allowed, chosen, device)
     measure = make_profiler(model, description, sample, device, chosen, mesh, loss_fn, cache)
     samples = samples_of_rank(chosen["global_batch"], device.world_size)
-    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure, samples)
+    sizes = choosable_local_batches(description, chosen)
+    candidates = batches(training, sizes, chosen["microbatches"], measure, samples)
     cache.report()
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
 
@@ -147,7 +149,8 @@ def _model_parallel_plan(
     )
     measure = make_profiler(part.model, part.desc, batch, device, chosen, data, loss_fn, cache, description)
     measure = part.profiler(description, device, measure)
-    candidates = batches(training, chosen["local_batches"], chosen["microbatches"], measure, samples)
+    sizes = choosable_local_batches(description, chosen)
+    candidates = batches(training, sizes, chosen["microbatches"], measure, samples)
     cache.report()
 
     def search() -> Plan:

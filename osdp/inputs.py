@@ -150,6 +150,19 @@ def samples_of_rank(global_batch: int | None, dp: int) -> int | None:
     return global_batch // dp
 
 
+def choosable_local_batches(description: ModelDesc, options: PlanOptions) -> Sequence[int]:
+    """Local batches to choose from; with ``global_batch``, where none are named, those that have a profile.
+
+    Empty if any will do.
+    """
+    if options["local_batches"] or options["global_batch"] is None:
+        return options["local_batches"]
+    given = options["profile"]
+    if given is not None:
+        return [profile.local_batch for profile in ([given] if isinstance(given, Profile) else given)]
+    return () if description.batch_is_free else (description.local_batch,)
+
+
 def usable_schedules(name: str | None, dims: ParallelDims, training: Training) -> tuple[str, ...]:
     """The schedule that was asked for, or those that can run.
 

@@ -57,8 +57,8 @@ class PlanOptions(TypedDict, total=False):
         microbatches: Numbers of microbatches a step to choose from likewise; by default the training's, or
             with stages four per rank of a pipeline if that is one.
         global_batch: Samples of all ranks in a step. Local batch, microbatches and recomputation are then
-            chosen together so that they make it up: among all local batches up to the sample batch's, unless
-            ``local_batches`` names some.
+            chosen together so that they make it up: among the local batches that divide a rank's share, up to
+            the sample batch's, unless ``local_batches`` names some or they are those of ``profile``.
         slices: Numbers of slices, powers of two, that an operator may run in; none if empty, where
             ``strategy`` or ``two_step`` forces something.
         recompute: Whether blocks may be recomputed in backward (activation checkpointing); not where

@@ -12,6 +12,7 @@ from torch import nn
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.options import PlanOptions, complete, declared, defaults
+from osdp.profiler.measure import profile_model
 from osdp.search.options import SLICES
 
 NET = nn.Linear(4, 4)
@@ -171,7 +172,10 @@ def test_a_global_batch_is_kept_whatever_is_chosen() -> None:
     device = DeviceInfo(memory_limit=2**30, devices_per_node=2, links=links, flops=1e9, memory_bandwidth=1e9)
     model_desc = ModelDesc.from_module(NET, torch.ones(6, 4))
     plan = make_plan(None, model_desc, device, global_batch=24)
-    assert plan.global_batch == 24 and plan.local_batch <= 6
+    assert plan.global_batch == 24
+    profile = profile_model(NET, model_desc, torch.ones(6, 4), progress=False)
+    given = make_plan(None, model_desc, device, global_batch=24, profile=profile)
+    assert (given.local_batch, given.training.microbatches) == (6, 2), "the profile's batch is the only one"
     with pytest.raises(ValueError, match=r"global_batch=25 cannot .* among dp=2 ranks; .*: 24 and 26"):
         make_plan(None, model_desc, device, global_batch=25)
     stages = make_plan(

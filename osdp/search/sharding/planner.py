@@ -361,21 +361,23 @@ def batches(
     """
     if samples is None:
         counts = set(microbatches) or {training.microbatches}
-        cuts = {batch: counts for batch in set(local_batches) or {training.local_batch or 1}}
+        chosen = {batch: counts for batch in set(local_batches) or {training.local_batch or 1}}
     else:
-        cuts = _cuts_of(samples, training, local_batches, microbatches)
+        chosen = _microbatches_by_batch(samples, training, local_batches, microbatches)
     found = []
-    for batch in sorted(cuts, reverse=True):
+    for batch in sorted(chosen, reverse=True):
         measured = profile(replace(training, local_batch=batch))
-        for count in sorted(cuts[batch], reverse=True):
+        for count in sorted(chosen[batch], reverse=True):
             found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
     return found
 
 
-def _cuts_of(
+def _microbatches_by_batch(
     samples: int, training: Training, local_batches: Sequence[int], microbatches: Sequence[int]
 ) -> dict[int, set[int]]:
-    """Numbers of microbatches by local batch, whose product is ``samples``."""
+    """Numbers of microbatches by local batch, whose product is ``samples``; one microbatch is no request."""
+    if any(batch < 1 for batch in local_batches):
+        raise ValueError(f"local batches must be positive, got {', '.join(map(str, local_batches))}")
     largest = training.local_batch or 1
     sizes = set(local_batches) or {size for size in range(1, largest + 1) if samples % size == 0}
     counts = set(microbatches) or ({training.microbatches} if training.microbatches > 1 else set())
@@ -391,6 +393,6 @@ def _cuts_of(
         raise ValueError(
             f"no local batch of {', '.join(map(str, sorted(sizes)))} and number of microbatches"
             f"{' of ' + ', '.join(map(str, sorted(counts))) if counts else ''} give {samples} samples a step "
-            f"on each rank; the nearest they give are {' and '.join(map(str, nearest))}"
+            f"on each rank; the nearest they give: {' and '.join(map(str, nearest))}"
         )
     return found

@@ -218,9 +218,9 @@ def test_a_fixed_number_of_samples_is_cut_in_all_ways() -> None:
 
 
 def test_samples_that_nothing_divides_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"local batch of 5 and .* give 12 samples .* are 10 and 15"):
+    with pytest.raises(ValueError, match=r"local batch of 5 and .* give 12 samples .*: 10 and 15"):
         _cuts(12, 1, local_batches=(5,))
-    with pytest.raises(ValueError, match=r"of 2, 4 and number of microbatches of 5 give 12 .* are 10 and 20"):
+    with pytest.raises(ValueError, match=r"of 2, 4 and number of microbatches of 5 give 12 .*: 10 and 20"):
         _cuts(12, 1, local_batches=(2, 4), microbatches=(5,))
 
 
