@@ -107,6 +107,7 @@ def launch_over(
     *,
     timeout: float,
     num_hosts: int = 2,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """:func:`benchmarks.support.launch.launch` on hosts with such uplinks; over loopback if it is ``None``.
 
@@ -121,7 +122,7 @@ def launch_over(
             arguments,
             timeout=timeout,
             prefixes=emulated.prefixes(world_size) if emulated else (),
-            environment=emulated.environment if emulated else None,
+            environment={**(environment or {}), **(emulated.environment if emulated else {})},
         )
 
 

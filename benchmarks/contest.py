@@ -1,0 +1,385 @@
+"""Claim: at every memory limit, on every network, OSDP trains as fast as an expert's best choice, or faster.
+
+Rows are models x limits x networks x ranks, drawn by a committed seed so that every pair of factors occurs
+(:mod:`benchmarks.support.contest.design`). In each row every rival (:mod:`benchmarks.support.contest.rivals`)
+trains the same global batch, cut into microbatches as suits it; those whose true bytes fit the limit are
+timed, and the fastest three compete with OSDP in turns. The best of them is chosen on one half of the rounds
+and compared on the other. Bytes are those of the real process with gloo's buffers
+(:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
+
+    python -m benchmarks.contest [--quick] [--json FILE]
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.support import harness
+from benchmarks.support.baselines import TrainStep, mean_loss, reference_losses
+from benchmarks.support.candidates import Setting, live_mesh, make_setting_together
+from benchmarks.support.contest.design import Round, draw
+from benchmarks.support.contest.greedy import greedy_prediction
+from benchmarks.support.contest.rivals import PER_BLOCK, Rival, prepare_osdp, rivals
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
+from benchmarks.support.models import CASES, Case
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from benchmarks.support.timing import Ratio, alternate, paired_ratio
+from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
+from osdp.text import format_bytes
+
+CASE_NAMES = ("gpt2-deep", "gpt2-wide", "bert", "llama-32k", "vit", "resnet", "mlp", "transformer")
+NUM_ROWS = 72
+
+#: Samples of a rank in a step, and how they may be cut.
+SAMPLES = 8
+MICROBATCHES = (1, 2, 4)
+
+FINALISTS = 3
+#: Rounds between two looks at the intervals, and the most of them.
+ROUNDS, MOST_ROUNDS = 12, 60
+#: Half the width of an interval, relative to its middle, that is narrow enough.
+NARROW = 0.03
+LOSS_TOLERANCE = 1e-3
+TIMEOUT = 1800
+
+
+class Contest:
+    """One launch, on one rank.
+
+    Args:
+        case: The model.
+        fractions: Limits, as parts of the way from the all-sharded to the all-replicated peak.
+    """
+
+    def __init__(self, case: Case, fractions: Iterable[float | None]) -> None:
+        self.case = case
+        self.mesh: DeviceMesh = live_mesh()
+        self.live = LiveBytes()
+        self.device = DeviceInfo.detect("1TiB", cache_dir=None)
+        self.settings = {
+            number: make_setting_together(
+                case, Training(local_batch=SAMPLES // number, microbatches=number), self.mesh
+            )
+            for number in _microbatches(case)
+        }
+        whole = self.settings[1]
+        self.low, self.high = (
+            whole.plan(self.device, strategy=strategy).predicted.peak_bytes
+            for strategy in ("FULL_SHARD", "NO_SHARD")
+        )
+        self.limits = {fraction: self._limit(fraction) for fraction in fractions}
+
+    def _limit(self, fraction: float | None) -> int:
+        return 2**40 if fraction is None else int(self.low + fraction * (self.high - self.low))
+
+    def plan(self, limit: int) -> tuple[Setting, Plan]:
+        """The plan of fewest predicted seconds among all ways to cut the batch.
+
+        Raises:
+            InfeasibleError: None fits.
+        """
+        found: list[tuple[Setting, Plan]] = []
+        reason: InfeasibleError | None = None
+        for setting in self.settings.values():
+            try:
+                found.append((setting, setting.plan(self.device, limit)))
+            except InfeasibleError as error:
+                reason = reason or error
+        if not found:
+            assert reason is not None
+            raise reason
+        return min(found, key=lambda pair: pair[1].predicted.step_seconds)
+
+    def step_of(self, setting: Setting, plan: Plan) -> TrainStep:
+        """A fresh model under ``plan``."""
+        candidate = setting.candidate(self.device, plan)
+        model = candidate.wrap(self.case.model(), self.mesh)
+        assert isinstance(model, OSDP)
+        return prepare_osdp(self.case, model, setting.training, SAMPLES)
+
+    def step_of_rival(self, rival: Rival) -> TrainStep:
+        """A fresh model as ``rival`` trains it."""
+        return rival.prepare(self.case, self.settings[1].training, SAMPLES, self.mesh)
+
+    def measure(self, make: Callable[[], TrainStep]) -> tuple[int, float]:
+        """Peak of true bytes on the worst rank, and seconds of a step, of what ``make()`` returns."""
+        gc.collect()
+        before = self.live.now
+        self.live.start()
+        step = make()
+        seconds = alternate({"": lambda: step(0)}, rounds=2, warmup=1, synchronize=dist.barrier)[""]
+        worst = torch.tensor([self.live.peak - before, min(seconds)], dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return int(worst[0]), float(worst[1])
+
+    def screen(self) -> dict[Rival, tuple[int, float]]:
+        """Bytes and seconds of the rivals; more microbatches only where fewer exceed some limit."""
+        found: dict[Rival, tuple[int, float]] = {}
+        tightest = min(self.limits.values())
+        for rival in rivals(dist.get_world_size(), tuple(self.settings)):
+            fewer = (Rival(rival.kind, rival.bucket, rival.recompute, n) for n in self.settings)
+            if any(other in found and found[other][0] <= tightest for other in fewer):
+                continue
+            found[rival] = self.measure(partial(self.step_of_rival, rival))
+        return found
+
+
+def compete(
+    rank: int, world_size: int, *, case: str, fractions: list[float | None], most_rounds: int
+) -> dict[str, Any]:
+    """Worker: everything that the rows of one launch need."""
+    del rank, world_size
+    contest = Contest(CASES[case], fractions)
+    screened = contest.screen()
+    rows: dict[str, dict[str, Any]] = {}
+    plans: dict[str, tuple[Setting, Plan]] = {}
+    chosen: dict[str, Rival] = {}
+    for fraction, limit in contest.limits.items():
+        name = f"osdp {fraction}"
+        fitting = sorted((r for r in screened if screened[r][0] <= limit), key=lambda r: screened[r][1])
+        per_block = [r for r in screened if r.kind == PER_BLOCK]
+        compared = next((r for r in fitting if r.kind == PER_BLOCK), per_block[0])
+        row: dict[str, Any] = {
+            "limit": limit,
+            "fitting": [rival.name for rival in fitting],
+            "finalists": [rival.name for rival in fitting[:FINALISTS]],
+            "fsdp2": compared.name,
+        }
+        rows[name] = row
+        chosen |= {rival.name: rival for rival in (*fitting[:FINALISTS], compared)}
+        try:
+            setting, plan = contest.plan(limit)
+        except InfeasibleError as error:
+            row["infeasible"] = str(error)
+            continue
+        plans[name] = setting, plan
+        replicated = setting.plan(contest.device, strategy="NO_SHARD")
+        greedy = greedy_prediction(
+            replace(replicated, memory_limit=limit),
+            setting.model_desc,
+            setting.profile,
+            contest.device,
+            setting.training,
+        )
+        row["greedy_seconds"] = None if greedy is None else greedy.step_seconds
+        row["peak"] = contest.measure(partial(contest.step_of, setting, plan))[0]
+        row["plan"] = codec.to_json(plan)
+    makers = {name: partial(contest.step_of_rival, rival) for name, rival in chosen.items()}
+    first = next(iter(chosen))
+    makers[f"{first} again"] = makers[first]
+    makers |= {name: partial(contest.step_of, *pair) for name, pair in plans.items()}
+    seconds, losses, steps = _turns(makers, rows, most_rounds)
+    return {
+        "rows": rows,
+        "seconds": seconds,
+        "losses": losses,
+        "steps": steps,
+        "screened": {rival.name: found for rival, found in screened.items()},
+        "again": first,
+        "doubts": list(getattr(contest.device, "doubts", ())),
+    }
+
+
+def _microbatches(case: Case) -> tuple[int, ...]:
+    """Ways to cut a batch; none where a layer's statistics are those of the whole batch."""
+    model = case.model(device="meta")
+    whole = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return (1,) if whole else MICROBATCHES
+
+
+def _turns(
+    makers: Mapping[str, Callable[[], TrainStep]], rows: Mapping[str, dict[str, Any]], most_rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float], int]:
+    """Seconds and last losses of all candidates in turn, until the intervals of the rows are narrow."""
+    steps = {name: make() for name, make in makers.items()}
+    done = dict.fromkeys(steps, 0)
+    losses = dict.fromkeys(steps, 0.0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+
+    def run(name: str) -> None:
+        losses[name] = steps[name](done[name])
+        done[name] += 1
+
+    go_on = torch.ones(1)
+    while bool(go_on):
+        found = alternate(
+            {name: (lambda name=name: run(name)) for name in steps},
+            rounds=ROUNDS,
+            warmup=0 if seconds[next(iter(steps))] else 2,
+            synchronize=dist.barrier,
+        )
+        for name, values in found.items():
+            seconds[name] += values
+        wide = any(not is_narrow(ratio) for ratio in _ratios(rows, seconds))
+        go_on.fill_(float(wide and len(next(iter(seconds.values()))) < most_rounds))
+        dist.broadcast(go_on, 0)
+    return seconds, {name: mean_loss(loss) for name, loss in losses.items()}, next(iter(done.values()))
+
+
+def is_narrow(ratio: Ratio) -> bool:
+    """Whether the interval of ``ratio`` is narrow enough to be judged."""
+    return (ratio.high - ratio.low) / 2 <= NARROW * ratio.median
+
+
+def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> list[Ratio]:
+    """The best rival over OSDP in each row that has both."""
+    return [
+        over_best_rival(row["finalists"], name, seconds)[1]
+        for name, row in rows.items()
+        if name in seconds and row["finalists"]
+    ]
+
+
+def over_best_rival(finalists: list[str], name: str, seconds: Mapping[str, list[float]]) -> tuple[str, Ratio]:
+    """The finalist that is fastest in the even rounds, and its time over that of ``name`` in the odd ones."""
+    best = min(finalists, key=lambda rival: median(seconds[rival][::2]))
+    return best, paired_ratio(seconds[best][1::2], seconds[name][1::2])
+
+
+def rows_of(launch: Round, most_rounds: int) -> list[Row]:
+    """The rows of one launch; with a reason where they cannot be measured."""
+    names = [f"{launch.name}, {'no limit' if f is None else f}" for f in launch.fractions]
+    arguments = {"case": launch.case, "fractions": list(launch.fractions), "most_rounds": most_rounds}
+    try:
+        measured = launch_over(
+            launch.network,
+            "benchmarks.contest:compete",
+            launch.world_size,
+            arguments,
+            timeout=TIMEOUT,
+            environment=preload(),
+        )[0]
+    except (NetworkUnavailableError, NoCompilerError) as error:
+        return [{"name": name, "reason": str(error)} for name in names]
+    except WorkerError as error:
+        return [{"name": name, "error": str(error)} for name in names]
+    training = Training(local_batch=SAMPLES)
+    expected = reference_losses(CASES[launch.case], training, launch.world_size, measured["steps"])[-1]
+    return [
+        {"name": name, **_row(f"osdp {fraction}", measured, expected)}
+        for name, fraction in zip(names, launch.fractions, strict=True)
+    ]
+
+
+def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
+    """One limit: OSDP against the finalists."""
+    row: Row = dict(measured["rows"][name])
+    seconds = measured["seconds"]
+    again = measured["again"]
+    same = paired_ratio(seconds[f"{again} again"], seconds[again])
+    row |= {"same_program": [same.low, same.median, same.high], "doubts": measured["doubts"]}
+    if "infeasible" in row:
+        # Honest only if no rival fits either.
+        return row | ({"error": f"rivals fit: {row['infeasible']}"} if row["fitting"] else {})
+    plan: Plan = codec.from_json(Plan, row["plan"])
+    ours = median(seconds[name])
+    per_block = paired_ratio(seconds[row["fsdp2"]], seconds[name])
+    difference = abs(measured["losses"][name] - expected) / abs(expected)
+    row |= {
+        "over_limit": row["peak"] > row["limit"],
+        "predicted_peak": plan.predicted.peak_bytes,
+        "seconds": seconds[name],
+        "predicted_seconds": plan.predicted.step_seconds,
+        "time_error": plan.predicted.step_seconds / ours - 1,
+        "over_fsdp2": per_block.median,
+        "microbatches": plan.training.microbatches,
+        "units": len(plan.units),
+        "modes": sorted({str(unit.mode) for unit in plan.units}),
+        "loss_difference": difference,
+        "loss_wrong": not difference <= LOSS_TOLERANCE,
+        "rival_seconds": {rival: seconds[rival] for rival in row["finalists"]},
+    }
+    if row["greedy_seconds"] is not None:
+        row["exact_over_greedy"] = row["greedy_seconds"] / plan.predicted.step_seconds
+    if row["finalists"]:
+        best, ratio = over_best_rival(row["finalists"], name, seconds)
+        row |= {
+            "best_rival": best,
+            "over_best_rival": ratio.median,
+            "interval": [ratio.low, ratio.high],
+            "too_noisy": not is_narrow(ratio),
+        }
+    faults = []
+    if row["over_limit"]:
+        faults.append(f"takes {format_bytes(row['peak'])}, the limit is {format_bytes(row['limit'])}")
+    if row["loss_wrong"]:
+        faults.append(f"loss {measured['losses'][name]:.6f} is {expected:.6f} in a single process")
+    return row | ({"error": "; ".join(faults)} if faults else {})
+
+
+def summarize(rows: list[Row]) -> dict[str, float | int | None]:
+    """The figures of the claim; ``None`` where no row has one."""
+
+    def over(key: str, statistic: Any, chosen: Iterable[Row] = rows) -> float | None:
+        values = [row[key] for row in chosen if key in row]
+        return statistic(values) if values else None
+
+    limited = [row for row in rows if row.get("limit", 0) < 2**40]
+    return {
+        "rows": sum("seconds" in row or "infeasible" in row for row in rows),
+        "rows_too_noisy": sum(row.get("too_noisy", False) for row in rows),
+        "over_limit": sum(row.get("over_limit", False) for row in rows),
+        "worst_over_best_rival": over("over_best_rival", min),
+        "median_over_best_rival_limited": over("over_best_rival", median, limited),
+        "median_over_fsdp2": over("over_fsdp2", median),
+        "losses_wrong": sum(row.get("loss_wrong", False) for row in rows),
+        "exact_over_greedy_median": over("exact_over_greedy", median),
+    }
+
+
+def measure(options: Options) -> Result:
+    torch.set_num_threads(1)
+    result = Result(options, world_size=4, backend="gloo")
+    launches = draw(CASE_NAMES, NUM_ROWS)
+    if options.quick:
+        launches = [
+            Round("gpt2-deep", None, 2, (0.1, 0.6, None)),
+            Round("mlp", None, 2, (0.3, 0.9)),
+            Round("bert", None, 4, (0.3,)),
+        ]
+    for launch in harness.progress(launches, len(launches), "contest"):
+        result.add(*rows_of(launch, ROUNDS if options.quick else MOST_ROUNDS))
+    result.summary = summarize(result.rows)
+    return result
+
+
+def _cells(row: Row) -> list[object]:
+    interval = row.get("interval")
+    return [
+        row["name"],
+        row.get("best_rival"),
+        row.get("over_best_rival"),
+        f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "-",
+        row.get("over_fsdp2"),
+        row["peak"] / row["limit"] if "peak" in row and row["limit"] < 2**40 else None,
+        median(row["seconds"]) if "seconds" in row else None,
+        row.get("time_error"),
+        row.get("exact_over_greedy"),
+        row.get("units"),
+        "infeasible" if "infeasible" in row else row.get("error") or row.get("reason"),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    result = measure(harness.parse_options("contest", __doc__, arguments))
+    columns = [
+        "model, network, ranks, limit", "best rival", "OSDP over it", "95 %", "over FSDP2", "peak / limit",
+        "s/step", "time error", "over greedy", "units", "",
+    ]  # fmt: skip
+    harness.table("how many times as fast OSDP trains", columns, map(_cells, result.rows))
+    return harness.finish(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What an expert would train with instead of OSDP: kinds of data parallelism, recomputation, microbatches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support.baselines import TrainStep, fsdp2, make_optimizer, rank_batches
+from benchmarks.support.models import Batch, Case, loss_of
+from osdp import OSDP, Training
+from osdp.comm.groups import Meshes
+
+#: FSDP2 with a unit for each block, resharded after forward.
+PER_BLOCK = "fsdp2"
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """One way to train without OSDP.
+
+    Attributes:
+        kind: ``"ddp"``; ``"zero"``, DDP whose optimizer states are sharded; :data:`PER_BLOCK`;
+            ``"fsdp2-keep"``, not resharded after forward; ``"fsdp2-root"``, one unit for the model;
+            ``"hsdp"``, FSDP2 inside groups of two ranks.
+        bucket: MiB of DDP's buckets; 0 for others.
+        recompute: Whether blocks are recomputed in backward.
+        microbatches: Parts into which a rank's samples of a step are cut.
+    """
+
+    kind: str
+    bucket: int = 0
+    recompute: bool = False
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        words = [self.kind]
+        words += [f"{self.bucket} MiB"] if self.bucket else []
+        words += ["recompute"] if self.recompute else []
+        words += [f"x{self.microbatches}"] if self.microbatches > 1 else []
+        return " ".join(words)
+
+    def prepare(self, case: Case, training: Training, samples: int, mesh: DeviceMesh) -> TrainStep:
+        """A fresh model and optimizer, as a function of the step's number.
+
+        Args:
+            case: The model.
+            training: The optimizer.
+            samples: Samples of each rank in a step.
+            mesh: All ranks.
+        """
+        model = case.model()
+        if self.recompute:
+            for block in case.find_blocks(model):
+                checkpoint(block)
+        if self.kind in ("ddp", "zero"):
+            wrapped: nn.Module = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket
+            )
+        elif self.kind == "fsdp2-root":
+            fully_shard(model, mesh=mesh)
+            wrapped = model
+        else:
+            over = Meshes.over(mesh).grouped(2) if self.kind == "hsdp" else mesh
+            wrapped = fsdp2(model, case, over, reshard=self.kind != "fsdp2-keep")
+        optimizer: torch.optim.Optimizer
+        if self.kind == "zero":
+            kind = getattr(torch.optim, training.optimizer)
+            optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), kind, lr=1e-3)
+        else:
+            optimizer = make_optimizer(wrapped.parameters(), training)
+        early = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext
+        return accumulating_step(case, wrapped, optimizer, samples, self.microbatches, early)
+
+
+def rivals(world_size: int, microbatches: tuple[int, ...]) -> Iterator[Rival]:
+    """All rivals, those with fewer microbatches first."""
+    kinds = [("ddp", bucket) for bucket in (1, 25, 100)] + [("zero", 25)]
+    kinds += [(kind, 0) for kind in (PER_BLOCK, "fsdp2-keep", "fsdp2-root")]
+    if world_size > 2:
+        kinds.append(("hsdp", 0))
+    for number, (kind, bucket), recompute in product(microbatches, kinds, (False, True)):
+        yield Rival(kind, bucket, recompute, number)
+
+
+def prepare_osdp(case: Case, model: OSDP, training: Training, samples: int) -> TrainStep:
+    """``model`` and its optimizer, as a function of the step's number."""
+    optimizer = make_optimizer(model.parameters(), training)
+    early = nullcontext if model.plan.reduce_each_microbatch else model.no_sync
+    return accumulating_step(case, model, optimizer, samples, training.microbatches, early)
+
+
+def accumulating_step(
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: int,
+    microbatches: int,
+    early: Callable[[], AbstractContextManager[Any]],
+) -> TrainStep:
+    """A step over ``samples`` on this rank in equal microbatches; ``early`` surrounds all but the last."""
+    batches = rank_batches(case, samples, dist.get_rank(), dist.get_world_size())
+
+    def step(index: int) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for number, batch in enumerate(_parts(batches(index), microbatches)):
+            with early() if number < microbatches - 1 else nullcontext():
+                loss = loss_of(model(**batch)) / microbatches
+                loss.backward()
+                total += float(loss.detach())
+                del loss
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _parts(batch: Batch, count: int) -> list[Batch]:
+    cut = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
