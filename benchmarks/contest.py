@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.support import harness
-from benchmarks.support.baselines import TrainStep, mean_loss, reference_losses
+from benchmarks.support.baselines import TrainStep, mean_loss, rank_batches, reference_losses
 from benchmarks.support.candidates import Setting, live_mesh, make_setting_together
 from benchmarks.support.contest.design import Round, draw
 from benchmarks.support.contest.greedy import greedy_prediction
@@ -66,6 +66,8 @@ class Contest:
         self.case = case
         self.mesh: DeviceMesh = live_mesh()
         self.live = LiveBytes()
+        # Made first: they are not the model's memory.
+        self.batches = rank_batches(case, SAMPLES, dist.get_rank(), dist.get_world_size())
         self.device = DeviceInfo.detect("1TiB", cache_dir=None)
         self.settings = {
             number: make_setting_together(
@@ -106,11 +108,11 @@ class Contest:
         candidate = setting.candidate(self.device, plan)
         model = candidate.wrap(self.case.model(), self.mesh)
         assert isinstance(model, OSDP)
-        return prepare_osdp(self.case, model, setting.training, SAMPLES)
+        return prepare_osdp(model, setting.training, self.batches)
 
     def step_of_rival(self, rival: Rival) -> TrainStep:
         """A fresh model as ``rival`` trains it."""
-        return rival.prepare(self.case, self.settings[1].training, SAMPLES, self.mesh)
+        return rival.prepare(self.case, self.settings[1].training, self.batches, self.mesh)
 
     def measure(self, make: Callable[[], TrainStep]) -> tuple[int, float]:
         """Peak of true bytes on the worst rank, and seconds of a step, of what ``make()`` returns."""
@@ -187,7 +189,7 @@ def compete(
         "steps": steps,
         "screened": {rival.name: found for rival, found in screened.items()},
         "again": first,
-        "doubts": list(getattr(contest.device, "doubts", ())),
+        "doubts": list(contest.device.doubts),
     }
 
 

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,10 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support.baselines import TrainStep, fsdp2, make_optimizer, rank_batches
+from benchmarks.support.baselines import TrainStep, fsdp2, make_optimizer
 from benchmarks.support.models import Batch, Case, loss_of
 from osdp import OSDP, Training
 from osdp.comm.groups import Meshes
+
+#: The batch of a rank by the number of the step.
+Batches = Callable[[int], Batch]
 
 #: FSDP2 with a unit for each block, resharded after forward.
 PER_BLOCK = "fsdp2"
@@ -51,13 +53,13 @@ class Rival:
         words += [f"x{self.microbatches}"] if self.microbatches > 1 else []
         return " ".join(words)
 
-    def prepare(self, case: Case, training: Training, samples: int, mesh: DeviceMesh) -> TrainStep:
+    def prepare(self, case: Case, training: Training, batches: Batches, mesh: DeviceMesh) -> TrainStep:
         """A fresh model and optimizer, as a function of the step's number.
 
         Args:
             case: The model.
             training: The optimizer.
-            samples: Samples of each rank in a step.
+            batches: The samples of this rank in each step.
             mesh: All ranks.
         """
         model = case.model()
@@ -81,7 +83,7 @@ class Rival:
         else:
             optimizer = make_optimizer(wrapped.parameters(), training)
         early = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext
-        return accumulating_step(case, wrapped, optimizer, samples, self.microbatches, early)
+        return accumulating_step(wrapped, optimizer, batches, self.microbatches, early)
 
 
 def rivals(world_size: int, microbatches: tuple[int, ...]) -> Iterator[Rival]:
@@ -94,23 +96,21 @@ def rivals(world_size: int, microbatches: tuple[int, ...]) -> Iterator[Rival]:
         yield Rival(kind, bucket, recompute, number)
 
 
-def prepare_osdp(case: Case, model: OSDP, training: Training, samples: int) -> TrainStep:
+def prepare_osdp(model: OSDP, training: Training, batches: Batches) -> TrainStep:
     """``model`` and its optimizer, as a function of the step's number."""
     optimizer = make_optimizer(model.parameters(), training)
     early = nullcontext if model.plan.reduce_each_microbatch else model.no_sync
-    return accumulating_step(case, model, optimizer, samples, training.microbatches, early)
+    return accumulating_step(model, optimizer, batches, training.microbatches, early)
 
 
 def accumulating_step(
-    case: Case,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    samples: int,
+    batches: Batches,
     microbatches: int,
     early: Callable[[], AbstractContextManager[Any]],
 ) -> TrainStep:
-    """A step over ``samples`` on this rank in equal microbatches; ``early`` surrounds all but the last."""
-    batches = rank_batches(case, samples, dist.get_rank(), dist.get_world_size())
+    """A step over a batch in equal microbatches; ``early`` surrounds all but the last."""
 
     def step(index: int) -> float:
         optimizer.zero_grad(set_to_none=True)
