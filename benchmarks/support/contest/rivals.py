@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.baselines import TrainStep, fsdp2, make_optimizer
@@ -78,6 +77,9 @@ class Rival:
             wrapped = fsdp2(model, case, over, reshard=self.kind != "fsdp2-keep")
         optimizer: torch.optim.Optimizer
         if self.kind == "zero":
+            # Here, since torch's package warns of its own torch.jit.script when it is imported.
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             kind = getattr(torch.optim, training.optimizer)
             optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), kind, lr=1e-3)
         else:

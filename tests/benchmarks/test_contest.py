@@ -1,0 +1,77 @@
+"""The contest chooses its rows by rule and its rivals on other rounds than it compares them."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from benchmarks.contest import CASE_NAMES, NUM_ROWS, is_narrow, over_best_rival, summarize
+from benchmarks.support.candidates import given_device, make_setting
+from benchmarks.support.contest.design import FRACTIONS, NETWORKS, WORLD_SIZES, draw, pairs
+from benchmarks.support.contest.greedy import greedy_prediction
+from benchmarks.support.contest.rivals import Rival, rivals
+from benchmarks.support.models import CASES
+from benchmarks.support.timing import Ratio
+from osdp import Training
+
+
+def test_the_rows_cover_every_pair_of_factors_and_nobody_chooses_them() -> None:
+    launches = draw(CASE_NAMES, NUM_ROWS)
+    rows = [(at.case, f, at.network, at.world_size) for at in launches for f in at.fractions]
+    assert len(rows) == len(set(rows)) == NUM_ROWS
+    factors = (CASE_NAMES, FRACTIONS, NETWORKS, WORLD_SIZES)
+    wanted = {
+        pair
+        for first, second in combinations(enumerate(factors), 2)
+        for pair in product(product([first[0]], first[1]), product([second[0]], second[1]))
+    }
+    assert set().union(*map(pairs, rows)) == wanted
+    assert draw(CASE_NAMES, NUM_ROWS) == launches != draw(CASE_NAMES, NUM_ROWS, seed=1)
+    with pytest.raises(ValueError, match=r"20 rows leave .* pairs of factors uncovered"):
+        draw(CASE_NAMES, 20)
+
+
+def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:
+    # In the even rounds a is faster by chance; it is judged by the odd ones, in which it is not.
+    seconds = {"a": [1.0, 3.0] * 4, "b": [2.0, 2.0] * 4, "osdp": [1.5, 1.5] * 4}
+    best, ratio = over_best_rival(["a", "b"], "osdp", seconds)
+    assert (best, ratio.median) == ("a", 2.0)
+    assert is_narrow(Ratio(1.0, 0.98, 1.03)) and not is_narrow(Ratio(1.0, 0.95, 1.03))
+
+
+def test_rivals_are_every_kind_with_and_without_recomputation() -> None:
+    on_two = list(rivals(2, (1, 2)))
+    assert len(on_two) == len(set(on_two)) == 2 * 2 * 7
+    assert {r.kind for r in rivals(4, (1,))} - {r.kind for r in on_two} == {"hsdp"}
+    assert Rival("ddp", 25, recompute=True, microbatches=2).name == "ddp 25 MiB recompute x2"
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_the_greedy_choice_keeps_the_limit_and_is_never_faster_than_the_exact_one(fraction: float) -> None:
+    training = Training(local_batch=2)
+    device = given_device(4)
+    setting = make_setting(CASES["gpt2-tiny"], training)
+    low, high = (
+        setting.plan(device, strategy=strategy).predicted.peak_bytes
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
+    limit = int(low + fraction * (high - low))
+    replicated = setting.plan(device, high, strategy="NO_SHARD")
+    found = greedy_prediction(
+        replace(replicated, memory_limit=limit), setting.model_desc, setting.profile, device, training
+    )
+    exact = setting.plan(device, limit)
+    assert found is None or found.peak_bytes <= limit
+    assert found is None or found.step_seconds >= exact.predicted.step_seconds * (1 - 1e-9)
+    assert fraction < 1.0 or found is not None
+
+
+def test_a_row_over_its_limit_and_a_wrong_loss_are_counted() -> None:
+    row = {"seconds": [1.0], "limit": 100, "over_best_rival": 0.9, "over_fsdp2": 1.5}
+    wrong = row | {"over_limit": True, "loss_wrong": True, "too_noisy": True, "over_best_rival": 1.2}
+    found = summarize([row, wrong, {"name": "?", "error": "?"}])
+    assert found["rows"] == 2
+    assert (found["over_limit"], found["losses_wrong"], found["rows_too_noisy"]) == (1, 1, 1)
+    assert found["worst_over_best_rival"] == 0.9
+    assert found["median_over_best_rival_limited"] == pytest.approx(1.05)
+    assert found["exact_over_greedy_median"] is None
