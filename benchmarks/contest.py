@@ -38,7 +38,9 @@ from benchmarks.support.timing import Ratio, alternate, paired_ratio
 from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
 
-CASE_NAMES = ("gpt2-deep", "gpt2-wide", "bert", "llama-32k", "vit", "resnet", "mlp", "transformer")
+CASE_NAMES = (
+    "llama-32k", "convnext", "mlp-table", "vit-stem", "bert-128", "gpt2-deep", "transformer", "resnet",
+)  # fmt: skip
 NUM_ROWS = 72
 
 #: Samples of a rank in a step, and how they may be cut.
