@@ -89,9 +89,7 @@ def test_states_are_those_of_the_local_parts() -> None:
     ("name", "dp", "whole", "sequence_parallel"),
     [
         ("gpt2", 1, True, False),
-        pytest.param(
-            "llama", 2, False, False, marks=pytest.mark.xfail(reason="reduction of a root unit, 1 % short")
-        ),
+        ("llama", 2, False, False),
         ("llama", 1, False, True),
         ("bert", 1, True, True),
     ],
