@@ -5,8 +5,9 @@ left for it. Replicated operators stay outside FSDP2, whose own replication copi
 ranks start from rank 0's values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode, ShardingPlan
 from osdp.runtime.mesh import group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
-from osdp.runtime.module.parameter_owners import owned_parameters
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states
 from osdp.runtime.ranks.agreement import check_alike, check_together
 from osdp.runtime.ranks.control import Control
@@ -87,17 +88,13 @@ def apply_sharding(
         if storage.is_replicated(name)
     }
     _start_buffers(model, mesh, device)
-
-    def start_unit(names: Sequence[str]) -> None:
-        for name in names:
-            _start_parameter(owned[name].parameter, mesh, device)
-
     # 3. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
     #    ignore weights that run in slices, as it does replicated ones.
     for name, dim in storage.in_slices.items():
-        start_unit([name])
+        _start_parameters([name], owned, mesh, device)
         replicated.add(shard_weight(owned[name], dim, mesh))
     recomputed = recompute(model, sharding.recomputed, device)
+    start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
     shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit)
     # 4. Initialise what is still on meta, now in shards.
     if on_meta:
@@ -155,6 +152,13 @@ def _policy(training: Training) -> MixedPrecisionPolicy:
         param_dtype=getattr(torch, training.param_dtype) if training.param_dtype else None,
         reduce_dtype=getattr(torch, training.reduce_dtype) if training.reduce_dtype else None,
     )
+
+
+def _start_parameters(
+    names: Sequence[str], owned: Mapping[str, ParameterSites], mesh: DeviceMesh, device: torch.device
+) -> None:
+    for name in names:
+        _start_parameter(owned[name].parameter, mesh, device)
 
 
 def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> None:
