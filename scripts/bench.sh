@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs benchmarks, each claim with its baselines beside it, and writes what was measured to
 # benchmarks/results/<claim>_<hardware>_<yyyymm>.{json,md}:  bash scripts/bench.sh [--quick] [claim ...]
+# The contest takes hours, so it runs only where it is named.
 # With STEPS_CSV=FILE, measured steps of trainings, the planner's predictions of them as well (planner_accuracy).
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
     pipeline_parity habits pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
-    planner_time planner_heterogeneous noisy_start contest)
+    planner_time planner_heterogeneous noisy_start)
 [ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
 DEVICE="${DEVICE:-cpu}"
 
