@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from osdp.nn.sliced_weight import SlicedWeight, SliceOptions, local_of
+from osdp.nn.sliced_weight import SlicedWeight, SliceOptions, collected_gradient, local_of
 
 
 def split_linear(
@@ -209,6 +209,7 @@ class _LinearSlices(torch.autograd.Function):
         out_dim: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.local = _leaf(weight)
         ctx.sliced, ctx.out_dim, ctx.has_bias, ctx.kept = sliced, out_dim, bias is not None, {}
         by_output = sliced.sliced_dim == out_dim
         width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
@@ -233,7 +234,9 @@ class _LinearSlices(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        sliced.before_backward(needs_x=needs_x, needs_weight=needs_weight, kept=bool(ctx.kept))
+        whole = collected_gradient(ctx.local)
+        reduces = needs_weight and whole is None
+        sliced.before_backward(needs_x=needs_x, needs_weight=reduces, kept=bool(ctx.kept))
         # The gradient of the weight needs no weight: slices are gathered for that of x only.
         slices = sliced.regather_slices(weight, ctx.kept) if needs_x else _bounds(sliced)
         for index, start, stop, part in slices:
@@ -245,7 +248,7 @@ class _LinearSlices(torch.autograd.Function):
                 del part
             if grad_weight is not None:
                 made = its_grad.t() @ its_x if out_dim == 0 else its_x.t() @ its_grad
-                sliced.scatter_gradient(made, grad_weight, index)
+                sliced.scatter_gradient(made, grad_weight, index, whole)
         grad_bias = grad.sum(0) if needs_bias and ctx.has_bias else None
         return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None
 
@@ -258,6 +261,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         ctx: Any, ids: torch.Tensor, weight: torch.Tensor, sliced: SlicedWeight, padding: int
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
+        ctx.local = _leaf(weight)
         ctx.sliced, ctx.padding = sliced, padding
         rows = weight.new_zeros(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
         sliced.before_forward()
@@ -272,13 +276,14 @@ class _EmbeddingSlices(torch.autograd.Function):
         (ids, weight), sliced = ctx.saved_tensors, ctx.sliced
         grad = grads[0]
         grad_weight = torch.empty_like(weight)
-        sliced.before_backward(needs_x=False, needs_weight=True, kept=False)
+        whole = collected_gradient(ctx.local)
+        sliced.before_backward(needs_x=False, needs_weight=whole is None, kept=False)
         for index, (start, stop) in enumerate(sliced.bounds):
             place, inside = _places(ids, start, stop)
             counts = inside & (ids != ctx.padding)
             made = grad.new_zeros(stop - start, sliced.sharded_size)
             made.index_add_(0, place, grad * counts[:, None])
-            sliced.scatter_gradient(made, grad_weight, index)
+            sliced.scatter_gradient(made, grad_weight, index, whole)
         return None, grad_weight, None, None
 
 
@@ -313,6 +318,7 @@ class _HeadAndLoss(torch.autograd.Function):
                 highest = higher
         log_total = total.log().add_(highest)
         ctx.save_for_backward(hidden, weight, labels, counts, log_total)
+        ctx.local = _leaf(weight)
         ctx.sliced, ctx.exact = sliced, exact
         return torch.where(counts, log_total - of_label, 0.0).sum()
 
@@ -324,7 +330,9 @@ class _HeadAndLoss(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        sliced.before_backward(needs_x=True, needs_weight=needs_weight, kept=bool(ctx.kept))
+        whole = collected_gradient(ctx.local)
+        reduces = needs_weight and whole is None
+        sliced.before_backward(needs_x=True, needs_weight=reduces, kept=bool(ctx.kept))
         for index, start, stop, part in sliced.regather_slices(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
             place, inside = _places(labels, start, stop)
@@ -337,9 +345,14 @@ class _HeadAndLoss(torch.autograd.Function):
                 _add_product(grad_hidden, share, part)
             del part
             if grad_weight is not None:
-                sliced.scatter_gradient(share.t() @ hidden, grad_weight, index)
+                sliced.scatter_gradient(share.t() @ hidden, grad_weight, index, whole)
         hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         return hidden_gradient, grad_weight, None, None, None
+
+
+def _leaf(weight: torch.Tensor) -> torch.Tensor | None:
+    """``weight`` if it is a leaf, which a function may hold; a checkpoint saves another tensor for it."""
+    return weight if weight.is_leaf else None
 
 
 def _can_check_values(ids: torch.Tensor) -> bool:

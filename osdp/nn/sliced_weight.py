@@ -34,6 +34,8 @@ from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"
+#: The attribute of a compute parameter where its whole gradient is collected.
+_WHOLE_GRADIENT = "_osdp_whole_gradient"
 
 
 class Turns(Protocol):
@@ -239,15 +241,27 @@ class SlicedWeight:
         work = all_gather(whole, padded, group=self.group, async_op=True)
         return _Gathering(whole, self, work, padded)
 
-    def scatter_gradient(self, gradient: torch.Tensor, local_gradient: torch.Tensor, index: int) -> None:
+    def scatter_gradient(
+        self,
+        gradient: torch.Tensor,
+        local_gradient: torch.Tensor,
+        index: int,
+        whole: torch.Tensor | None = None,
+    ) -> None:
         """Write the mean over ranks of a slice's ``gradient`` into this rank's part of the whole gradient.
 
         Args:
             gradient: Gradient of the slice, in the weight's own orientation.
             local_gradient: Gradient of this rank's part of the weight; written in place.
             index: Index of the slice.
+            whole: Where the gradient is added instead of being reduced, of the shape of the whole weight;
+                that of this rank's part is zero then.
         """
         target = self._part(local_gradient, index)
+        if whole is not None:
+            self._part(whole, index).add_(gradient)
+            target.zero_()
+            return
         if self.group is None:
             target.copy_(gradient)
             return
@@ -304,6 +318,21 @@ def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
     Used under a plan, since some features, such as anomaly detection, do not support DTensors.
     """
     setattr(weight, _LOCAL, local)
+
+
+def collect_gradient(local: nn.Parameter, into: torch.Tensor | None) -> None:
+    """Add gradients of the weight that ``local`` is a part of to ``into``, whole, instead of reducing them.
+
+    Args:
+        local: The compute parameter of a weight in slices.
+        into: Of the shape of the whole weight; ``None`` reduces the gradients again.
+    """
+    setattr(local, _WHOLE_GRADIENT, into)
+
+
+def collected_gradient(local: torch.Tensor | None) -> torch.Tensor | None:
+    """Where gradients of the weight that ``local`` is a part of are added; ``None`` if they are reduced."""
+    return getattr(local, _WHOLE_GRADIENT, None)
 
 
 def local_of(weight: DTensor) -> torch.Tensor:

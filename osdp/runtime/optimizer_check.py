@@ -118,8 +118,8 @@ class OptimizerCheck:
             raise RuntimeError(
                 "the model ran with gradients, but none has arrived in any parameter before this optimizer "
                 "step. Call loss.backward() before it, and without inputs=: each forward computes with what "
-                "is gathered from parameters, so that backward(inputs=...) and torch.autograd.grad do not "
-                "reach these"
+                "is gathered from parameters, which backward(inputs=...) does not reach, and "
+                "torch.autograd.grad accumulates nothing"
             )
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:

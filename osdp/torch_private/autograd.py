@@ -1,11 +1,13 @@
 """Autograd: callbacks at the end of a backward, tensor hooks, versions and views."""
 
+import enum
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 #: The hooks of a tensor as torch keeps them, keyed by the id of their handle.
@@ -52,11 +54,44 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
-def apply_function(function: type[torch.autograd.Function], tensor: torch.Tensor) -> torch.Tensor:
-    """``function.apply(tensor)``, which torch leaves unannotated."""
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """``function.apply(*args)``, which torch leaves unannotated; one tensor."""
     apply: Any = function.apply
-    result: torch.Tensor = apply(tensor)
+    result: torch.Tensor = apply(*args)
     return result
+
+
+class GradientRequest(enum.Enum):
+    """What the backward that runs was asked for at a leaf: all leaves are alike in ``backward()``."""
+
+    NOTHING = enum.auto()
+    #: ``torch.autograd.grad``.
+    TO_GIVE = enum.auto()
+    #: ``backward()``, with or without ``inputs``.
+    TO_ACCUMULATE = enum.auto()
+
+
+def asked_of(leaf: Node) -> GradientRequest:
+    """What the backward that runs was asked for at ``leaf``, the node of a parameter."""
+    try:
+        return (
+            GradientRequest.TO_ACCUMULATE
+            if torch._C._will_engine_execute_node(leaf)
+            else GradientRequest.NOTHING
+        )
+    except RuntimeError:  # raised for the inputs of torch.autograd.grad, and for nothing else in a backward
+        return GradientRequest.TO_GIVE
+
+
+def next_nodes(tensor: torch.Tensor) -> tuple[Node, ...]:
+    """The nodes to which the function that made ``tensor`` sends gradients, by input that takes any."""
+    assert tensor.grad_fn is not None
+    return tuple(node for node, _ in tensor.grad_fn.next_functions if node is not None)
+
+
+def is_by_functorch() -> bool:
+    """Whether a transform of ``torch.func`` is under way, which cannot trace functions of ours."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class HeldHooks:

@@ -119,3 +119,63 @@ def functional_call_of_a_tied_head(ctx: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
+
+
+@habit()
+def balanced_by_one_weight(ctx: Context) -> None:
+    """Balances two losses by their gradients at the head's weight before backward (as VQGAN does)."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        x, y = ctx.batch(step)
+        output = model(x)
+        losses = (mse(output, y), (output - y).abs().mean())
+        head = ctx.inner(model).head.weight
+        norms = [ctx.mean(torch.autograd.grad(loss, head, retain_graph=True)[0]).norm() for loss in losses]
+        ctx.value("norms", torch.stack(norms))
+        ctx.loss(losses[0] + losses[1] * (norms[0] / norms[1])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(skips={"fsdp2": "resharded weights are in no graph"})
+def gradients_by_weights(ctx: Context) -> None:
+    """Asks for the gradients of inner weights before backward, and trains on."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        x, y = ctx.batch(step)
+        output = model(x)
+        loss = mse(output, y)
+        inner = ctx.inner(model)
+        asked = [inner.blocks[0].up.weight, inner.blocks[1].down.bias, inner.stem.weight]
+        found = torch.autograd.grad(loss, asked, retain_graph=True)
+        for index, gradient in enumerate(found):
+            assert gradient.shape == asked[index].shape
+            ctx.value(f"gradient {index}", ctx.mean(gradient))
+        ctx.loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(low_tolerance=None)
+def saliency_inside_forward(ctx: Context) -> None:
+    """Weighs features by the gradient of a score, found inside the forward."""
+
+    class Weighed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                asked = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad((asked * asked).sum(), asked)
+            return super().forward(x * slope)
+
+    model = ctx.wrap(Weighed())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        x, y = ctx.batch(step)
+        ctx.loss(mse(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)

@@ -24,6 +24,7 @@ from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.unused import unused_error
+from osdp.runtime.module.weight_gradients import WeightGradients
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.recompute import Recomputed
 from osdp.runtime.sharding.accumulation import Accumulation
@@ -120,6 +121,7 @@ class ShardedModel:
         self._trainable = self.parameters.trainable
         self._trainable_at_first = frozenset(self._trainable)
         self._watched: set[int] = set()
+        self._weight_gradients = WeightGradients(p for p in parameters if p.stored.requires_grad)
         self._watch_replicated()
         self._watch_stored()
         self._entries = Entries(
@@ -380,6 +382,7 @@ class ShardedModel:
             self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
                 tensor.register_hook(self._begin_backward)
+            output = self._weight_gradients.link(output)
         elif not self._pending:
             self._replicated.swap_out()
             if not self._has_graphs:
@@ -440,12 +443,16 @@ class ShardedModel:
         for parameter in self.parameters:
             if not parameter.stored.requires_grad:
                 continue
-            handle = parameter.stored.register_hook(gradient_hook(self, parameter, ShardedModel._on_gradient))
+            handle = parameter.stored.register_hook(gradient_hook(self, parameter, ShardedModel._on_stored))
             parameter.path.own_hooks.add(handle.id)
 
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
         self._on_gradient(parameter)
         self._reducer.receive(parameter)
+
+    def _on_stored(self, parameter: Parameter) -> None:
+        if not self._weight_gradients.is_giving(parameter):
+            self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: Parameter) -> None:
         grad = None if parameter.compute is None else parameter.compute.grad
