@@ -1,69 +1,222 @@
-"""Claim: the predicted time of a step is the measured one where nothing has to be communicated.
+"""Claim: the predicted time of a step is the measured one, whatever the model, the plan and the network.
 
-Each model is trained on one device by itself, and under a fake process group (all of FSDP2's copies and
-hooks, no communication), and the median of whole steps is set beside the prediction for a group
-measured alike. What real collectives add is measured by :mod:`benchmarks.throughput`.
+On CPU two ranks train under gloo, on one host or on two with limited uplinks. For each model, batch and
+network several plans are made as a user makes them, uniform ones and searched ones under limits between
+their peaks, and whole steps are timed in turn beside their predictions. Within such a group Kendall's tau
+says whether predictions order the plans as times do; pairs whose times differ by 3 % or less do not count.
+
+With ``--device cuda`` one device trains each model by itself and under a fake process group (all of FSDP2's
+copies and hooks, no communication).
 
     python -m benchmarks.time_accuracy [--quick] [--json FILE] [--device cuda]
 """
 
 import sys
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.support import harness
-from benchmarks.support.candidates import UNLIMITED, make_setting
+from benchmarks.support.baselines import reference_losses
+from benchmarks.support.candidates import UNLIMITED, live_mesh, make_setting, make_setting_together
 from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError
 from benchmarks.support.memory_oracle import fake_group
-from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE
+from benchmarks.support.models import CASES, FULL_SIZE
+from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import alternate
-from osdp import DeviceInfo, Training
+from benchmarks.support.turns import take_turns
+from osdp import DeviceInfo, InfeasibleError, Plan, Training
 
-TRAINING = Training(local_batch=4)
+WORLD_SIZE = 2
+UNIFORM = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+#: Limits of the searched plans, as parts of the way from the all-sharded to the all-replicated peak.
+FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+#: Plans of a group that are enough for Kendall's tau, and the relative difference of times that counts.
+ENOUGH, DIFFERENT = 6, 0.03
+LOSS_TOLERANCE = 1e-3
+TIMEOUT = 600
 
 
-def check(case: str, world_size: int, strategy: str, options: Options) -> Row:
-    """Predict and measure one model."""
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Plans that are compared with each other.
+
+    Attributes:
+        case: Name of the model.
+        network: Bits per second of the uplink of each of two hosts; ``None`` is one host, over loopback.
+        local_batch: Samples of a rank.
+    """
+
+    case: str
+    network: int | None
+    local_batch: int
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        network = "loopback" if self.network is None else f"{self.network // 10**6} Mbit/s"
+        return f"{self.case} x {self.local_batch}, {network}"
+
+
+#: All families, and models unlike them (a large table, a convolutional stem), on all networks.
+GROUPS = (
+    Group("bert", None, 4),
+    Group("opt", None, 2),
+    Group("vit", None, 8),
+    Group("resnet", None, 4),
+    Group("mlp-table", None, 16),
+    Group("llama", 10**9, 4),
+    Group("transformer", 10**9, 8),
+    Group("convnext", 10**9, 2),
+    Group("mlp", 2 * 10**8, 32),
+    Group("vit-stem", 2 * 10**8, 8),
+)
+
+
+def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: int) -> dict[str, Any]:
+    """Worker: predicted and measured seconds of all plans of a group."""
+    del rank, world_size
+    mesh = live_mesh()
+    device = DeviceInfo.detect("1TiB", cache_dir=None)
+    setting = make_setting_together(CASES[case], Training(local_batch=local_batch), mesh)
+    plans = {strategy: setting.plan(device, strategy=strategy) for strategy in UNIFORM}
+    high, _, low = (plans[strategy].predicted.peak_bytes for strategy in UNIFORM)
+    for fraction in FRACTIONS:
+        try:
+            plan = setting.plan(device, int(low + fraction * (high - low)))
+        except InfeasibleError:
+            continue
+        if all(_choices(plan) != _choices(other) for other in plans.values()):
+            plans[f"searched {fraction}"] = plan
+    steps = {name: setting.candidate(device, plan).prepare(mesh) for name, plan in plans.items()}
+    turns = take_turns(steps, rounds=rounds, warmup=3)
+    return {
+        "predicted": {name: plan.predicted.step_seconds for name, plan in plans.items()},
+        "units": {name: len(plan.units) for name, plan in plans.items()},
+        "seconds": turns.seconds,
+        "losses": turns.losses,
+        "steps": turns.steps,
+        "doubts": list(device.doubts),
+    }
+
+
+def _choices(plan: Plan) -> object:
+    return plan.units, plan.decisions, plan.recomputed
+
+
+def rows_of(group: Group, rounds: int) -> list[Row]:
+    """One row for each plan of a group."""
+    arguments = {"case": group.case, "local_batch": group.local_batch, "rounds": rounds}
+    try:
+        found = launch_over(
+            group.network, "benchmarks.time_accuracy:compare", WORLD_SIZE, arguments, timeout=TIMEOUT
+        )[0]
+    except NetworkUnavailableError as error:
+        return [{"name": group.name, "reason": str(error)}]
+    except WorkerError as error:
+        return [{"name": group.name, "error": str(error)}]
+    training = Training(local_batch=group.local_batch)
+    expected = reference_losses(CASES[group.case], training, WORLD_SIZE, found["steps"])[-1]
+    rows = []
+    for name, predicted in found["predicted"].items():
+        row = _row(f"{group.name}: {name}", predicted, found["seconds"][name])
+        row |= {"group": group.name, "units": found["units"][name], "doubts": found["doubts"]}
+        row["loss_difference"] = abs(found["losses"][name] - expected) / abs(expected)
+        if not row["loss_difference"] <= LOSS_TOLERANCE:
+            row["error"] = f"loss {found['losses'][name]:.6f} is {expected:.6f} in a single process"
+        rows.append(row)
+    return rows
+
+
+def alone(case: str, world_size: int, strategy: str, rounds: int) -> Row:
+    """Predict and measure one model on one GPU, where nothing is communicated."""
     with fake_group(world_size):
-        mesh = init_device_mesh(options.device, (world_size,))
-        setting = make_setting(CASES[case], TRAINING, device=options.device, mesh=mesh)
+        mesh = init_device_mesh("cuda", (world_size,))
+        setting = make_setting(CASES[case], Training(local_batch=4), device="cuda", mesh=mesh)
         # What a unit costs besides moving data is measured as it would be on a live group.
-        devices = DeviceInfo.detect(UNLIMITED, device=options.device, cache_dir=None)
+        devices = DeviceInfo.detect(UNLIMITED, device="cuda", cache_dir=None)
         plan = setting.plan(devices, strategy=strategy)
         step = setting.candidate(devices, plan).build_step(mesh)
-        synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
-        rounds = 5 if options.quick else 20
-        seconds = alternate({case: step}, rounds=rounds, warmup=3, synchronize=synchronize)[case]
+        seconds = alternate({case: step}, rounds=rounds, warmup=3, synchronize=torch.cuda.synchronize)[case]
+    return _row(f"{case} {strategy} N={world_size}", plan.predicted.step_seconds, seconds)
+
+
+def _row(name: str, predicted: float, seconds: list[float]) -> Row:
+    measured = median(seconds)
     return {
-        "name": f"{case} {strategy} N={world_size}",
-        "predicted": plan.predicted.step_seconds,
-        "measured": median(seconds),
+        "name": name,
+        "predicted": predicted,
+        "measured": measured,
         "seconds": seconds,
-        "relative_error": plan.predicted.step_seconds / median(seconds) - 1,
+        "relative_error": predicted / measured - 1,
+    }
+
+
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """Agreement of two orders, from -1 to 1, over the pairs whose measured times differ enough.
+
+    Kendall's tau (Biometrika 30, 1938): the share of pairs in the same order less that in the other one.
+    """
+    signs = [
+        (predicted[i] > predicted[j]) == (measured[i] > measured[j])
+        for i, j in combinations(range(len(measured)), 2)
+        if abs(measured[i] - measured[j]) > DIFFERENT * min(measured[i], measured[j])
+    ]
+    return 2 * sum(signs) / len(signs) - 1 if signs else None
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, float | int | None]:
+    """Mean absolute, worst and mean relative error, and the mean of the groups' Kendall's tau."""
+    measured = [row for row in rows if "relative_error" in row]
+    if not measured:
+        return dict.fromkeys(("points", "mape", "worst", "bias", "mean_tau_within_groups"))
+    errors = [row["relative_error"] for row in measured]
+    groups: dict[str, list[Row]] = {}
+    for row in measured:
+        if "group" in row:
+            groups.setdefault(row["group"], []).append(row)
+    taus = [
+        kendall_tau([row["predicted"] for row in group], [row["measured"] for row in group])
+        for group in groups.values()
+        if len(group) >= ENOUGH
+    ]
+    ordered = [tau for tau in taus if tau is not None]
+    return {
+        "points": len(errors),
+        "mape": fmean(map(abs, errors)),
+        "worst": max(map(abs, errors)),
+        "bias": fmean(errors),
+        "mean_tau_within_groups": fmean(ordered) if ordered else None,
     }
 
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
-    cases = FULL_SIZE if options.device == "cuda" else FAMILIES[:3] if options.quick else FAMILIES
-    ways = ((1, "NO_SHARD"), (8, "FULL_SHARD"), (64, "FULL_SHARD"))
-    points = [(case, *way) for case in cases for way in (ways[:2] if options.quick else ways)]
-    result = Result(options, world_size=64, backend="fake")
-    for case, world_size, strategy in harness.progress(points, len(points), "time_accuracy"):
-        result.add(check(case, world_size, strategy, options))
-    errors = [abs(row["relative_error"]) for row in result.rows]
-    result.summary = {"median_error": median(errors), "worst_error": max(errors)}
+    if options.device == "cuda":
+        ways = ((1, "NO_SHARD"), (8, "FULL_SHARD"), (64, "FULL_SHARD"))
+        points = [(case, *way) for case in FULL_SIZE for way in (ways[:2] if options.quick else ways)]
+        result = Result(options, world_size=64, backend="fake")
+        for case, world_size, strategy in harness.progress(points, len(points), "time_accuracy"):
+            result.add(alone(case, world_size, strategy, 5 if options.quick else 20))
+    else:
+        groups = GROUPS[::4] if options.quick else GROUPS
+        result = Result(options, world_size=WORLD_SIZE, backend="gloo")
+        for group in harness.progress(groups, len(groups), "time_accuracy"):
+            result.add(*rows_of(group, 8 if options.quick else 15))
+    result.summary = summarize(result.rows)
     return result
 
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("time_accuracy", __doc__, arguments))
-    keys = ("name", "predicted", "measured", "relative_error")
-    harness.table(
-        "seconds of a step without communication", keys, ([row[key] for key in keys] for row in result.rows)
-    )
+    keys = ("name", "predicted", "measured", "relative_error", "units", "doubts")
+    harness.table("seconds of a step", keys, ([row.get(key) for key in keys] for row in result.rows))
     return harness.finish(result)
 
 
