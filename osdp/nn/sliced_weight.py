@@ -320,6 +320,11 @@ def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
     setattr(weight, _LOCAL, local)
 
 
+def runs_in_slices(weight: nn.Parameter) -> bool:
+    """Whether operators in slices compute with a part of ``weight``; see :func:`compute_with`."""
+    return hasattr(weight, _LOCAL)
+
+
 def collect_gradient(local: nn.Parameter, into: torch.Tensor | None) -> None:
     """Add gradients of the weight that ``local`` is a part of to ``into``, whole, instead of reducing them.
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from osdp.nn.sliced_weight import collect_gradient
+from osdp.nn.sliced_weight import collect_gradient, runs_in_slices
 from osdp.runtime.module.outputs import replace_tensors
 from osdp.torch_private.autograd import GradientRequest, apply_function, asked_of, is_by_functorch, next_nodes
 
@@ -62,6 +62,9 @@ class WeightGradients:
 
     def link(self, output: Any) -> Any:
         """``output`` with tensors that lead to the stored parameters as well."""
+        # What a backward that raised has left.
+        self._found.clear()
+        self._given.clear()
         if is_by_functorch():
             return output
         linked = tuple(weight for weight in self._weights if weight.stored.requires_grad)
@@ -87,7 +90,8 @@ class WeightGradients:
             Whether it was asked for any; never in an ordinary backward.
 
         Raises:
-            RuntimeError: It is to accumulate gradients in some parameters only.
+            RuntimeError: It is to accumulate gradients in some parameters only, or to give one by a weight
+                that is tensor parallel.
         """
         if asked_of(self._nodes[0]) is not GradientRequest.NOTHING:
             return False
@@ -100,6 +104,11 @@ class WeightGradients:
                         "not be reduced over ranks: call backward() without inputs=, and freeze the others"
                     )
                 case GradientRequest.TO_GIVE if weight.compute is not None:
+                    if weight.compute.shape != weight.stored.shape and not runs_in_slices(weight.stored):
+                        raise RuntimeError(
+                            f"torch.autograd.grad asks for the gradient by {weight.name!r}, of which this "
+                            "rank computes with a tensor-parallel part alone: ask by a weight that is whole"
+                        )
                     asked.append(weight)
         if asked:
             self._find(output, gradient, asked)
@@ -134,7 +143,7 @@ def _whole(weights: Sequence[Weight]) -> Iterator[dict[int, torch.Tensor]]:
     """Collect the whole gradients by those ``weights`` that run in slices, which reduce them on the way."""
     collected = {}
     for weight in weights:
-        if weight.compute is not None and weight.compute.shape != weight.stored.shape:
+        if weight.compute is not None and runs_in_slices(weight.stored):
             collected[id(weight)] = weight.compute.new_zeros(weight.stored.shape)
             collect_gradient(weight.compute, collected[id(weight)])
     try:
