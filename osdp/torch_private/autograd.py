@@ -135,9 +135,9 @@ class HeldHooks:
     def _others(self, hooks: "_Hooks | None") -> list[Callable[..., Any]]:
         return [hook for key, hook in (hooks or {}).items() if key not in self._own]
 
-    def _only_own(self, hooks: "_Hooks") -> "_Hooks | None":
-        mine = OrderedDict((key, hook) for key, hook in hooks.items() if key in self._own)
-        return mine or None
+    def _only_own(self, hooks: "_Hooks") -> "_Hooks":
+        # Empty rather than None, which would leave autograd with the post-accumulate hooks that it has.
+        return OrderedDict((key, hook) for key, hook in hooks.items() if key in self._own)
 
 
 def has_hooks(parameter: torch.Tensor, own: Collection[int]) -> bool:

@@ -60,19 +60,26 @@ class WeightGradients:
         self._found: dict[int, torch.Tensor] = {}
         self._given: set[int] = set()
 
-    def link(self, output: Any) -> Any:
-        """``output`` with tensors that lead to the stored parameters as well."""
+    def prepare(self) -> None:
+        """Make the token for the forward that begins.
+
+        Autograd runs nodes in the reverse order of their creation. So the token runs after the model's graph,
+        when the hooks of stored parameters are held back: it would call them with nothing.
+        """
         # What a backward that raised has left.
         self._found.clear()
         self._given.clear()
-        if is_by_functorch():
-            return output
         linked = tuple(weight for weight in self._weights if weight.stored.requires_grad)
-        if linked != self._linked:
+        if linked != self._linked and torch.is_grad_enabled() and not is_by_functorch():
             self._linked = linked
             stored = (weight.stored for weight in linked)
             self._token = apply_function(_Token, weakref.ref(self), self._unasked, *stored)
             self._nodes = next_nodes(self._token)
+
+    def link(self, output: Any) -> Any:
+        """``output`` with tensors that lead to the stored parameters as well."""
+        if not self._linked or is_by_functorch():
+            return output
         return replace_tensors(
             output, lambda tensor: apply_function(_Output, tensor, self._token, weakref.ref(self))
         )

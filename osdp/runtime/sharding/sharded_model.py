@@ -331,6 +331,7 @@ class ShardedModel:
         self._replicated.swap_in()
         self._in_slices.reshard()
         self._watch_replicated()
+        self._weight_gradients.prepare()
 
     def _follow_trainable(self) -> None:
         trainable = self.parameters.trainable
