@@ -179,3 +179,21 @@ def saliency_inside_forward(ctx: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
+
+
+@habit(skips={"fsdp2": "resharded weights are in no graph"})
+def gradients_by_a_tied_weight(ctx: Context) -> None:
+    """Weighs a step by the gradient at embeddings that the head shares, kept since the wrapping."""
+    model = ctx.wrap(Words(), ctx.tokens())
+    optimizer = ctx.sgd(model)
+    table = ctx.inner(model).embed.weight
+    for step in range(2):
+        tokens = ctx.tokens(step)
+        loss = next_word(model(tokens), tokens)
+        (gradient,) = torch.autograd.grad(loss, table, retain_graph=True)
+        norm = ctx.mean(gradient).norm()
+        ctx.value("norm", norm)
+        ctx.loss(loss / (1 + norm)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
