@@ -28,7 +28,7 @@ from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
-from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
+from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes, fast_quartile, trimmed_mean
 from osdp.profiler.links.machine import (
     available_memory,
     device_kind,
@@ -49,9 +49,6 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
 REPEATS = 12
 #: About how long each group of ranks is measured.
 SECONDS = 4.0
-
-#: Quantile of the samples that counts on a quiet machine, and beside other programs.
-_QUIET, _BUSY = 0.5, 0.25
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
@@ -136,21 +133,22 @@ def _measure_groups(
     world = groups["world"].mesh.get_group()
     ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
-    level = _QUIET if contention < FOREIGN_LOAD else _BUSY
+    typical = trimmed_mean if contention < FOREIGN_LOAD else fast_quartile
     for name, group in groups.items():
-        samples: _Samples = {route: {} for route in group.routes}
-        # What disturbed a first attempt may be among its samples: of two attempts the fast ones count.
-        for quantile in (level, _BUSY):
-            _add_samples(samples, group, world, where, sizes, repeats, seconds / len(group.routes))
+        attempts = []
+        for _ in range(2):
+            samples = _samples(group, world, where, sizes, repeats, seconds / len(group.routes))
             by_route = {
                 route: {
-                    nbytes: _slowest(UnitTimes.of(s, quantile), world, where) for nbytes, s in seen.items()
+                    nbytes: _slowest(UnitTimes.of(s, typical), world, where) for nbytes, s in seen.items()
                 }
                 for route, seen in samples.items()
             }
-            fitted = _fit_links(name, group.mesh.size(), by_route)
-            if max(link.residual for link in fitted) <= DOUBTFUL_RESIDUAL:
+            attempts.append((_fit_links(name, group.mesh.size(), by_route), by_route))
+            if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
                 break
+        # What disturbs an attempt disturbs some sizes: times that fit a line best were disturbed least.
+        fitted, by_route = min(attempts, key=lambda attempt: _worst_residual(attempt[0]))
         links += fitted
         overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
@@ -330,16 +328,20 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
     return found
 
 
-def _add_samples(
-    samples: _Samples,
+def _worst_residual(links: Sequence[Link]) -> float:
+    return max(link.residual for link in links)
+
+
+def _samples(
     ranks: _Group,
     world: dist.ProcessGroup,
     device: torch.device,
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
-) -> None:
-    """Time units of all sizes on all routes, each of which takes about ``seconds``."""
+) -> _Samples:
+    """Steps of units of all sizes on all routes, each of which takes about ``seconds``."""
+    samples: _Samples = {route: {} for route in ranks.routes}
     counts = {
         (route, probe): count
         for route in ranks.routes
@@ -350,6 +352,7 @@ def _add_samples(
         for (route, probe), count in counts.items():
             if turn < count:
                 samples[route].setdefault(probe.nbytes, []).append(probe.step())
+    return samples
 
 
 def _affordable_counts(
@@ -361,21 +364,33 @@ def _affordable_counts(
     repeats: int,
     seconds: float,
 ) -> dict[Probe, int]:
-    """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each."""
+    """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each.
+
+    The second smallest is left out where a larger one can be had: plans are made of large units, and the
+    smallest alone tells the latency.
+    """
     costs: dict[Probe, float] = {}
     left = seconds
-    for i, size in enumerate(sizes):
+
+    def warm(size: int) -> float:
         probe = Probe(size, ranks.mesh, device, route, ranks.grid)
         probe.step()
         start = time.perf_counter()
         probe.step()
         costs[probe] = _maximum(time.perf_counter() - start, world, device)
-        left -= 2 * costs[probe]
-        growth = sizes[i + 1] / size if i + 1 < len(sizes) else 1.0
-        if i + 1 >= _FEWEST_SIZES and 4 * growth * costs[probe] > left:
+        return costs[probe]
+
+    spread = [sizes[0], *sizes[2:]]
+    for size, larger in zip(spread, (*spread[1:], None), strict=True):
+        cost = warm(size)
+        left -= 2 * cost
+        if larger is None or (len(costs) > 1 and 4 * larger / size * cost > left):
             break
+    if len(costs) < _FEWEST_SIZES:
+        left -= 2 * warm(sizes[1])
     share = left / len(costs)
-    return {probe: max(2, min(repeats, int(share / cost))) for probe, cost in costs.items()}
+    ascending = sorted(costs, key=lambda probe: probe.nbytes)
+    return {probe: max(2, min(repeats, int(share / costs[probe]))) for probe in ascending}
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:

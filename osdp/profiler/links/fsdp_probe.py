@@ -11,6 +11,7 @@ to hooks and copies, which would look cheaper with warm ones than they are in a 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -69,13 +70,12 @@ class UnitTimes:
     all_reduce: float
 
     @classmethod
-    def of(cls, steps: Sequence["StepTimes"], level: float) -> "UnitTimes":
-        """The times that follow from several steps, of each of whose parts the ``level`` quantile counts.
+    def of(cls, steps: Sequence["StepTimes"], typical: Callable[[Sequence[float]], float]) -> "UnitTimes":
+        """The times that follow from several steps, for each of whose parts the ``typical`` seconds stand.
 
-        Quantiles are taken of what was measured, not of differences: foreign work only adds to the former.
+        They are taken of what was measured, not of differences: foreign work only adds to the former.
         """
-        quantile = {name: _quantile([getattr(s, name) for s in steps], level) for name in StepTimes.__slots__}
-        step = StepTimes(**quantile)
+        step = StepTimes(**{name: typical([getattr(s, name) for s in steps]) for name in StepTimes.__slots__})
         # Forward: with the gather, less without it. Backward: after resharding, less without.
         gathers = (step.resharded_forward - step.again, step.resharded_backward - step.kept_backward)
         return cls(
@@ -105,9 +105,20 @@ class StepTimes:
     all_reduce: float
 
 
-def _quantile(samples: Sequence[float], level: float) -> float:
-    """The ``level`` quantile of ``samples``, interpolated linearly."""
-    place = level * (len(samples) - 1)
+def trimmed_mean(samples: Sequence[float]) -> float:
+    """The mean without a tenth of the samples at either end.
+
+    The many collectives of a step take the sum of their times. These are far from symmetric: a thread that
+    waits is woken at once or a millisecond later, so that a median is one of the two.
+    """
+    ordered = sorted(samples)
+    cut = len(ordered) // 10
+    return fmean(ordered[cut : len(ordered) - cut])
+
+
+def fast_quartile(samples: Sequence[float]) -> float:
+    """The first quartile, interpolated linearly: what counts beside other programs."""
+    place = (len(samples) - 1) / 4
     ordered = sorted(samples)
     low = ordered[int(place)]
     return low + (place - int(place)) * (ordered[min(int(place) + 1, len(samples) - 1)] - low)
