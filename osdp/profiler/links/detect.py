@@ -137,7 +137,7 @@ def _measure_groups(
     for name, group in groups.items():
         attempts = []
         for _ in range(2):
-            samples = _samples(group, world, where, sizes, repeats, seconds / len(group.routes))
+            samples = _time_units(group, world, where, sizes, repeats, seconds / len(group.routes))
             by_route = {
                 route: {
                     nbytes: _slowest(UnitTimes.of(s, typical), world, where) for nbytes, s in seen.items()
@@ -332,7 +332,7 @@ def _worst_residual(links: Sequence[Link]) -> float:
     return max(link.residual for link in links)
 
 
-def _samples(
+def _time_units(
     ranks: _Group,
     world: dist.ProcessGroup,
     device: torch.device,

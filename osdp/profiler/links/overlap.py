@@ -6,7 +6,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from osdp.profiler.links.fsdp_probe import time_run
+from osdp.profiler.links.fsdp_probe import time_run, trimmed_mean
 
 #: Side of the square matrices multiplied: small enough for compute of any duration.
 _SIDE = 256
@@ -36,7 +36,7 @@ def measure_overlap(
         group: The ranks that reduce.
         device: Device of the tensors.
         nbytes: Bytes reduced.
-        repeats: Number of samples, whose median is the result.
+        repeats: Number of samples.
     """
     bucket = torch.zeros(nbytes // 4, device=device)
 
@@ -113,9 +113,9 @@ def _measure_hidden_part(
     device: torch.device,
     repeats: int,
 ) -> float:
-    """Median hidden fraction over rounds; the times of a round are measured under similar conditions."""
+    """The hidden fraction of the mean times; all runs of a round are measured under similar conditions."""
     rounds = _time_rounds((compute, communicate, both), group, device, repeats)
-    return median(hidden_part(*times) for times in rounds)
+    return hidden_part(*map(trimmed_mean, zip(*rounds, strict=True)))
 
 
 def _time_rounds(
