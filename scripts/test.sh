@@ -3,6 +3,8 @@
 # runs the tests that take more than a minute, -m alone those that measure time, for a machine that does nothing else.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
+# Where no bytecode is written each worker, rank and program compiles for itself what it imports.
+unset PYTHONDONTWRITEBYTECODE
 # As modules: beside a Python that brings torch, some of them may be its own and have no command here.
 python -m ruff check .
 python -m ruff format --check .

@@ -1,5 +1,6 @@
 """Seeds, and a header that says what the tests ran on."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
         # Workers of pytest-xdist, ranks and programs inherit it.
         os.environ["OSDP_CACHE_DIR"] = folder.name
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded stays, and no collection of garbage walks through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

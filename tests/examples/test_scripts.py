@@ -221,7 +221,10 @@ FLAGS = "--layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --steps 3 --max-byt
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the training program saves that torchrun starts on two processes, with every strategy."""
+    """What the training program saves that torchrun starts on two processes, with every strategy.
+
+    Measuring the devices would take most of it; ``tests/profiler/links/test_detect.py`` does that.
+    """
     folder = tmp_path_factory.mktemp("started")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     strategies = ["--strategies", "OSDP", "FSDP2", "DDP", "--memory-fraction", "0.5"]
@@ -231,7 +234,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             sys.executable,
             *command,
             "-m",
-            "examples.train_text",
+            "tests.examples.on_known_devices",
             *FLAGS,
             *strategies,
             "--json",

@@ -42,6 +42,7 @@ _PRELOAD = [
         f"transformers.models.{name}.modeling_{name}"
         for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "mistral", "opt", "qwen2", "t5", "vit")
     ),
+    "tests.helpers.preloaded",
 ]
 #: Seconds of a collective, which whoever waits for the ranks does not wait for.
 _TIMEOUT = 3600.0
