@@ -71,3 +71,15 @@ class InfeasibleError(ValueError):
     def shortfall(self) -> int:
         """Bytes by which ``best_peak`` exceeds the limit."""
         return self.best_peak - self.limit
+
+
+class NoGradientError(RuntimeError):
+    """The model ran with gradients, and none arrives in a parameter that an optimizer steps on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model ran with gradients, but none has arrived in any parameter before the optimizer step. "
+            "Call loss.backward() before it, and without inputs=: each forward computes with what is "
+            "gathered from parameters, which backward(inputs=...) does not reach, and torch.autograd.grad "
+            "accumulates nothing"
+        )

@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "plan": (BASE | {"model"}, set()),
     "torch_private": (set(), {"torch"}),
     "comm": ({"plan", "torch_private"}, {"torch"}),
-    "nn": ({"plan", "torch_private", "comm"}, {"torch", "numpy"}),
+    "nn": ({"errors", "plan", "torch_private", "comm"}, {"torch", "numpy"}),
     "tracing": (SHARED, {"torch"}),
     "profiler": (SHARED | {"hardware", "tracing"}, {"torch", "tqdm"}),
     "cost": (VALUES | {"arrays"}, {"numpy"}),

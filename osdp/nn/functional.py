@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from osdp.nn.sliced_weight import SlicedWeight, SliceOptions, collected_gradient, local_of
+from osdp.errors import NoGradientError
+from osdp.nn.sliced_weight import SlicedWeight, SliceOptions, has_compute_parameter, local_of
+from osdp.torch_private.autograd import is_asked_for, will_run
 
 
 def split_linear(
@@ -76,7 +78,9 @@ def split_linear(
         **options,
     )
     flat = x.reshape(-1, x.shape[-1])
-    y: torch.Tensor = _LinearSlices.apply(flat, _local(weight), bias, sliced, out_dim)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LinearSlices.apply(  # type: ignore[no-untyped-call]
+        flat, _local(weight), bias, sliced, out_dim, _stored(weight)
+    )
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -119,7 +123,7 @@ def split_embedding(
         if outside.numel():
             raise IndexError(f"id {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
     rows: torch.Tensor = _EmbeddingSlices.apply(  # type: ignore[no-untyped-call]
-        ids.reshape(-1), _local(weight), sliced, padding
+        ids.reshape(-1), _local(weight), sliced, padding, _stored(weight)
     )
     return rows.reshape(*ids.shape, rows.shape[-1])
 
@@ -170,7 +174,7 @@ def split_cross_entropy(
         if outside.numel():
             raise ValueError(f"label {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
     loss: torch.Tensor = _HeadAndLoss.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), _local(weight), flat, counts, sliced
+        hidden.reshape(-1, hidden.shape[-1]), _local(weight), flat, counts, sliced, _stored(weight)
     )
     return loss, counts.sum()
 
@@ -196,6 +200,37 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return local_of(weight) if isinstance(weight, DTensor) else weight
 
 
+def _stored(weight: torch.Tensor) -> torch.Tensor | None:
+    """``weight`` if operators compute with another tensor in its place.
+
+    Functions take it only to be in its graph: ``torch.autograd.grad`` may be asked for the gradient by it.
+    """
+    if torch.compiler.is_compiling() or not isinstance(weight, DTensor):
+        return None
+    return weight if has_compute_parameter(weight) else None
+
+
+def _asked_for(ctx: Any) -> torch.Tensor | None:
+    """Zeros of the shape of the whole weight if ``torch.autograd.grad`` is asked for the gradient by it.
+
+    That is this rank's own, as of a weight that is not sharded.
+
+    Raises:
+        NoGradientError: ``backward(inputs=...)`` is asked to accumulate it, which nobody would reduce.
+    """
+    if not ctx.has_stored:
+        return None
+    stored, compute = (ctx.next_functions[index][0] for index in (-1, 1))
+    if stored is None:
+        return None
+    if not is_asked_for(stored):
+        if will_run(stored) and not will_run(compute):
+            raise NoGradientError
+        return None
+    whole: torch.Tensor = ctx.saved_tensors[1].new_zeros(ctx.sliced.shape)
+    return whole
+
+
 class _LinearSlices(torch.autograd.Function):
     """``y[:, j] = x @ W_j + b_j`` by output slices, ``y = b + sum_j x[:, j] @ W_j`` by input slices."""
 
@@ -207,9 +242,10 @@ class _LinearSlices(torch.autograd.Function):
         bias: torch.Tensor | None,
         sliced: SlicedWeight,
         out_dim: int,
+        stored: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.local = _leaf(weight)
+        ctx.has_stored = stored is not None
         ctx.sliced, ctx.out_dim, ctx.has_bias, ctx.kept = sliced, out_dim, bias is not None, {}
         by_output = sliced.sliced_dim == out_dim
         width = sliced.bounds[-1][1] if by_output else sliced.sharded_size
@@ -233,9 +269,9 @@ class _LinearSlices(torch.autograd.Function):
         grad, by_output = grads[0], sliced.sliced_dim == out_dim
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros_like(x, dtype=_sum_dtype(x)) if needs_x else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        whole = collected_gradient(ctx.local)
-        reduces = needs_weight and whole is None
+        whole = _asked_for(ctx)
+        grad_weight = torch.empty_like(weight) if needs_weight and whole is None else None
+        reduces = grad_weight is not None
         sliced.before_backward(needs_x=needs_x, needs_weight=reduces, kept=bool(ctx.kept))
         # The gradient of the weight needs no weight: slices are gathered for that of x only.
         slices = sliced.regather_slices(weight, ctx.kept) if needs_x else _bounds(sliced)
@@ -246,11 +282,11 @@ class _LinearSlices(torch.autograd.Function):
                 target = grad_x if by_output else grad_x[:, mine]
                 _add_product(target, its_grad, part if out_dim == 0 else part.t())
                 del part
-            if grad_weight is not None:
+            if grad_weight is not None or whole is not None:
                 made = its_grad.t() @ its_x if out_dim == 0 else its_x.t() @ its_grad
-                sliced.scatter_gradient(made, grad_weight, index, whole)
+                sliced.put_gradient(made, grad_weight, whole, index)
         grad_bias = grad.sum(0) if needs_bias and ctx.has_bias else None
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None, whole
 
 
 class _EmbeddingSlices(torch.autograd.Function):
@@ -258,10 +294,15 @@ class _EmbeddingSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, sliced: SlicedWeight, padding: int
+        ctx: Any,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        sliced: SlicedWeight,
+        padding: int,
+        stored: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
-        ctx.local = _leaf(weight)
+        ctx.has_stored = stored is not None
         ctx.sliced, ctx.padding = sliced, padding
         rows = weight.new_zeros(ids.shape[0], sliced.sharded_size, dtype=sliced.dtype)
         sliced.before_forward()
@@ -275,16 +316,16 @@ class _EmbeddingSlices(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (ids, weight), sliced = ctx.saved_tensors, ctx.sliced
         grad = grads[0]
-        grad_weight = torch.empty_like(weight)
-        whole = collected_gradient(ctx.local)
+        whole = _asked_for(ctx)
+        grad_weight = torch.empty_like(weight) if whole is None else None
         sliced.before_backward(needs_x=False, needs_weight=whole is None, kept=False)
         for index, (start, stop) in enumerate(sliced.bounds):
             place, inside = _places(ids, start, stop)
             counts = inside & (ids != ctx.padding)
             made = grad.new_zeros(stop - start, sliced.sharded_size)
             made.index_add_(0, place, grad * counts[:, None])
-            sliced.scatter_gradient(made, grad_weight, index, whole)
-        return None, grad_weight, None, None
+            sliced.put_gradient(made, grad_weight, whole, index)
+        return None, grad_weight, None, None, whole
 
 
 class _HeadAndLoss(torch.autograd.Function):
@@ -298,8 +339,9 @@ class _HeadAndLoss(torch.autograd.Function):
         labels: torch.Tensor,
         counts: torch.Tensor,
         sliced: SlicedWeight,
+        stored: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.kept = {}
+        ctx.kept, ctx.has_stored = {}, stored is not None
         exact = torch.promote_types(hidden.dtype, torch.float32)
         # Per position, all of shape (num_positions,): the maximum of the logits so far, the sum of
         # exp(logit - maximum) over the slices so far, and the logit of the label.
@@ -318,7 +360,6 @@ class _HeadAndLoss(torch.autograd.Function):
                 highest = higher
         log_total = total.log().add_(highest)
         ctx.save_for_backward(hidden, weight, labels, counts, log_total)
-        ctx.local = _leaf(weight)
         ctx.sliced, ctx.exact = sliced, exact
         return torch.where(counts, log_total - of_label, 0.0).sum()
 
@@ -329,9 +370,9 @@ class _HeadAndLoss(torch.autograd.Function):
         scale = torch.where(counts, grads[0], 0.0)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        whole = collected_gradient(ctx.local)
-        reduces = needs_weight and whole is None
+        whole = _asked_for(ctx)
+        grad_weight = torch.empty_like(weight) if needs_weight and whole is None else None
+        reduces = grad_weight is not None
         sliced.before_backward(needs_x=True, needs_weight=reduces, kept=bool(ctx.kept))
         for index, start, stop, part in sliced.regather_slices(weight, ctx.kept):
             logits = (hidden @ part.t()).to(ctx.exact)
@@ -344,15 +385,10 @@ class _HeadAndLoss(torch.autograd.Function):
             if grad_hidden is not None:
                 _add_product(grad_hidden, share, part)
             del part
-            if grad_weight is not None:
-                sliced.scatter_gradient(share.t() @ hidden, grad_weight, index, whole)
+            if grad_weight is not None or whole is not None:
+                sliced.put_gradient(share.t() @ hidden, grad_weight, whole, index)
         hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return hidden_gradient, grad_weight, None, None, None
-
-
-def _leaf(weight: torch.Tensor) -> torch.Tensor | None:
-    """``weight`` if it is a leaf, which a function may hold; a checkpoint saves another tensor for it."""
-    return weight if weight.is_leaf else None
+        return hidden_gradient, grad_weight, None, None, None, whole
 
 
 def _can_check_values(ids: torch.Tensor) -> bool:

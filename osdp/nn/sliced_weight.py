@@ -34,8 +34,6 @@ from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: The attribute of a weight that holds its compute parameter.
 _LOCAL = "_osdp_local"
-#: The attribute of a compute parameter where its whole gradient is collected.
-_WHOLE_GRADIENT = "_osdp_whole_gradient"
 
 
 class Turns(Protocol):
@@ -157,6 +155,12 @@ class SlicedWeight:
         """Number of ranks that hold a part of each slice."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the whole weight."""
+        sliced = self.bounds[-1][1]
+        return (sliced, self.sharded_size) if self.sliced_dim == 0 else (self.sharded_size, sliced)
+
     def before_forward(self) -> None:
         """Wait until all ranks run the collectives of this forward."""
         if self.turns is not None:
@@ -241,27 +245,35 @@ class SlicedWeight:
         work = all_gather(whole, padded, group=self.group, async_op=True)
         return _Gathering(whole, self, work, padded)
 
-    def scatter_gradient(
+    def put_gradient(
         self,
         gradient: torch.Tensor,
-        local_gradient: torch.Tensor,
+        local_gradient: torch.Tensor | None,
+        whole: torch.Tensor | None,
         index: int,
-        whole: torch.Tensor | None = None,
     ) -> None:
+        """Put a slice's ``gradient`` where it is wanted.
+
+        Args:
+            gradient: Gradient of the slice, in the weight's own orientation.
+            local_gradient: Of this rank's part of the weight; gets the mean over ranks.
+            whole: Of the whole weight; gets the gradient as it is.
+            index: Index of the slice.
+        """
+        if whole is not None:
+            self._part(whole, index).copy_(gradient)
+        if local_gradient is not None:
+            self.scatter_gradient(gradient, local_gradient, index)
+
+    def scatter_gradient(self, gradient: torch.Tensor, local_gradient: torch.Tensor, index: int) -> None:
         """Write the mean over ranks of a slice's ``gradient`` into this rank's part of the whole gradient.
 
         Args:
             gradient: Gradient of the slice, in the weight's own orientation.
             local_gradient: Gradient of this rank's part of the weight; written in place.
             index: Index of the slice.
-            whole: Where the gradient is added instead of being reduced, of the shape of the whole weight;
-                that of this rank's part is zero then.
         """
         target = self._part(local_gradient, index)
-        if whole is not None:
-            self._part(whole, index).add_(gradient)
-            target.zero_()
-            return
         if self.group is None:
             target.copy_(gradient)
             return
@@ -320,24 +332,9 @@ def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
     setattr(weight, _LOCAL, local)
 
 
-def runs_in_slices(weight: nn.Parameter) -> bool:
-    """Whether operators in slices compute with a part of ``weight``; see :func:`compute_with`."""
+def has_compute_parameter(weight: DTensor) -> bool:
+    """Whether operators compute with a parameter that :func:`compute_with` set."""
     return hasattr(weight, _LOCAL)
-
-
-def collect_gradient(local: nn.Parameter, into: torch.Tensor | None) -> None:
-    """Add gradients of the weight that ``local`` is a part of to ``into``, whole, instead of reducing them.
-
-    Args:
-        local: The compute parameter of a weight in slices.
-        into: Of the shape of the whole weight; ``None`` reduces the gradients again.
-    """
-    setattr(local, _WHOLE_GRADIENT, into)
-
-
-def collected_gradient(local: torch.Tensor | None) -> torch.Tensor | None:
-    """Where gradients of the weight that ``local`` is a part of are added; ``None`` if they are reduced."""
-    return getattr(local, _WHOLE_GRADIENT, None)
 
 
 def local_of(weight: DTensor) -> torch.Tensor:

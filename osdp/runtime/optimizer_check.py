@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from osdp.errors import PlanMismatchError
+from osdp.errors import NoGradientError, PlanMismatchError
 from osdp.model.training import Training, unsupported_step
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.running import RunningModel
@@ -115,12 +115,7 @@ class OptimizerCheck:
         if self._had_gradients or not self._running.awaits_backward:
             return
         if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                "the model ran with gradients, but none has arrived in any parameter before this optimizer "
-                "step. Call loss.backward() before it, and without inputs=: each forward computes with what "
-                "is gathered from parameters, which backward(inputs=...) does not reach, and "
-                "torch.autograd.grad accumulates nothing"
-            )
+            raise NoGradientError
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._parameters

@@ -1,13 +1,12 @@
 """Autograd: callbacks at the end of a backward, tensor hooks, versions and views."""
 
-import enum
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 #: The hooks of a tensor as torch keeps them, keyed by the id of their handle.
@@ -54,44 +53,33 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    """``function.apply(*args)``, which torch leaves unannotated; one tensor."""
+def apply_function(function: type[torch.autograd.Function], tensor: torch.Tensor) -> torch.Tensor:
+    """``function.apply(tensor)``, which torch leaves unannotated."""
     apply: Any = function.apply
-    result: torch.Tensor = apply(*args)
+    result: torch.Tensor = apply(tensor)
     return result
 
 
-class GradientRequest(enum.Enum):
-    """What the backward that runs was asked for at a leaf: all leaves are alike in ``backward()``."""
-
-    NOTHING = enum.auto()
-    #: ``torch.autograd.grad``.
-    TO_GIVE = enum.auto()
-    #: ``backward()``, with or without ``inputs``.
-    TO_ACCUMULATE = enum.auto()
+def node_of(leaf: torch.Tensor) -> Node:
+    """The node that accumulates the gradient of ``leaf``."""
+    return get_gradient_edge(leaf).node
 
 
-def asked_of(leaf: Node) -> GradientRequest:
-    """What the backward that runs was asked for at ``leaf``, the node of a parameter."""
+def is_asked_for(leaf: Node) -> bool:
+    """Whether the backward that runs is of a ``torch.autograd.grad`` by the parameter of node ``leaf``."""
     try:
-        return (
-            GradientRequest.TO_ACCUMULATE
-            if torch._C._will_engine_execute_node(leaf)
-            else GradientRequest.NOTHING
-        )
-    except RuntimeError:  # raised for the inputs of torch.autograd.grad, and for nothing else in a backward
-        return GradientRequest.TO_GIVE
+        will_run(leaf)
+    except RuntimeError as error:
+        # The one thing that is known only so: such a node is not run, but captured.
+        if "autograd.grad()" in str(error):
+            return True
+        raise
+    return False
 
 
-def next_nodes(tensor: torch.Tensor) -> tuple[Node, ...]:
-    """The nodes to which the function that made ``tensor`` sends gradients, by input that takes any."""
-    assert tensor.grad_fn is not None
-    return tuple(node for node, _ in tensor.grad_fn.next_functions if node is not None)
-
-
-def is_by_functorch() -> bool:
-    """Whether a transform of ``torch.func`` is under way, which cannot trace functions of ours."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which no ``torch.autograd.grad`` asks for."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 class HeldHooks:

@@ -139,27 +139,6 @@ def balanced_by_one_weight(ctx: Context) -> None:
     ctx.weights(model)
 
 
-@habit(skips={"fsdp2": "resharded weights are in no graph"})
-def gradients_by_weights(ctx: Context) -> None:
-    """Asks for the gradients of inner weights before backward, and trains on."""
-    model = ctx.wrap(Net())
-    optimizer = ctx.sgd(model)
-    for step in range(2):
-        x, y = ctx.batch(step)
-        output = model(x)
-        loss = mse(output, y)
-        inner = ctx.inner(model)
-        asked = [inner.blocks[0].up.weight, inner.blocks[1].down.bias, inner.stem.weight]
-        found = torch.autograd.grad(loss, asked, retain_graph=True)
-        for index, gradient in enumerate(found):
-            assert gradient.shape == asked[index].shape
-            ctx.value(f"gradient {index}", ctx.mean(gradient))
-        ctx.loss(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ctx.weights(model)
-
-
 @habit(low_tolerance=None)
 def saliency_inside_forward(ctx: Context) -> None:
     """Weighs features by the gradient of a score, found inside the forward."""
@@ -176,24 +155,6 @@ def saliency_inside_forward(ctx: Context) -> None:
     for step in range(2):
         x, y = ctx.batch(step)
         ctx.loss(mse(model(x), y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ctx.weights(model)
-
-
-@habit(skips={"fsdp2": "resharded weights are in no graph"})
-def gradients_by_a_tied_weight(ctx: Context) -> None:
-    """Weighs a step by the gradient at embeddings that the head shares, kept since the wrapping."""
-    model = ctx.wrap(Words(), ctx.tokens())
-    optimizer = ctx.sgd(model)
-    table = ctx.inner(model).embed.weight
-    for step in range(2):
-        tokens = ctx.tokens(step)
-        loss = next_word(model(tokens), tokens)
-        (gradient,) = torch.autograd.grad(loss, table, retain_graph=True)
-        norm = ctx.mean(gradient).norm()
-        ctx.value("norm", norm)
-        ctx.loss(loss / (1 + norm)).backward()
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)

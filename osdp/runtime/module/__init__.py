@@ -9,7 +9,6 @@ Start at :func:`osdp.runtime.module.plain.check_plain`.
 - ``outputs``: tensors in what a forward returned
 - ``shared_arguments``: arguments that were one tensor stay one
 - ``gradient_hooks``: hooks on parameters
-- ``weight_gradients``: gradients by stored parameters that torch.autograd.grad is asked for
 - ``unused``: parameters that got no gradient
 - ``plain_states``: whole state dicts into parameters stored as a plan has them
 - ``group_dtensor``: parameters sharded within groups, next to those sharded over all ranks

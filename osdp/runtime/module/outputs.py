@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
@@ -111,54 +111,24 @@ def free_of_views(output: Any) -> Any:
     """``output`` with views replaced by tensors that are no views, also in containers and dataclasses."""
     if not torch.is_grad_enabled() or not any(is_view(tensor) for tensor in tensors_with_grad(output)):
         return output
-    return replace_tensors(
-        output, lambda tensor: apply_function(_NoView, tensor) if is_view(tensor) else tensor
-    )
+    return _replaced(output)
 
 
-def replace_tensors(output: Any, new: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``output`` with ``new(tensor)`` for each tensor that requires a gradient and is no leaf.
-
-    Replaces those in tuples, lists, dictionaries and dataclasses, at any depth. A tensor that stands in
-    several places stays one, and what holds none stays the same object.
-    """
-    # Not a function in this one: its reference to itself would keep the output's graph until a collection.
-    return _replaced(output, new, {})
-
-
-def _replaced(value: Any, new: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not value.requires_grad or value.is_leaf:
-            return value
-        if id(value) not in made:
-            made[id(value)] = new(value)
-        return made[id(value)]
-    if isinstance(value, (tuple, list)):
-        values = [_replaced(item, new, made) for item in value]
-        if all(now is before for now, before in zip(values, value, strict=True)):
-            return value
-        return _like(value, values)
-    if isinstance(value, dict):
+def _replaced(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return apply_function(_NoView, output) if output.requires_grad and is_view(output) else output
+    if isinstance(output, tuple):
+        values = [_replaced(value) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    if isinstance(output, list):
+        return [_replaced(value) for value in output]
+    if isinstance(output, dict):
         # In place: subclasses such as transformers' ModelOutput keep their own fields in sync.
-        for key, before in list(value.items()):
-            now = _replaced(before, new, made)
-            if now is not before:
-                value[key] = now
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: _replaced(before, new, made) for name, before in fields.items()}
-        if any(changed[name] is not before for name, before in fields.items()):
-            # A copy, since it may be frozen; not by its constructor, which may do more than store fields.
-            value = copy.copy(value)
-            for name, now in changed.items():
-                object.__setattr__(value, name, now)
-    return value
-
-
-def _like(value: Any, values: list[Any]) -> Any:
-    """A tuple or list of the type of ``value`` with other items."""
-    if isinstance(value, tuple):
-        return type(value)._make(values) if hasattr(value, "_make") else type(value)(values)
-    found = copy.copy(value)
-    found[:] = values
-    return found
+        for key, value in list(output.items()):
+            output[key] = _replaced(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        # A copy, since it may be frozen; not by its constructor, which may do more than store fields.
+        output = copy.copy(output)
+        for field in dataclasses.fields(output):
+            object.__setattr__(output, field.name, _replaced(getattr(output, field.name)))
+    return output

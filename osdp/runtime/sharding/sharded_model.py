@@ -24,7 +24,6 @@ from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.module.unused import unused_error
-from osdp.runtime.module.weight_gradients import WeightGradients
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.recompute import Recomputed
 from osdp.runtime.sharding.accumulation import Accumulation
@@ -34,8 +33,9 @@ from osdp.runtime.sharding.planned_parameters import Parameter, PlannedParameter
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.registered import check_registered
 from osdp.runtime.sharding.replicated import ReplicatedParameter
+from osdp.runtime.sharding.sliced import SlicedParameter
 from osdp.runtime.stages import RunningStage, StageLinks, WholeModel
-from osdp.torch_private.autograd import in_backward, queue_backward_callback
+from osdp.torch_private.autograd import in_backward, is_asked_for, node_of, queue_backward_callback
 from osdp.torch_private.fsdp import (
     after_forward,
     backward_is_unfinished,
@@ -121,7 +121,6 @@ class ShardedModel:
         self._trainable = self.parameters.trainable
         self._trainable_at_first = frozenset(self._trainable)
         self._watched: set[int] = set()
-        self._weight_gradients = WeightGradients(p for p in parameters if p.stored.requires_grad)
         self._watch_replicated()
         self._watch_stored()
         self._entries = Entries(
@@ -331,7 +330,6 @@ class ShardedModel:
         self._replicated.swap_in()
         self._in_slices.reshard()
         self._watch_replicated()
-        self._weight_gradients.prepare()
 
     def _follow_trainable(self) -> None:
         trainable = self.parameters.trainable
@@ -383,7 +381,6 @@ class ShardedModel:
             self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
                 tensor.register_hook(self._begin_backward)
-            output = self._weight_gradients.link(output)
         elif not self._pending:
             self._replicated.swap_out()
             if not self._has_graphs:
@@ -452,8 +449,9 @@ class ShardedModel:
         self._reducer.receive(parameter)
 
     def _on_stored(self, parameter: Parameter) -> None:
-        if not self._weight_gradients.is_giving(parameter):
-            self._on_gradient(parameter)
+        if isinstance(parameter, SlicedParameter) and is_asked_for(node_of(parameter.stored)):
+            return  # torch.autograd.grad gives it out; nothing accumulates
+        self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: Parameter) -> None:
         grad = None if parameter.compute is None else parameter.compute.grad
