@@ -164,16 +164,23 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float 
     Kendall's tau (Biometrika 30, 1938): the share of pairs in the same order less that in the other one.
     """
     signs = [
-        (predicted[i] > predicted[j]) == (measured[i] > measured[j])
+        _sign(predicted[i] - predicted[j]) * _sign(measured[i] - measured[j])
         for i, j in combinations(range(len(measured)), 2)
         if abs(measured[i] - measured[j]) > DIFFERENT * min(measured[i], measured[j])
     ]
-    return 2 * sum(signs) / len(signs) - 1 if signs else None
+    return fmean(signs) if signs else None
+
+
+def _sign(difference: float) -> int:
+    return (difference > 0) - (difference < 0)
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float | int | None]:
-    """Mean absolute, worst and mean relative error, and the mean of the groups' Kendall's tau."""
-    measured = [row for row in rows if "relative_error" in row]
+    """Mean absolute, worst and mean relative error, and the mean of the groups' Kendall's tau.
+
+    Rows whose losses are wrong do not count.
+    """
+    measured = [row for row in rows if "relative_error" in row and "error" not in row]
     if not measured:
         return dict.fromkeys(("points", "mape", "worst", "bias", "mean_tau_within_groups"))
     errors = [row["relative_error"] for row in measured]

@@ -20,6 +20,7 @@ def test_pairs_that_are_alike_do_not_count_as_ordered() -> None:
     assert kendall_tau([2.0, 1.0, 3.0], [1.00, 1.02, 2.0]) == 1
     assert kendall_tau([2.0, 1.0, 3.0], [1.00, 1.10, 2.0]) == pytest.approx(1 / 3)
     assert kendall_tau([1.0, 2.0], [1.0, 1.0]) is None
+    assert kendall_tau([1.0, 1.0], [1.0, 2.0]) == 0  # predicted alike: neither order
 
 
 def test_errors_count_over_all_points_and_orders_within_large_groups_only() -> None:
