@@ -2,14 +2,15 @@
 
 The limit lies halfway between FSDP2's peaks at two small local batches. By hand there are four settings:
 blocks resharded or kept, with and without activation checkpointing of every block. Each takes its largest
-local batch that fits (true peaks under the fake group, on the worst rank); its best throughput is that of its
-largest batch or of half of it, on two ranks. OSDP searches the batch, the modes, slices and recomputation;
-in the case with a large vocabulary its model computes the loss in slices.
+local batch that fits (live bytes of the real processes, on the worst rank); its best throughput is that of
+its largest batch or of half of it, on two ranks. OSDP searches the batch, the modes, slices and
+recomputation; in the case with a large vocabulary its model computes the loss in slices.
 
     python -m benchmarks.batch_size [--quick] [--json FILE]
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,6 +28,8 @@ from benchmarks.support.candidates import (
 )
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
+from benchmarks.support.live_bytes import NoCompilerError
+from benchmarks.support.live_peaks import live_peaks
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import paired_ratio
@@ -74,18 +77,21 @@ CLAIMS = (
 )
 
 
-def peak_by_hand(case: str, kind: str, batch: int) -> int:
-    """True peak of a baseline."""
-    return Candidate(kind, CASES[case], Training(local_batch=batch)).memory(WORLD_SIZE).peak
+def peaks_by_hand(case: str, settings: Sequence[tuple[str, int]]) -> list[int]:
+    """True peaks of baselines, each given by its kind and its local batch."""
+    candidates = [Candidate(kind, CASES[case], Training(local_batch=batch)) for kind, batch in settings]
+    return live_peaks(candidates, WORLD_SIZE)
 
 
-def largest_batch(case: str, kind: str, limit: int) -> int:
-    """The largest of :data:`BATCHES` at which a baseline fits; 0 if none."""
-    fitting = 0
+def largest_batches(case: str, limit: int) -> dict[str, int]:
+    """The largest of :data:`BATCHES` at which each baseline fits; 0 if none."""
+    fitting, growing = dict.fromkeys(FSDP2, 0), list(FSDP2)
     for batch in BATCHES:
-        if peak_by_hand(case, kind, batch) > limit:
+        peaks = peaks_by_hand(case, [(kind, batch) for kind in growing])
+        growing = [kind for kind, peak in zip(growing, peaks, strict=True) if peak <= limit]
+        fitting |= dict.fromkeys(growing, batch)
+        if not growing:
             break
-        fitting = batch
     return fitting
 
 
@@ -140,9 +146,11 @@ def compare(
 
 def row_of(claim: Claim, rounds: int) -> Row:
     """One case at its limit."""
-    low, high = (peak_by_hand(claim.case, "fsdp2", batch) for batch in claim.between)
-    limit = (low + high) // 2
-    by_hand = {kind: largest_batch(claim.case, kind, limit) for kind in FSDP2}
+    try:
+        limit = sum(peaks_by_hand(claim.case, [("fsdp2", batch) for batch in claim.between])) // 2
+        by_hand = largest_batches(claim.case, limit)
+    except NoCompilerError as error:
+        return {"name": claim.name, "reason": str(error)}
     row: Row = {"name": claim.name, "limit": limit, "by_hand": by_hand}
     arguments = {
         "case": claim.case, "ours": claim.ours, "limit": limit, "by_hand": by_hand, "rounds": rounds
@@ -167,7 +175,7 @@ def _outcome(claim: Claim, limit: int, by_hand: dict[str, int], timed: Row) -> R
     rival = max(rates.keys() - {"osdp"}, key=lambda name: rates[name])
     ratio = paired_ratio(timed["seconds"][rival], timed["seconds"]["osdp"])
     scale = timed["batches"]["osdp"] / timed["batches"][rival]
-    peak = max(_measured_peak(claim.ours, plan) for plan in (best, largest))
+    peak = max(_measured_peaks(claim.ours, (best, largest)))
     expected = reference_losses(CASES[claim.case], best.training, WORLD_SIZE, timed["steps"])[-1]
     row: Row = {
         "osdp_batch": largest.local_batch,
@@ -195,10 +203,12 @@ def _outcome(claim: Claim, limit: int, by_hand: dict[str, int], timed: Row) -> R
     return row | ({"error": "; ".join(wrong)} if wrong else {})
 
 
-def _measured_peak(case: str, plan: Plan) -> int:
-    """True peak of a plan, on the worst rank."""
-    setting = make_setting(CASES[case], plan.training)
-    return setting.candidate(given_device(WORLD_SIZE), plan).memory(WORLD_SIZE).peak
+def _measured_peaks(case: str, plans: Sequence[Plan]) -> list[int]:
+    """True peaks of plans, on the worst rank."""
+    device = given_device(WORLD_SIZE, copies_messages=True)
+    settings = [make_setting(CASES[case], plan.training) for plan in plans]
+    candidates = [setting.candidate(device, plan) for setting, plan in zip(settings, plans, strict=True)]
+    return live_peaks(candidates, WORLD_SIZE)
 
 
 def measure(options: Options) -> Result:

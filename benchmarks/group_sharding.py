@@ -12,7 +12,7 @@ step should bring
     group sharding                2 (N - 1) / N M
 
 into each host (two all-gathers and a reduce-scatter; an all-reduce of shards over the hosts). Peaks are
-those of :mod:`benchmarks.support.memory_oracle`; what exceeds a limit does not count there. The loss after
+those of :mod:`benchmarks.support.live_peaks`; what exceeds a limit does not count there. The loss after
 the last step must be that of a single process. All ranks are on this machine: where they are more than its
 cores they share them, and compute takes as much longer, for every candidate alike.
 
@@ -40,6 +40,8 @@ from benchmarks.support.candidates import (
 )
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
+from benchmarks.support.live_bytes import NoCompilerError
+from benchmarks.support.live_peaks import live_peaks
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over, received_bytes
 from benchmarks.support.timing import paired_ratio
@@ -148,7 +150,7 @@ def given_links(testbed: Testbed) -> DeviceInfo:
     )
     return DeviceInfo(
         memory_limit=UNLIMITED, nodes=testbed.hosts, devices_per_node=inside, links=links, flops=1e10,
-        memory_bandwidth=1e10,
+        memory_bandwidth=1e10, copies_messages=True,
     )  # fmt: skip
 
 
@@ -159,7 +161,7 @@ def known_peaks(testbed: Testbed) -> dict[str, int]:
     candidates |= {
         name: setting.candidate(device, plan) for name, plan in forced(setting, device, testbed).items()
     }
-    return {name: candidate.memory(testbed.world_size).peak for name, candidate in candidates.items()}
+    return dict(zip(candidates, live_peaks(list(candidates.values()), testbed.world_size), strict=True))
 
 
 def compare(rank: int, world_size: int, *, testbed: dict[str, int], limits: dict[str, int]) -> dict[str, Any]:
@@ -198,7 +200,10 @@ def crossing(step: TrainStep, index: int) -> float:
 
 def rows_of(testbed: Testbed) -> list[Row]:
     """A row for every candidate on one testbed; one with a reason if it cannot be measured."""
-    peaks = known_peaks(testbed)
+    try:
+        peaks = known_peaks(testbed)
+    except NoCompilerError as error:
+        return [{"name": testbed.name, "testbed": testbed.name, "reason": str(error)}]
     limits = {name: int(ROOM * peaks[name]) for name in LIMITS if name in peaks}
     limits["none"] = UNLIMITED
     shape = {name: getattr(testbed, name) for name in Testbed.__slots__}
@@ -230,9 +235,8 @@ def plan_peaks(testbed: Testbed, measured: Mapping[str, Any]) -> dict[str, int]:
     device = codec.from_json(DeviceInfo, measured["device"])
     setting = make_setting(CASE, training(), codec.from_json(Profile, measured["profile"]))
     plans = {name: codec.from_json(Plan, text) for name, text in measured["plans"].items()}
-    return {
-        name: setting.candidate(device, plan).memory(testbed.world_size).peak for name, plan in plans.items()
-    }
+    candidates = [setting.candidate(device, plan) for plan in plans.values()]
+    return dict(zip(plans, live_peaks(candidates, testbed.world_size), strict=True))
 
 
 def _row(

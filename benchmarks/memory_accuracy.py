@@ -2,11 +2,13 @@
 
 Models of many kinds, uniform and searched plans, on real gloo ranks: the prediction of each plan beside the
 peak of live bytes in the process of the worst rank over a whole step, gloo's buffers among them
-(:mod:`benchmarks.support.live_bytes`). Not counted is what a library keeps for good when it first runs a
-model, such as the kernels that oneDNN generates: each model is run once before. Worlds that are larger than
-the machine, and other optimizers, are measured under the ``fake`` group, which has no buffers
-(:mod:`benchmarks.support.memory_oracle`); so are full-size models on a GPU, by the allocator's own count.
-Left out: bfloat16 on models with batch norm, which torch cannot run on CPU.
+(:mod:`benchmarks.support.live_peaks`). Some plans train under a limit that the kernel enforces: with what is
+predicted for them they must end their steps, and with clearly less they must not.
+
+Worlds that are larger than the machine, and other optimizers, are measured under the ``fake`` group, which
+has no buffers (:mod:`benchmarks.support.memory_oracle`); so are full-size models on a GPU, by the allocator's
+own count. They have a summary of their own. Left out: bfloat16 on models with batch norm, which torch cannot
+run on CPU.
 
     python -m benchmarks.memory_accuracy [--quick] [--json FILE] [--device cuda]
 """
@@ -19,20 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.support import harness
-from benchmarks.support.candidates import (
-    Candidate,
-    OsdpWrap,
-    Setting,
-    given_device,
-    gloo_devices,
-    live_mesh,
-    make_setting,
-)
+from benchmarks.support.candidates import Setting, given_device, gloo_devices, make_setting
 from benchmarks.support.harness import Options, Result, Row
-from benchmarks.support.launch import WorkerError, launch
-from benchmarks.support.live_bytes import preload
+from benchmarks.support.launch import WorkerError
+from benchmarks.support.live_peaks import live_peaks, run_within
 from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, SKEWED
-from osdp import DeviceInfo, ModelDesc, Plan, Training, codec
+from osdp import DeviceInfo, Plan, Training
 from osdp.text import format_bytes
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -56,6 +50,10 @@ LIVE_FAMILIES = ("gpt2-small", "llama", "resnet", "transformer")
 
 #: Models that are measured by one start of the ranks.
 TOGETHER = 3
+
+#: Models that train under an enforced limit, and the part of a predicted peak that is clearly too little.
+ENFORCED = ("gpt2-wide", "llama-32k")
+TOO_LITTLE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,50 +203,39 @@ def check(point: Point, setting: Setting, device: str) -> Row:
     return compared(row_of(point, plan), plan, measured.peak) | {"measured_moment": measured.peak_moment}
 
 
-def live_peaks(rank: int, world_size: int, *, orders: Sequence[dict[str, str]]) -> list[int]:
-    """Worker: the peak of each plan on this rank."""
-    del rank, world_size
-    mesh, found, seen = live_mesh(), [], set()
-    for order in orders:
-        description, devices, plan, training = (
-            codec.from_json(kind, order[kind.__name__]) for kind in (ModelDesc, DeviceInfo, Plan, Training)
-        )
-        candidate = Candidate("osdp", CASES[order["case"]], training, OsdpWrap(description, devices, plan))
-        kernels = (order["case"], training.param_dtype)
-        if kernels not in seen:
-            candidate.live_bytes(mesh)
-            seen.add(kernels)
-        found.append(candidate.live_bytes(mesh))
-    return found
-
-
 def check_live(points: Sequence[tuple[Point, Setting]]) -> list[Row]:
     """Plan ``points``, run them on real ranks, which are as many for all of them, and compare."""
     plans = [plan_of(point, setting) for point, setting in points]
-    orders = [
-        {"case": point.case}
-        | {
-            type(value).__name__: codec.to_json(value)
-            for value in (
-                setting.model_desc,
-                replace(point.ranks.devices("cpu"), memory_limit=plan.memory_limit),
-                plan,
-                point.training,
-            )
-        }
+    candidates = [
+        replace(setting, training=point.training).candidate(point.ranks.devices("cpu"), plan)
         for (point, setting), plan in zip(points, plans, strict=True)
     ]
-    size = points[0][0].ranks.world_size
-    worker = "benchmarks.memory_accuracy:live_peaks"
     rows = [row_of(point, plan) for (point, _), plan in zip(points, plans, strict=True)]
     try:
-        measured = launch(worker, size, {"orders": orders}, timeout=1800, environment=preload())
+        peaks = live_peaks(candidates, points[0][0].ranks.world_size)
     except WorkerError as error:
         return [row | {"error": str(error)} for row in rows]
-    return [
-        compared(row, plan, max(peaks))
-        for row, plan, peaks in zip(rows, plans, zip(*measured, strict=True), strict=True)
-    ]
+    return [compared(*found) for found in zip(rows, plans, peaks, strict=True)]
+
+
+def check_enforced(point: Point, setting: Setting) -> Iterator[Row]:
+    """Train a plan with its predicted peak enforced as the limit, and with clearly less."""
+    plan = plan_of(point, setting)
+    candidate = setting.candidate(point.ranks.devices("cpu"), plan)
+    predicted = plan.predicted.peak_bytes
+    for share in (1.0, TOO_LITTLE):
+        limit = int(share * predicted)
+        row = row_of(point, plan) | {"limit": limit, "enforced": share}
+        row["name"] += f" within {share:g} of its prediction"
+        try:
+            outcome = run_within(candidate, point.ranks.world_size, limit)
+        except WorkerError as error:
+            yield row | {"error": str(error)}
+            continue
+        row |= {"survived": outcome.survived, "refusal": outcome.why}
+        if outcome.survived != (share == 1.0):
+            row["error"] = f"survived: {outcome.survived} {outcome.why}"
+        yield row
 
 
 def in_turns(points: Sequence[Point]) -> list[list[Point]]:
@@ -281,12 +268,31 @@ def measure(options: Options) -> Result:
             result.add(*check_live(known))
         else:
             result.add(*(check(point, setting, options.device) for point, setting in known))
-    checked = [row for row in result.rows if "error" not in row]
-    result.summary = {
-        "worst_error": max((abs(row["relative_error"]) for row in checked), default=None),
-        "false_feasible": sum(row["exceeds"] for row in checked),
-    }
+    if options.device == "cpu":
+        training, plans = BASE, ({"strategy": "FULL_SHARD"}, 0.3)
+        for case in ENFORCED[:1] if options.quick else ENFORCED:
+            setting = make_setting(CASES[case], training)
+            for plan in plans[:1] if options.quick else plans:
+                result.add(*check_enforced(Point(case, GLOO[0], plan, training), setting))
+    result.summary = summarize(result.rows)
     return result
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, float | int | None]:
+    """The worst error and the number of exceeded limits on each backend, and how enforced limits went."""
+    found: dict[str, float | int | None] = {}
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        checked = [row for row in rows if row["backend"] == backend and "measured" in row]
+        found |= {
+            f"{backend}_rows": len(checked),
+            f"{backend}_worst_error": max((abs(row["relative_error"]) for row in checked), default=None),
+            f"{backend}_false_feasible": sum(row["exceeds"] for row in checked),
+        }
+    enforced = [row for row in rows if "survived" in row]
+    if enforced:
+        found["refused_enough"] = sum(not row["survived"] for row in enforced if row["enforced"] == 1)
+        found["survived_too_little"] = sum(row["survived"] for row in enforced if row["enforced"] < 1)
+    return found
 
 
 def _cells(row: Row) -> list[object]:
@@ -314,7 +320,17 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         "moment",
     ]
-    harness.table("peak of live bytes on the worst rank", columns, map(_cells, result.rows))
+    measured = [row for row in result.rows if "enforced" not in row]
+    harness.table("peak of live bytes on the worst rank", columns, map(_cells, measured))
+    harness.table(
+        "training under a limit that the kernel enforces",
+        ["plan", "limit", "survived", ""],
+        (
+            [row["name"], format_bytes(row["limit"]), row.get("survived"), row.get("refusal")]
+            for row in result.rows
+            if "enforced" in row
+        ),
+    )
     return harness.finish(result)
 
 

@@ -6,8 +6,7 @@ is the part of all ranks' time in which nobody was to sleep. How many microbatch
 forward and its gradient is counted as it runs; 1F1B may have no more than there are stages.
 
 Memory: stages of a small GPT-2 that compute; the peak of live tensor bytes of each rank over a whole step
-(:mod:`benchmarks.support.memory_oracle`; point-to-point messages are freed where the profiler sees it) beside
-the plan's. Ranks share cores, which bytes do not mind.
+(:mod:`benchmarks.support.live_bytes`) beside the plan's. Ranks share cores, which bytes do not mind.
 
     python -m benchmarks.pipeline_schedules [--quick] [--json FILE]
 """
@@ -26,7 +25,8 @@ from benchmarks.support.baselines import make_optimizer, reference_losses
 from benchmarks.support.candidates import UNLIMITED, Setting, make_setting
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
-from benchmarks.support.memory_oracle import Step, measure_peak
+from benchmarks.support.live_bytes import NoCompilerError, peak_of_step, preload
+from benchmarks.support.memory_oracle import Step
 from benchmarks.support.models import gpt2
 from benchmarks.support.stages import Line, Naps, most_in_flight, pipeline_step, sleepers, stage_sizes
 from benchmarks.support.turns import take_turns
@@ -52,9 +52,6 @@ NUM_LAYERS = 8
 NAPS = Naps(0.040, 0.040, 0.040)
 EMULATED = sleepers("sleepers", [NAPS] * NUM_LAYERS)
 COMPUTED = gpt2("gpt2-staged", layers=8, width=128, heads=4, length=64, vocab=1000)
-
-#: What the profiler may lose of scalars that the loss's all-reduce frees in a thread of its own.
-_DRIFT = 2**14
 
 
 def known_link(link: PointToPointLink) -> DeviceInfo:
@@ -183,7 +180,7 @@ def _peak(plan: Plan, mesh: Any) -> int:
 
         return step
 
-    return measure_peak(build, tolerance=_DRIFT).peak
+    return peak_of_step(build)
 
 
 def memory_rows(setting: Setting, ranks: int, microbatches: Sequence[int]) -> list[Row]:
@@ -196,7 +193,15 @@ def memory_rows(setting: Setting, ranks: int, microbatches: Sequence[int]) -> li
     ]
     texts = [codec.to_json(plan) for plan in plans]
     try:
-        found = launch("benchmarks.pipeline_schedules:peaks", ranks, {"plans": texts}, timeout=1500)
+        found = launch(
+            "benchmarks.pipeline_schedules:peaks",
+            ranks,
+            {"plans": texts},
+            timeout=1500,
+            environment=preload(),
+        )
+    except NoCompilerError as error:
+        return [{"name": f"memory on {ranks} ranks", "reason": str(error)}]
     except WorkerError as error:
         return [{"name": f"memory on {ranks} ranks", "error": str(error)}]
     return [_memory_row(plan, [by_rank[index] for by_rank in found]) for index, plan in enumerate(plans)]

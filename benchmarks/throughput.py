@@ -3,14 +3,14 @@
 Two ranks, one core each, train two shapes of GPT-2 with DDP, FSDP2, FSDP2 without reshard and OSDP in turn
 (A B C, A B C, ...), over loopback and over a rate-limited link between two emulated hosts. The memory limit
 lies 0.25, 0.5 and 0.75 of the way from the all-sharded to the all-replicated peak; a baseline whose own
-peak exceeds it does not count there. Peaks are those of :mod:`benchmarks.support.memory_oracle`. The loss
-after the last step must be that of a single process.
+peak exceeds it does not count there. Peaks are live bytes of the real processes, gloo's buffers among them
+(:mod:`benchmarks.support.live_peaks`). The loss after the last step must be that of a single process.
 
     python -m benchmarks.throughput [--quick] [--json FILE]
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,8 @@ from benchmarks.support import harness
 from benchmarks.support.baselines import reference_losses
 from benchmarks.support.candidates import (
     BASELINES,
+    Candidate,
+    OsdpWrap,
     given_device,
     live_mesh,
     make_setting,
@@ -27,11 +29,13 @@ from benchmarks.support.candidates import (
 )
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
+from benchmarks.support.live_bytes import NoCompilerError
+from benchmarks.support.live_peaks import live_peaks
 from benchmarks.support.models import CASES, SHAPES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
-from osdp import DeviceInfo, Plan, Training, codec
+from osdp import DeviceInfo, ModelDesc, Plan, Training, codec
 from osdp.text import format_bytes
 
 WORLD_SIZE = 2
@@ -79,12 +83,13 @@ def training() -> Training:
 def peaks(case: str) -> dict[str, int]:
     """True peaks of the baselines, and of OSDP's pure plans (which set the limits)."""
     setting = make_setting(CASES[case], training())
-    device = given_device(WORLD_SIZE)
-    found = {kind: setting.by_hand(kind).memory(WORLD_SIZE).peak for kind in BASELINES}
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        ours = setting.candidate(device, setting.plan(device, strategy=strategy))
-        found[strategy] = ours.memory(WORLD_SIZE).peak
-    return found
+    device = given_device(WORLD_SIZE, copies_messages=True)
+    candidates = {kind: setting.by_hand(kind) for kind in BASELINES}
+    candidates |= {
+        strategy: setting.candidate(device, setting.plan(device, strategy=strategy))
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    }
+    return dict(zip(candidates, live_peaks(list(candidates.values()), WORLD_SIZE), strict=True))
 
 
 def compare(
@@ -108,16 +113,19 @@ def compare(
         "plans": {name: codec.to_json(plan) for name, plan in plans.items()},
         "unlimited_seconds": free.predicted.step_seconds,
         "device": codec.to_json(device),
-        "profile": codec.to_json(setting.profile),
+        "model_desc": codec.to_json(setting.model_desc),
     }
 
 
 def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[Row]:
     """All rows of one shape on one network; with a reason where they cannot be measured."""
-    known = peaks(case)
+    name = f"{case} {network.name}"
+    try:
+        known = peaks(case)
+    except NoCompilerError as error:
+        return [_empty(f"{name} {fraction}", reason=str(error)) for fraction in fractions]
     low, high = known["FULL_SHARD"], known["NO_SHARD"]
     limits = [int(low + fraction * (high - low)) for fraction in fractions]
-    name = f"{case} {network.name}"
     arguments = {"case": case, "limits": limits, "rounds": network.rounds, "repeats": network.repeats}
     try:
         measured = launch_over(
@@ -128,9 +136,10 @@ def rows_of(case: str, network: Network, fractions: tuple[float, ...]) -> list[R
     except WorkerError as error:
         return [_empty(f"{name} {fraction}", error=str(error)) for fraction in fractions]
     expected = reference_losses(CASES[case], training(), WORLD_SIZE, network.steps)[-1]
+    found = plan_peaks(case, measured)
     return [
         {"name": f"{name} {fraction}", "case": case, "network": network.name, "fraction": fraction}
-        | _row(case, limit, known, measured, expected)
+        | _row(limit, found[str(limit)], known, measured, expected)
         for fraction, limit in zip(fractions, limits, strict=True)
     ]
 
@@ -140,7 +149,7 @@ def _empty(name: str, **why: str) -> Row:
     return {"name": name, **dict.fromkeys(keys), **why}
 
 
-def _row(case: str, limit: int, known: dict[str, int], measured: dict[str, Any], expected: float) -> Row:
+def _row(limit: int, peak: int, known: dict[str, int], measured: dict[str, Any], expected: float) -> Row:
     """One limit: OSDP against every baseline that fits it."""
     seconds, losses = measured["seconds"], measured["losses"]
     plan: Plan = codec.from_json(Plan, measured["plans"][str(limit)])
@@ -149,7 +158,6 @@ def _row(case: str, limit: int, known: dict[str, int], measured: dict[str, Any],
     speedups = {kind: paired_ratio(seconds[kind], ours) for kind in BASELINES}
     same = paired_ratio(seconds["fsdp2 again"], seconds["fsdp2"])
     best = min(fitting, key=lambda kind: median(seconds[kind]), default=None)
-    peak = _peak(case, plan, measured)
     binding = plan.predicted.step_seconds > measured["unlimited_seconds"] * (1 + 1e-6)
     row: Row = {
         "limit": limit,
@@ -183,13 +191,16 @@ def _row(case: str, limit: int, known: dict[str, int], measured: dict[str, Any],
     return row | ({"error": "; ".join(wrong)} if wrong else {})
 
 
-def _peak(case: str, plan: Plan, measured: dict[str, Any]) -> int:
-    from osdp.hardware.profile import Profile
-
+def plan_peaks(case: str, measured: dict[str, Any]) -> dict[str, int]:
+    """True peaks of the plans that were made on the network, by limit."""
     device = codec.from_json(DeviceInfo, measured["device"])
-    profile = codec.from_json(Profile, measured["profile"])
-    setting = make_setting(CASES[case], training(), profile)
-    return setting.candidate(device, plan).memory(WORLD_SIZE).peak
+    model_desc = codec.from_json(ModelDesc, measured["model_desc"])
+    candidates = []
+    for text in measured["plans"].values():
+        plan = codec.from_json(Plan, text)
+        wrap = OsdpWrap(model_desc, replace(device, memory_limit=plan.memory_limit), plan)
+        candidates.append(Candidate("osdp", CASES[case], training(), wrap))
+    return dict(zip(measured["plans"], live_peaks(candidates, WORLD_SIZE), strict=True))
 
 
 def summarize(rows: list[Row]) -> dict[str, float | int | None]:

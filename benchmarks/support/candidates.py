@@ -1,6 +1,5 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
-import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from benchmarks.support.baselines import (
     train_step,
     with_real_reduce_scatter,
 )
-from benchmarks.support.live_bytes import LiveBytes
+from benchmarks.support.live_bytes import peak_of_step
 from benchmarks.support.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
 from benchmarks.support.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
@@ -144,10 +143,10 @@ class Candidate:
         return train_step(model, optimizer, batches)
 
     def build_step(self, mesh: DeviceMesh) -> Step:
-        """A fresh model and optimizer, as a step for the memory oracle."""
+        """A fresh model and optimizer, as a step whose memory is measured."""
         case, training = self.case, self.training
         model = self.wrap(case.model(device=mesh.device_type), mesh)
-        if self.kind == "ddp":
+        if self.kind == "ddp" and dist.get_backend() == "fake":
             # DDP expects a tensor from its collective, which the fake group does not return.
             model.register_comm_hook(None, _already_reduced)
         optimizer = make_optimizer(model.parameters(), training)
@@ -168,15 +167,7 @@ class Candidate:
 
         Counted are all bytes beyond those that are alive before the model is built.
         """
-        gc.collect()
-        live = LiveBytes()
-        before = live.now
-        step = self.build_step(mesh)
-        for _ in range(WARMUP):
-            step()
-        live.start()
-        step()
-        return live.peak - before
+        return peak_of_step(lambda: self.build_step(mesh), warmup=WARMUP)
 
     def collectives(self, world_size: int) -> dict[str, int]:
         """Collectives of one step, by name; those of DDP are started in C++ and not seen."""

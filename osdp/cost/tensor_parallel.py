@@ -85,6 +85,8 @@ def with_exchanges(profile: Profile, rank: RankDesc, device: DeviceInfo) -> Prof
             backward=replace(
                 backward,
                 peak_bytes=backward.peak_bytes if peak is None else peak,
+                gradient_peak_bytes=backward.gradient_peak_bytes if peak is None else None,
+                bucket_peak_bytes=backward.bucket_peak_bytes if peak is None else None,
                 exchange_seconds=seconds(found, True),
             ),
         )

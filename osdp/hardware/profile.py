@@ -21,12 +21,19 @@ class PassProfile:
         peak_bytes: Peak of the live activation bytes during the pass, relative to its start; workspace
             included.
         exchange_seconds: Collectives of the tensor-parallel group, which block compute.
+        gradient_peak_bytes: The same peak in backward from the first gradient of a parameter on, which is
+            made when the pass may have freed some of what it began with; ``None`` if it makes none, or if
+            that is not known.
+        bucket_peak_bytes: The same from the moment on at which a parameter has got the first gradient, which
+            may then be copied into a bucket.
     """
 
     seconds: float
     live_bytes: int
     peak_bytes: int
     exchange_seconds: float = 0.0
+    gradient_peak_bytes: int | None = None
+    bucket_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class Segment:
         forward: Its forward work.
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
+        dropped_bytes: Bytes from before its block that its forward frees: nothing saves them for backward,
+            unless the block is recomputed from them.
     """
 
     module: str
@@ -91,6 +93,7 @@ class Segment:
     forward: Work
     backward: Work
     saved_bytes: Affine
+    dropped_bytes: Affine = Affine(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

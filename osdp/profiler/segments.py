@@ -40,7 +40,7 @@ from osdp.tracing.tensors import torch_dtype
 _WARMUP = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 2
+_METHOD = 3
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -198,16 +198,26 @@ def _subtract_clock(
 def _average_by_signature(
     model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
-    """By signature: mean seconds over its segments that ran, and the bytes of the first of them."""
+    """By signature: mean seconds over its segments that ran, and their most bytes."""
     ran: dict[str, list[int]] = defaultdict(list)
     for index, segment in enumerate(model_desc.segments):
         if TraceMoment(False, index) in seconds:
             ran[segment.signature].append(index)
 
     def pass_profile(indices: Sequence[int], backward: bool) -> PassProfile:
-        usage = memory.usage.get(TraceMoment(backward, indices[0]), Usage(0, 0))
-        mean = fmean(seconds.get(TraceMoment(backward, index), 0.0) for index in indices)
-        return PassProfile(mean, usage.live_bytes, usage.peak_bytes)
+        moments = [TraceMoment(backward, index) for index in indices]
+        found = [memory.usage.get(moment, Usage(0, 0)) for moment in moments]
+        late, given = (
+            [getattr(usage, name) for usage in found] for name in ("gradient_peak_bytes", "bucket_peak_bytes")
+        )
+        return PassProfile(
+            fmean(seconds.get(moment, 0.0) for moment in moments),
+            found[0].live_bytes,
+            # Equal segments may differ in the strides of their gradients, which a kernel copies to change.
+            max(usage.peak_bytes for usage in found),
+            gradient_peak_bytes=None if None in late else max(late),
+            bucket_peak_bytes=None if None in given else max(given),
+        )
 
     distinct = [segment.signature for segment in model_desc.distinct_segments]
     missing = [s for s in model_desc.distinct_segments if s.signature not in ran]

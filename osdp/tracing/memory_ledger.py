@@ -19,6 +19,9 @@ import torch
 
 from osdp.tracing.tensors import storage_key
 
+#: In place of a storage's number: a parameter gets its gradient.
+_GIVEN = -2
+
 
 @dataclass(frozen=True, slots=True)
 class TraceMoment:
@@ -30,10 +33,20 @@ class TraceMoment:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Activation bytes of one pass of an interval: net change, and peak relative to its start."""
+    """Activation bytes of one pass of an interval, relative to its start.
+
+    Attributes:
+        live_bytes: Net change.
+        peak_bytes: Peak.
+        gradient_peak_bytes: Peak from the first gradient of a parameter on; ``None`` if it makes none.
+        bucket_peak_bytes: Peak from the moment on at which a parameter gets the first gradient; ``None`` if
+            none does.
+    """
 
     live_bytes: int
     peak_bytes: int
+    gradient_peak_bytes: int | None = None
+    bucket_peak_bytes: int | None = None
 
 
 class Ledger:
@@ -49,7 +62,7 @@ class Ledger:
         self._resident = {storage_key(tensor) for tensor in resident}
         self._numbers: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._gradients: set[int] = set()
+        self._gradients: set[int] = {_GIVEN}
         self._events: list[tuple[TraceMoment, int, int]] = []
         self._count = 0
 
@@ -70,6 +83,10 @@ class Ledger:
         number = self.number(tensor)
         if number is not None:
             self._gradients.add(number)
+
+    def book_given(self) -> None:
+        """Record that a parameter has got its gradient."""
+        self._events.append((self.now, _GIVEN, 0))
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` in the timeline; ``None`` if it is not an activation."""
@@ -94,14 +111,33 @@ class Ledger:
         result: dict[TraceMoment, Usage] = {}
         starts: dict[TraceMoment, int] = {}
         for moment, number, change in self._events:
-            if number in self._gradients:
-                continue
             name = TraceMoment(moment.backward, place[moment.interval])
+            is_gradient = number in self._gradients
+            if is_gradient and change < 0:
+                continue
             start = starts.setdefault(name, running)
-            running += change
-            peak = result[name].peak_bytes if name in result else 0
-            result[name] = Usage(running - start, max(peak, running - start))
+            running += 0 if is_gradient else change
+            live, before = running - start, result.get(name, Usage(0, 0))
+            late, given = before.gradient_peak_bytes, before.bucket_peak_bytes
+            if late is not None or is_gradient:
+                late = live if late is None else max(late, live)
+            if given is not None or number == _GIVEN:
+                given = live if given is None else max(given, live)
+            result[name] = Usage(live, max(before.peak_bytes, live), late, given)
         return result
+
+    def freed_in_forward(self, place: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Storages that forward frees: the place that made each, the place that freed it, and its bytes."""
+        made: dict[int, int] = {}
+        found = []
+        for moment, number, change in self._events:
+            if moment.backward or number < 0:
+                continue
+            if number not in made:
+                made[number] = place[moment.interval]
+            else:
+                found.append((made[number], place[moment.interval], -change))
+        return found
 
     def _add(self, key: int, storage: torch.UntypedStorage) -> None:
         number, nbytes = self._count, storage.nbytes()

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from osdp.model.description import TensorSpec
 from osdp.tracing.memory_ledger import Ledger, TraceMoment
@@ -73,6 +74,20 @@ class Recorder(TorchDispatchMode):
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
         self._saved: set[int] = set()
         self._last = 0
+        self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._give) for parameter in self._trained
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
         """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
@@ -132,6 +147,9 @@ class Recorder(TorchDispatchMode):
         if parameter not in self._contributed and gradients[index] is not None:
             self._contributed.add(parameter)
             self.ledger.book_gradient(gradients[index])
+
+    def _give(self, parameter: torch.Tensor) -> None:
+        self.ledger.book_given()
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         number = self.ledger.number(tensor)

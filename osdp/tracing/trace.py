@@ -5,8 +5,8 @@ depend on the batch are the line through the two.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,25 @@ class _SegmentTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """One fake run: its segments, the modules that ran, and whether single random numbers were large."""
+    """One fake run: its segments, the modules that ran, and whether single random numbers were large.
+
+    Attributes:
+        freed: What forward frees, as :meth:`osdp.tracing.memory_ledger.Ledger.freed_in_forward` gives it.
+    """
 
     segments: list[_SegmentTrace]
     modules: tuple[str, ...]
     largest_draws: bool
+    freed: list[tuple[int, int, int]]
+
+    def dropped(self, blocks: Iterable[Sequence[int]]) -> list[int]:
+        """Bytes from before its block that each segment frees, given the segments of each block."""
+        found = [0] * len(self.segments)
+        begin = {index: block[0] for block in blocks for index in block}
+        for made, freed, nbytes in self.freed:
+            if made < begin.get(freed, 0):
+                found[freed] += nbytes
+        return found
 
 
 def describe(
@@ -86,7 +100,7 @@ def describe(
     blocks = find_blocks(twin, _digests(trace))
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
     operators = tuple(replace(operator, cut=_slice_spec(model, operator)) for operator in found)
-    return ModelDesc(
+    desc = ModelDesc(
         name=type(model).__name__,
         sample=batch.specs,
         sample_names=batch.names,
@@ -96,6 +110,17 @@ def describe(
         operators=operators,
         modules=trace.modules,
     )
+    return _with_dropped(desc, trace, double or trace)
+
+
+def _with_dropped(desc: ModelDesc, trace: _Trace, double: _Trace) -> ModelDesc:
+    blocks = desc.block_segments.values()
+    both = zip(trace.dropped(blocks), double.dropped(blocks), strict=True)
+    dropped = [_line(one, two, desc.local_batch) for one, two in both]
+    segments = [
+        replace(segment, dropped_bytes=nbytes) for segment, nbytes in zip(desc.segments, dropped, strict=True)
+    ]
+    return replace(desc, segments=tuple(segments))
 
 
 def _slice_spec(model: nn.Module, operator: Operator) -> SliceSpec | None:
@@ -165,7 +190,7 @@ def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws
         for place, index in enumerate(filled)
     ]
     modules = dict.fromkeys(interval.module for interval in intervals)
-    return _Trace(segments, tuple(modules), draws.largest)
+    return _Trace(segments, tuple(modules), draws.largest, recorder.ledger.freed_in_forward(place))
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:
@@ -231,8 +256,12 @@ def _work(one: _PassTrace, two: _PassTrace, local_batch: int) -> Work:
 
 def _affine(one: Any, two: Any, local_batch: int, quantity: Callable[[Any], int]) -> Affine:
     """The line through ``one`` at ``local_batch`` and ``two`` at twice that."""
-    rise = quantity(two) - quantity(one)
-    return Affine(constant=float(quantity(one) - rise), per_sample=rise / local_batch)
+    return _line(quantity(one), quantity(two), local_batch)
+
+
+def _line(one: int, two: int, local_batch: int) -> Affine:
+    rise = two - one
+    return Affine(constant=float(one - rise), per_sample=rise / local_batch)
 
 
 def _signature(segment: _SegmentTrace) -> str:
@@ -241,7 +270,7 @@ def _signature(segment: _SegmentTrace) -> str:
     Memory is included, since it depends on the neighbours, too: on whether they still need a tensor.
     """
     facts = [
-        (one.tally.digest.hexdigest(), one.tally.saved_bytes, one.usage.live_bytes, one.usage.peak_bytes)
+        (one.tally.digest.hexdigest(), one.tally.saved_bytes, astuple(one.usage))
         for one in (segment.forward, segment.backward)
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -115,5 +115,7 @@ def random_model(
 def _random_segment(rng: random.Random, signature: str) -> SegmentProfile:
     saved = rng.randrange(0, 200_000)
     forward = PassProfile(rng.uniform(0, 5e-3), saved, saved + rng.randrange(0, 100_000))
-    backward = PassProfile(rng.uniform(0, 8e-3), -saved, rng.randrange(0, 150_000))
+    peak = rng.randrange(0, 150_000)
+    late = rng.choice([None, rng.randrange(-saved, peak + 1)])
+    backward = PassProfile(rng.uniform(0, 8e-3), -saved, peak, gradient_peak_bytes=late)
     return SegmentProfile(signature, forward, backward, saved)

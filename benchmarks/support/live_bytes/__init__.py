@@ -6,11 +6,13 @@ backend. So the ranks of a measurement are started with a small library in front
 """
 
 import ctypes
+import gc
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("counter.c")
@@ -73,3 +75,21 @@ class LiveBytes:
         if self._counter.lost_bytes():
             raise RuntimeError("more blocks were alive than the counter has places for")
         return int(self._counter.peak_bytes())
+
+
+def peak_of_step(build_step: Callable[[], Callable[[], object]], *, warmup: int = 2) -> int:
+    """Peak over a whole step beyond what is alive before anything is built, in this process; bytes.
+
+    Args:
+        build_step: Builds the model, its optimizer and its batch, and returns what runs one whole step.
+        warmup: Steps before the measured one; optimizer states and lazily made buffers are then in place.
+    """
+    gc.collect()
+    live = LiveBytes()
+    before = live.now
+    step = build_step()
+    for _ in range(warmup):
+        step()
+    live.start()
+    step()
+    return live.peak - before

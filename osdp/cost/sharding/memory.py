@@ -160,7 +160,10 @@ class View(Protocol):
         """
 
     def recomputation(self, *, excess: bool) -> Floats:
-        """Activations that recomputed blocks drop (negative); with ``excess`` also what rerunning needs."""
+        """Activations that recomputed blocks drop (negative), and inputs that they hold.
+
+        With ``excess`` also what rerunning needs.
+        """
 
 
 def _forward(view: View) -> Floats:
@@ -188,8 +191,8 @@ def _gathered(units: UnitCosts) -> Floats:
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
     activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
-    in_flight = view.problem.in_flight[view.region]
-    running = _running(view, lambda: _made(view), in_flight)
+    delay = view.problem.arrivals.delay[view.region]
+    running = _running(view, lambda: _made(view, delay), lambda own: _arrived(view, own))
     units = view.kept_before() + view.own(running) + view.gradients_after()
     return activations + units + view.held_input() + view.prefetched()
 
@@ -232,31 +235,51 @@ def _reduce(view: View) -> Floats:
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
-def _running(view: View, more: Callable[[], Floats], in_flight: Any = 0.0) -> Floats:
+def _running(
+    view: View, more: Callable[[], Floats], arrived: Callable[[Floats], Floats] = lambda own: own
+) -> Floats:
     """Bytes of the unit inside in backward: its parameters and ``more`` if sharded, else its gradients.
 
-    Among these is one on its way into a buffer: that of a slice, or at most ``in_flight``.
+    Those of a replicated unit are what ``arrived`` makes of its bucket; a slice is on its way beside them.
     """
     units = view.units
-    own = np.where(units.sharded, units.unsharded, view.gradients.after)
-    arriving = np.where(
-        view.inside(units.sliced),
-        view.inside(units.largest_gradient),
-        np.minimum(view.inside(units.largest_gradient), in_flight),
-    )
-    sharded = view.inside(units.sharded)
-    return view.inside(own) + np.where(sharded, more(), arriving)
+    own = view.inside(np.where(units.sharded, units.unsharded, view.gradients.after))
+    slices = own + view.inside(units.largest_gradient)
+    replicated = np.where(view.inside(units.sliced), slices, arrived(own))
+    return np.where(view.inside(units.sharded), own + more(), replicated)
 
 
-def _made(view: View) -> Floats:
-    """Gradients of the unit inside that exist once the backward of the region runs."""
+def _arrived(view: View, bucket: Floats) -> Floats:
+    """What the gradients of a replicated unit inside add to the highest moment of a region in backward.
+
+    The operator whose backward comes first makes its gradients, then opens the ``bucket`` with one of them
+    on its way into it; those of the others find it open.
+    """
+    arrivals, region = view.problem.arrivals, view.region
+    largest = view.inside(view.units.largest_gradient)
+    delay = arrivals.delay[region]
+    made = _gradient_at(view.problem, region // 2) - delay
+    opening = bucket + np.minimum(largest, arrivals.into_bucket[region]) - arrivals.bucket_delay[region]
+    found_open = bucket + np.maximum(np.minimum(largest, arrivals.in_flight[region]) - delay, 0.0)
+    opens = view.inside(2 * view.units.stop - 1) == region
+    return np.asarray(np.where(opens, np.maximum(np.maximum(made, opening), 0.0), found_open))
+
+
+def _made(view: View, delay: Any = 0.0) -> Floats:
+    """Gradients of the unit inside that exist once the backward of the region runs.
+
+    Those of the running operator count by what they add to the highest moment, which is by ``delay`` above
+    the highest with one of them.
+    """
     units, prefix, operator = view.units, view.problem.costs.gradient, view.region // 2
     start, stop = view.inside(units.start), view.inside(units.stop)
     made = prefix[stop] - prefix[np.minimum(np.maximum(start, operator), stop)]
+    running = _gradient_at(view.problem, operator)
+    made = made - np.minimum(running, delay)
     if view.problem.settings.keeps_gradients:
-        # Gradients are added in place as they come, unless the sum is of another dtype.
+        # Gradients are added in place as they come, and freed then, unless the sum is of another dtype.
         in_place = view.inside(units.accumulated == units.gradient)
-        made = np.where(in_place, _gradient_at(view.problem, operator), made)
+        made = np.where(in_place, np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0), made)
     return np.asarray(made)
 
 
@@ -302,6 +325,17 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
     """Bytes that each unit gathers again for its backward, ``(U,)``; while ``gathering`` with the buffers."""
     gathered = units.unsharded + units.gather_buffers if gathering else units.unsharded
     return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
+
+
+def held_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
+    """Input of each unit's reduce-scatter, ``(U,)``, beyond what its gradients take throughout the step.
+
+    Where unsharded gradients are kept over the microbatches, only the last backward reduces, and those of the
+    unit are freed then.
+    """
+    if not settings.keeps_gradients:
+        return units.reduce_input
+    return np.maximum(units.reduce_input + units.gradient_kept - units.accumulated, 0.0)
 
 
 # -- moments that are one sum over all units --------------------------------------------------------------

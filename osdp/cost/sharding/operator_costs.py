@@ -38,6 +38,7 @@ class OperatorCosts:
     local_whole: Floats
     num_trainable: Floats
     copy_in: Floats
+    cast_in: Floats  # not a prefix sum: shape (K,)
     largest_gradient: Floats  # not a prefix sum: shape (K,)
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
@@ -101,6 +102,10 @@ def _cost_in(
         copy_in=_prefix(
             [_copy_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators]
         ),
+        cast_in=np.array(
+            [_cast_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators],
+            dtype=float,
+        ),
         largest_gradient=np.array(
             [max(_gradients(op, training), default=0) for op in operators], dtype=float
         ),
@@ -131,15 +136,25 @@ def _gradients(operator: Operator, training: Training) -> list[int]:
     return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
 
 
+def _padded(parameter: Parameter, world_size: int, training: Training) -> int:
+    """Bytes of its gradient, padded for the shards."""
+    return padded_numel(parameter.shape, world_size) * DTYPE_BYTES[training.param_dtype or parameter.dtype]
+
+
 def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
-    """Temporaries of ``torch._chunk_cat`` on CPU: padded copies, and a full copy if the dtype changes."""
-    total = 0
-    for p in _trainable(operator):
-        computed = training.param_dtype or p.dtype
-        padded = padded_numel(p.shape, world_size) * DTYPE_BYTES[computed]
-        uneven = bool(p.shape) and p.shape[0] % world_size != 0
-        total += padded * (uneven + (training.reduce_dtype not in (None, computed)))
-    return total
+    """Temporaries of ``torch._chunk_cat`` on CPU that are alive together: copies of what it pads."""
+    uneven = [p for p in _trainable(operator) if p.shape and p.shape[0] % world_size != 0]
+    return sum(_padded(p, world_size, training) for p in uneven)
+
+
+def _cast_in(operator: Operator, world_size: int, training: Training) -> int:
+    """Its temporary if the dtype changes, which holds one gradient after the other."""
+    cast = [
+        p
+        for p in _trainable(operator)
+        if training.reduce_dtype not in (None, training.param_dtype or p.dtype)
+    ]
+    return max((_padded(p, world_size, training) for p in cast), default=0)
 
 
 def _gathered(operator: Operator, world_size: int, training: Training) -> int:

@@ -15,6 +15,7 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
+    held_inputs,
     last_in_root,
     lasting_gradients,
     moment_kinds,
@@ -100,11 +101,13 @@ class _Plan:
         self.regions = np.arange(2 * len(problem.timeline.chain) + 1)
         self.low = np.searchsorted(2 * units.stop - 1, self.regions, side="left")
         self.high = np.searchsorted(2 * units.start + 1, self.regions, side="right")
-        #: Activations that recomputed blocks drop (negative), and memory that rerunning their forward needs
-        #: beyond their backward, in each region, ``(2K + 1,)``.
+        #: Activations that recomputed blocks drop (negative) and inputs that they hold, and memory that
+        #: rerunning their forward needs beyond their backward, in each region, ``(2K + 1,)``.
         again, start, size = problem.timeline.recompute, units.start[units.recomputed], len(self.regions)
         begins = np.bincount(again.until[start] + 1, again.saving[start], minlength=size + 1)[:size]
-        self.dropped: Floats = -np.cumsum(begins, dtype=np.float64)
+        holds = np.bincount(2 * start, again.held[start], minlength=size + 1)[:size]
+        holds -= np.bincount(again.until[start] + 1, again.held[start], minlength=size + 1)[:size]
+        self.dropped: Floats = np.cumsum(holds - begins, dtype=np.float64)
         rerun = np.bincount(np.maximum(again.until[start] - 1, 0), again.excess[start], minlength=size)
         self.rerun: Floats = np.asarray(rerun, dtype=np.float64)
 
@@ -161,7 +164,8 @@ class _PlanView:
 
     def held_input(self) -> Floats:
         following = self._plan.next_sharded[self._high]
-        return np.where(following < len(self.units.start), _at(self.units.reduce_input, following), 0.0)
+        inputs = held_inputs(self.units, self.problem.settings)
+        return np.where(following < len(self.units.start), _at(inputs, following), 0.0)
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
         last = self._plan.last_sharded[self._low]

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osdp.arrays import Floats
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
 from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, UnitStrategy, strategy_table
-from osdp.cost.sharding.timeline import Backward, Timeline, build_timeline, gradients_in_flight
+from osdp.cost.sharding.timeline import (
+    Backward,
+    GradientArrivals,
+    Timeline,
+    build_timeline,
+    gradient_arrivals,
+)
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
@@ -64,7 +69,7 @@ class ShardingProblem:
         device: The devices.
         training: The training.
         profile: The profile.
-        in_flight: Bytes that a gradient on its way into a buffer adds to regions of backward, ``(2K + 1,)``.
+        arrivals: When gradients of the chain's operators appear in backward.
         plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
             are plain tensors instead of DTensors.
         root_group: Index of the root unit's shard group.
@@ -76,7 +81,7 @@ class ShardingProblem:
     device: DeviceInfo
     training: Training
     profile: Profile
-    in_flight: Floats
+    arrivals: GradientArrivals
     plain_saving: float = 0.0
     root_group: int = 0
 
@@ -166,7 +171,7 @@ def build_problem(
         device=device,
         training=training,
         profile=profile,
-        in_flight=gradients_in_flight(timeline, model_desc, training),
+        arrivals=gradient_arrivals(timeline, model_desc, training),
         plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
     )
 

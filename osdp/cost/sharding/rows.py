@@ -21,6 +21,7 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
+    held_inputs,
     lasting_gradients,
     resharded,
     root_always,
@@ -119,7 +120,8 @@ class _RowView:
         units, start = self.units, self.moment.after
         if start < 0:
             return self._row(0.0)
-        return self._row(self._nearest(units.reduce_input, self._after & units.sharded, start, is_last=False))
+        inputs = held_inputs(units, self.problem.settings)
+        return self._row(self._nearest(inputs, self._after & units.sharded, start, is_last=False))
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
         units, moment = self.units, self.moment
@@ -149,6 +151,8 @@ class _RowView:
         again, units = self.problem.timeline.recompute, self.units
         until = again.until[units.start]
         row = np.where(units.recomputed & (until < self.region), -again.saving[units.start], 0.0)
+        inside = (2 * units.start <= self.region) & (until >= self.region)
+        row += np.where(units.recomputed & inside, again.held[units.start], 0.0)
         if excess:
             # Rerunning the block's forward comes first, in its last region.
             row += np.where(units.recomputed & (until - 1 == self.region), again.excess[units.start], 0.0)

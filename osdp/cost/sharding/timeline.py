@@ -62,6 +62,8 @@ class RecomputeSpan:
         until: Region after the block's last operator, from which on they are freed.
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
             backward of its last operator needs.
+        held: Bytes from before the block that its forward would free, and that are kept for the rerun until
+            its backward has ended.
         seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
@@ -69,6 +71,7 @@ class RecomputeSpan:
     saving: Floats
     until: Ints
     excess: Floats
+    held: Floats
     seconds: Floats
     possible: Bools
 
@@ -85,6 +88,8 @@ class Timeline:
         backward_live: Activation bytes after the backward of each segment and, last, after forward, shape
             ``(S + 1,)``.
         backward_high: Highest activation bytes of each segment's backward, shape ``(S,)``.
+        backward_late: The same from its first gradient of a parameter on, shape ``(S,)``.
+        backward_given: The same from the moment on at which a parameter has got it, shape ``(S,)``.
         bounds: First segment of each region, and the number of segments; length ``2K + 2``.
         forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
         final: Activation bytes left after backward.
@@ -103,6 +108,8 @@ class Timeline:
     forward_peak: Floats
     backward_live: Floats
     backward_high: Floats
+    backward_late: Floats
+    backward_given: Floats
     bounds: tuple[int, ...]
     forward_start: Floats
     final: float
@@ -123,7 +130,7 @@ class Timeline:
         """Backward memory of the activations together with given gradients.
 
         Args:
-            gradients: Pairs of a segment and the bytes that are alive from its backward on.
+            gradients: Pairs of a segment and the bytes that are alive from its first gradient on.
         """
         arriving = np.zeros(len(self.backward_live))
         for segment, nbytes in gradients:
@@ -133,7 +140,8 @@ class Timeline:
         there = np.cumsum(arriving[::-1])[::-1]
         firsts, ends = np.array(self.bounds[1:-1:2], dtype=int), np.array(self.bounds[2:-1:2], dtype=int)
         live = self.backward_live + there
-        return Backward(_region_max(self.backward_high + there[:-1], self.bounds), live[ends], live[firsts])
+        high = np.maximum(self.backward_high + there[1:], self.backward_late + there[:-1])
+        return Backward(_region_max(high, self.bounds), live[ends], live[firsts])
 
 
 def split_operators(model_desc: ModelDesc) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
@@ -176,6 +184,8 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
     firsts = np.array([op.first for op in chain], dtype=int)
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     high = downs[1:] + np.array(down_peaks)
+    late_peaks = _peaks_from(down_peaks, [p.gradient_peak_bytes for p in backward])
+    given_peaks = _peaks_from(late_peaks, [p.bucket_peak_bytes for p in backward])
     # 3. Seconds of each segment, tensor-parallel collectives included.
     forward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in forward])
     backward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in backward])
@@ -185,6 +195,8 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
         forward_peak=_region_max(ups[:-1] + np.array(up_peaks), bounds),
         backward_live=downs,
         backward_high=high,
+        backward_late=downs[1:] + np.array(late_peaks),
+        backward_given=downs[1:] + np.array(given_peaks),
         bounds=tuple(bounds),
         forward_start=ups[firsts],
         final=float(max(downs[0], 0.0)),
@@ -202,28 +214,62 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
     )
 
 
-def gradients_in_flight(timeline: Timeline, model_desc: ModelDesc, training: Training) -> Floats:
-    """What a gradient on its way into a buffer adds to the highest moment of each region in backward.
+@dataclass(frozen=True, slots=True)
+class GradientArrivals:
+    """When gradients of operators appear in their backward, shapes ``(2K + 1,)``; bytes, 0 in gaps.
 
-    It is alive in the backward of the segments that use its parameter, and the highest activation of a region
-    may be elsewhere. Shape ``(2K + 1,)``.
+    A gradient comes when some of what the backward began with may be freed, and opens a bucket once it is
+    whole, when even more may be.
+
+    Attributes:
+        delay: By how much the highest moment of a region is above the highest with a gradient of its
+            operator.
+        in_flight: What a gradient on its way into a buffer adds to the latter.
+        bucket_delay: By how much it is above the highest with a bucket that the operator has opened.
+        into_bucket: What a gradient on its way into that bucket adds to the latter.
+    """
+
+    delay: Floats
+    in_flight: Floats
+    bucket_delay: Floats
+    into_bucket: Floats
+
+
+def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Training) -> GradientArrivals:
+    """When the gradients of the chain's operators appear.
+
+    One on its way into a buffer is alive in the backward of the segments that use its parameter, and the
+    highest activation of a region may be elsewhere.
     """
     arriving = np.zeros(len(model_desc.segments))
+    late, given = timeline.backward_high.copy(), timeline.backward_high.copy()
     for operator in timeline.chain:
         window = range(operator.first, operator.last + 1)
+        using = [i for i in window if operator.name in model_desc.segments[i].operators]
+        # Backward goes from the last segment to the first.
+        first = max(using, default=operator.last)
+        late[first], given[first] = timeline.backward_late[first], timeline.backward_given[first]
+        late[first + 1 : operator.last + 1] = given[first + 1 : operator.last + 1] = EMPTY
         for parameter in operator.parameters:
             if not parameter.trainable:
                 continue
             owner = parameter.name.rpartition(".")[0]
-            users = [i for i in window if operator.name in model_desc.segments[i].operators]
-            users = [i for i in users if model_desc.segments[i].module == owner] or users or list(window)
+            users = [i for i in using if model_desc.segments[i].module == owner] or using or list(window)
             if len({model_desc.segments[i].call for i in users}) > 1:
                 # Autograd keeps what the later call adds until the earlier one has added to it.
                 users = list(range(users[0], users[-1] + 1))
             nbytes = parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
             arriving[users] = np.maximum(arriving[users], nbytes)
-    high, bounds = timeline.backward_high, timeline.bounds
-    return _region_max(high + arriving, bounds) - _region_max(high, bounds)
+    bounds = timeline.bounds
+    highest, with_gradient, with_bucket = (
+        _region_max(values, bounds) for values in (timeline.backward_high, late, given)
+    )
+    return GradientArrivals(
+        delay=highest - with_gradient,
+        in_flight=_region_max(late + arriving, bounds) - with_gradient,
+        bucket_delay=highest - with_bucket,
+        into_bucket=_region_max(given + arriving, bounds) - with_bucket,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +302,7 @@ def _recompute(
                      block's ops  handed_on   only its outputs stay alive if it is recomputed
     """
     count = len(chain)
-    floats = {name: np.zeros(count) for name in ("saving", "excess", "seconds")}
+    floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "seconds")}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
     released = _released_later(model_desc, walk)
     previous = ""
@@ -278,6 +324,8 @@ def _recompute(
         last = chain[stop - 1]
         floats["saving"][start] = saving
         floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
+        dropped = sum(segment.dropped_bytes(local_batch) for segment in model_desc.segments[a:b])
+        floats["held"][start] = max(dropped, 0.0)
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)
@@ -316,6 +364,11 @@ def _loose_bytes(model_desc: ModelDesc, profile: Profile) -> int:
     # optimizer states, and for a few activations of each segment.
     parameters = sum(len(operator.parameters) for operator in model_desc.operators)
     return LOOSE_BYTES + GPU_BLOCK * _BLOCKS_EACH * (parameters + len(model_desc.segments))
+
+
+def _peaks_from(peaks: Sequence[int], later: Sequence[int | None]) -> list[int]:
+    """``later`` peaks, which are none of ``peaks`` exceeded; those where they are not known."""
+    return [peak if late is None else min(late, peak) for peak, late in zip(peaks, later, strict=True)]
 
 
 def _region_max(values: Floats, bounds: Sequence[int]) -> Floats:

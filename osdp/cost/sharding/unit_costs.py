@@ -83,7 +83,8 @@ def _cost_units_in(
     # output.
     last = np.append(costs.last_gradient, 0.0)[b - 1]
     beside = shard_group.reduce_buffers * reduce_input
-    copying = np.maximum(span(costs.gradient) + span(costs.copy_in), last + beside)
+    copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
+    copying = np.maximum(span(costs.gradient) + copies, last + beside)
     # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
     reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if shard_group.across is not None:
@@ -106,7 +107,7 @@ def _cost_units_in(
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
         gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
-        reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, span(costs.copy_in)), 0.0),
+        reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, copies), 0.0),
         reduce_peak=np.where(
             sharded, reduce_input + np.where(own, copying, beside - span(costs.gradient)), 0.0
         ),
@@ -114,7 +115,9 @@ def _cost_units_in(
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
         largest_gradient=np.where(
-            own | (~np.bool_(costs.accumulates) & (sharded | (count <= 1))),
+            # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
+            own
+            | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & (bucket == span(costs.gradient))))),
             0.0,
             _range_max(costs.largest_gradient, a, b),
         ),

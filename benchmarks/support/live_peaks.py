@@ -1,0 +1,161 @@
+"""Peaks of candidates on real gloo ranks, which count their live bytes, and training within limits."""
+
+import gc
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.candidates import WARMUP, Candidate, OsdpWrap, live_mesh
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.live_bytes import preload
+from benchmarks.support.models import CASES
+from osdp import DeviceInfo, ModelDesc, Plan, Training, codec
+from osdp.text import format_bytes
+
+TIMEOUT = 1800
+
+#: What a rank may take beside the live bytes of its model: Python's own objects, and the rest of the last
+#: page of each block.
+OTHER_BYTES = 2**24
+
+#: Each large block is a mapping of its own, which goes back to the system when it is freed, and threads share
+#: one heap: then ``VmData`` follows the live bytes (mallopt(3)).
+GIVE_BACK = {
+    "MALLOC_MMAP_MAX_": str(2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(2**16),
+    "MALLOC_TRIM_THRESHOLD_": str(2**16),
+    "MALLOC_TOP_PAD_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "GLIBC_TUNABLES": "",
+}
+
+#: What torch, numpy or Python say when the system gives no more memory.
+REFUSALS = (
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "bad_alloc",
+)
+
+
+def live_peaks(candidates: Sequence[Candidate], world_size: int) -> list[int]:
+    """The peak of live bytes of each candidate over a whole step, on the worst of ``world_size`` gloo ranks.
+
+    Not counted is what a library keeps for good when it first runs a model, such as the kernels that oneDNN
+    generates: each model is run once before.
+
+    Raises:
+        WorkerError: A rank failed.
+        NoCompilerError: There is no C compiler to build the counter with.
+    """
+    worker = "benchmarks.support.live_peaks:measure"
+    orders = list(map(_order, candidates))
+    by_rank = launch(worker, world_size, {"orders": orders}, timeout=TIMEOUT, environment=preload())
+    return [max(peaks) for peaks in zip(*by_rank, strict=True)]
+
+
+def measure(rank: int, world_size: int, *, orders: Sequence[dict[str, Any]]) -> list[int]:
+    """Worker: the peak of each candidate on this rank."""
+    del rank, world_size
+    mesh, found, seen = live_mesh(), [], set()
+    for order in orders:
+        candidate = _candidate(order)
+        kernels = (candidate.case.name, candidate.training.local_batch, candidate.training.param_dtype)
+        if kernels not in seen:
+            candidate.live_bytes(mesh)
+            seen.add(kernels)
+        found.append(candidate.live_bytes(mesh))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a candidate did under a limit.
+
+    Attributes:
+        survived: Whether all ranks ended their steps.
+        why: What the system said if they did not.
+    """
+
+    survived: bool
+    why: str = ""
+
+
+def run_within(candidate: Candidate, world_size: int, limit: int) -> Outcome:
+    """Train whole steps on ranks of which each may take ``limit`` bytes beyond what it has before the model.
+
+    The kernel enforces it (``RLIMIT_DATA``, getrlimit(2): what a process may map to write), and needs no
+    rights for it. Beside the limit a rank has :data:`OTHER_BYTES`.
+
+    Raises:
+        WorkerError: A rank failed for another reason.
+    """
+    worker = "benchmarks.support.live_peaks:train_within"
+    order = _order(candidate)
+    try:
+        launch(worker, world_size, {"order": order, "limit": limit}, timeout=TIMEOUT, environment=GIVE_BACK)
+    except WorkerError as error:
+        refusal = next((line for line in str(error).splitlines() if any(r in line for r in REFUSALS)), None)
+        if refusal is None:
+            raise
+        return Outcome(False, refusal.strip())
+    return Outcome(True)
+
+
+def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: int) -> None:
+    """Worker: whole steps under the limit, after the same steps of the same candidate without it.
+
+    Raises:
+        MemoryError: The system gave no more memory.
+    """
+    del rank, world_size
+    candidate, mesh = _candidate(order), live_mesh()
+    # What libraries keep for good is there then.
+    _train(candidate, mesh)
+    gc.collect()
+    base = _data_bytes()
+    most = base + limit + OTHER_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    try:
+        _train(candidate, mesh)
+    except RuntimeError as error:
+        raise MemoryError(
+            f"beyond {format_bytes(base)} a rank may take {format_bytes(most - base)}: {error}"
+        ) from error
+
+
+def _train(candidate: Candidate, mesh: Any) -> None:
+    step = candidate.build_step(mesh)
+    for _ in range(WARMUP + 1):
+        step()
+
+
+def _data_bytes() -> int:
+    """What this process has mapped to write (``VmData``, proc(5))."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024
+
+
+def _order(candidate: Candidate) -> dict[str, Any]:
+    """``candidate`` as plain JSON values."""
+    values: list[Any] = [candidate.training]
+    if candidate.osdp is not None:
+        values += [candidate.osdp.model_desc, candidate.osdp.device, candidate.osdp.plan]
+    plain = {"kind": candidate.kind, "case": candidate.case.name, "group_size": candidate.group_size}
+    return plain | {type(value).__name__: codec.to_json(value) for value in values}
+
+
+def _candidate(order: dict[str, Any]) -> Candidate:
+    training = codec.from_json(Training, order["Training"])
+    osdp = None
+    if "Plan" in order:
+        osdp = OsdpWrap(
+            codec.from_json(ModelDesc, order["ModelDesc"]),
+            codec.from_json(DeviceInfo, order["DeviceInfo"]),
+            codec.from_json(Plan, order["Plan"]),
+        )
+    return Candidate(order["kind"], CASES[order["case"]], training, osdp, order["group_size"])
