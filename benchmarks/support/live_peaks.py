@@ -31,6 +31,9 @@ GIVE_BACK = {
     "GLIBC_TUNABLES": "",
 }
 
+#: A shell that starts a rank with small stacks: a thread's counts as a whole, and each group of gloo has two.
+SMALL_STACKS = ("sh", "-c", 'ulimit -s 2048 && exec "$@"', "sh")
+
 #: What torch, numpy or Python say when the system gives no more memory.
 REFUSALS = (
     "not enough memory",
@@ -96,7 +99,14 @@ def run_within(candidate: Candidate, world_size: int, limit: int) -> Outcome:
     worker = "benchmarks.support.live_peaks:train_within"
     order = _order(candidate)
     try:
-        launch(worker, world_size, {"order": order, "limit": limit}, timeout=TIMEOUT, environment=GIVE_BACK)
+        launch(
+            worker,
+            world_size,
+            {"order": order, "limit": limit},
+            timeout=TIMEOUT,
+            prefixes=[SMALL_STACKS] * world_size,
+            environment=GIVE_BACK,
+        )
     except WorkerError as error:
         refusal = next((line for line in str(error).splitlines() if any(r in line for r in REFUSALS)), None)
         if refusal is None:

@@ -80,8 +80,8 @@ class Segment:
         forward: Its forward work.
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
-        dropped_bytes: Bytes from before its block that its forward frees: nothing saves them for backward,
-            unless the block is recomputed from them.
+        dropped_bytes: Bytes from before its block, or from before the block that it follows, that its forward
+            frees: nothing saves them for backward, unless that block is recomputed from them.
     """
 
     module: str

@@ -5,7 +5,7 @@ depend on the batch are the line through the two.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -60,10 +60,12 @@ class _Trace:
     largest_draws: bool
     freed: list[tuple[int, int, int]]
 
-    def dropped(self, blocks: Iterable[Sequence[int]]) -> list[int]:
+    def dropped(self, blocks: Collection[Sequence[int]]) -> list[int]:
         """Bytes from before its block that each segment frees, given the segments of each block."""
         found = [0] * len(self.segments)
-        begin = {index: block[0] for block in blocks for index in block}
+        # What the caller of a block still held is freed in its own code, right after the block.
+        begin = {block[-1] + 1: block[0] for block in blocks}
+        begin |= {index: block[0] for block in blocks for index in block}
         for made, freed, nbytes in self.freed:
             if made < begin.get(freed, 0):
                 found[freed] += nbytes

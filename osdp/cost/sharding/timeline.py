@@ -305,6 +305,7 @@ def _recompute(
     floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "seconds")}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
     released = _released_later(model_desc, walk)
+    in_blocks = {index for inside in model_desc.block_segments.values() for index in inside}
     previous = ""
     for block, start, stop in _whole_blocks(chain):
         stack, before = block.rpartition(".")[0], previous
@@ -314,9 +315,13 @@ def _recompute(
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
         handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
+        # What the block was given is kept for the rerun, even where its caller drops it afterwards.
+        dropped = [segment.dropped_bytes(local_batch) for segment in model_desc.segments[a : b + 1]]
+        afterwards = dropped[-1] if b < len(model_desc.segments) and b not in in_blocks else 0.0
         # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
         # throughout.
-        saving = walk.up[b] - walk.up[a] - handed_on - (released if stack != before else 0.0)
+        held_on = max(afterwards, released if stack != before else 0.0)
+        saving = walk.up[b] - walk.up[a] - handed_on - held_on
         if saving <= 0:
             continue
         # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
@@ -324,8 +329,7 @@ def _recompute(
         last = chain[stop - 1]
         floats["saving"][start] = saving
         floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
-        dropped = sum(segment.dropped_bytes(local_batch) for segment in model_desc.segments[a:b])
-        floats["held"][start] = max(dropped, 0.0)
+        floats["held"][start] = sum(dropped[: b - a]) + afterwards
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)

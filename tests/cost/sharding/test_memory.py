@@ -1,18 +1,20 @@
 """The memory formulas: their two readers against each other, and moments that were counted by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.sharding.peaks import mildest_violation, step_peaks
-from osdp.cost.sharding.problem import build_problem, cost_root
+from osdp.cost.sharding.problem import ShardingProblem, build_problem, cost_root
 from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import cost_spans
-from osdp.cost.sharding.strategies import FULL_SHARD, ROOT
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, ROOT
 from osdp.cost.sharding.timeline import LOOSE_BYTES
+from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, Work
@@ -114,6 +116,80 @@ def test_what_is_gathered_ahead_is_there_twice_where_messages_are_copied(copies:
     assert peaks.get("prefetch") == ((shards + 2 + 2 * 8) * MIB if copies else None)
     # Its gradient comes when the copy is gone; of the first unit: whole, its gradient, the second's input.
     assert peaks["backward"] == (shards + 1 + 8 + 8 + 2) * MIB
+
+
+def highest_in_backward(problem: ShardingProblem, units: UnitCosts) -> float:
+    """Bytes of the highest moment of compute in backward."""
+    root = cost_root(problem, (), (), has_unit=False)
+    return next(
+        peak - LOOSE_BYTES for peak, moment in step_peaks(problem, units, root) if moment.kind == "backward"
+    )
+
+
+def test_gradients_and_buckets_count_from_when_they_are_there() -> None:
+    """Of 10 MiB at which a backward begins, 6 are left when it makes its gradient and 1 when it has it."""
+    model_desc, profile = stack(2, 8)
+    first, last = profile.segments
+    begins = PassProfile(0.0, 0, 10 * MIB, gradient_peak_bytes=6 * MIB, bucket_peak_bytes=MIB)
+    profile = replace(profile, segments=(first, replace(last, backward=begins)))
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    # One bucket of 10: the gradient of 8 is copied into it.
+    replicated = cost_spans(problem, [(0, 2, NO_SHARD)])
+    assert highest_in_backward(problem, replicated) == (10 + max(10, 6 + 8, 1 + 10 + 8)) * MIB
+    # Its only gradient is the bucket.
+    alone = cost_spans(problem, [(0, 1, NO_SHARD), (1, 2, NO_SHARD)])
+    assert highest_in_backward(problem, alone) == (10 + max(10, 6 + 8, 1 + 8)) * MIB
+    sharded = cost_spans(problem, [(0, 2, FULL_SHARD)])
+    assert highest_in_backward(problem, sharded) == (5 + 10 + max(10, 6 + 8)) * MIB
+
+
+def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it() -> None:
+    model_desc, profile = stack(8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype="float32")
+    problem = build_problem(model_desc, profile, device, training)
+    units = cost_spans(problem, [(0, 1, NO_SHARD)])
+    # The parameter, its copy in bfloat16, the bucket, and the gradient in bfloat16.
+    assert highest_in_backward(problem, units) == (8 + 4 + 8 + 4) * MIB
+
+
+def test_kept_gradients_are_there_once_and_only_the_last_backward_reduces_them() -> None:
+    """Two microbatches, one reduction: a new gradient is added in place, and freed before the next one."""
+    model_desc, profile = stack(2, 8, 4)
+    # The gap between the first two operators is the highest moment.
+    first, second, third = profile.segments
+    between = replace(first, signature="between", backward=PassProfile(0.0, 0, 100 * MIB))
+    segments = list(model_desc.segments)
+    segments.insert(1, replace(segments[0], module="", operators=(), signature="between"))
+    operators = tuple(
+        replace(op, first=op.first + (k > 0), last=op.last + (k > 0))
+        for k, op in enumerate(model_desc.operators)
+    )
+    model_desc = replace(model_desc, segments=tuple(segments), operators=operators)
+    profile = replace(profile, segments=(first, between, second, third), model=model_desc.fingerprint)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", microbatches=2)
+    problem = build_problem(model_desc, profile, device, training, reduce_each=False)
+    units = cost_spans(problem, [(0, 2, FULL_SHARD), (2, 3, FULL_SHARD)])
+    shards, kept, gathered = 7, 14, 10
+    # Beside the gradients of all: the other unit's are freed when it reduces; its input and shard are there.
+    assert highest_in_backward(problem, units) == (shards + kept + gathered + 4 + 2 - 4 + 100) * MIB
+
+
+def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:
+    """The copy-in of 2 and 8 MiB in bfloat16 needs a copy of one at a time beside the input in float32."""
+    model_desc, profile = stack(4, 16)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype="float32")
+    problem = build_problem(model_desc, profile, device, training)
+    units = cost_spans(problem, [(0, 2, FULL_SHARD)])
+    # The input; the gradients and the larger copy.
+    assert units.reduce_peak.tolist() == [(4 + 16 + max(2 + 8 + 8, 8 + 10)) * MIB]
 
 
 def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> None:
