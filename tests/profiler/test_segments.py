@@ -121,37 +121,37 @@ def _profile(model: nn.Module, sample: Any, **options: Any) -> tuple[ModelDesc, 
 
 
 class Strided(nn.Module):
-    """Two norms that run the same kernels on the same shapes; the gradient of the second is transposed."""
+    """Norms that run the same kernels on the same shapes; the gradient of the last is transposed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.norms = nn.Sequential(*(nn.LayerNorm(32) for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.second(self.first(x)).t() * torch.ones(32, 1024)).sum()
+        return (2 * self.norms(x).t()).sum()
 
 
 def test_segments_that_look_alike_have_the_most_bytes_of_them() -> None:
     """A kernel copies a gradient with other strides than it wants, which fake tensors do not show."""
     desc, profile = _profile(Strided(), torch.randn(1024, 32, requires_grad=True))
-    norms = [s.signature for s in desc.segments if s.module in ("first", "second")]
-    by_signature = {one.signature: one for one in profile}
-    tensor = 1024 * 32 * 4
-    # Its gradient in, that of its input out, and the copy.
-    assert all(by_signature[norm].backward.peak_bytes >= 2 * tensor for norm in norms)
+    (between,), (last,) = ([s for s in desc.segments if s.module == f"norms.{index}"] for index in (1, 2))
+    assert between.signature == last.signature
+    (norm,) = (one for one in profile if one.signature == last.signature)
+    # Beyond the gradient it is given: that of its input, and the copy.
+    assert norm.backward.peak_bytes >= 2 * 1024 * 32 * 4
 
 
 def test_a_linear_layer_makes_its_gradient_early_and_gives_it_late() -> None:
     """The gradient of its output is freed in between."""
     rows, width = 512, 64
-    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 8 * width))
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 8 * width), nn.Tanh())
     desc, profile = _profile(model, torch.randn(rows, width))
     by_signature = {one.signature: one for one in profile}
-    (last,) = (by_signature[s.signature].backward for s in desc.segments if s.module == "1")
+    (wide,) = (by_signature[s.signature].backward for s in desc.segments if s.module == "1")
     incoming, outgoing = rows * 8 * width * 4, rows * width * 4
-    assert last.gradient_peak_bytes == last.peak_bytes == outgoing
-    assert last.bucket_peak_bytes is not None
-    assert last.bucket_peak_bytes <= outgoing - incoming + 1024
+    assert wide.gradient_peak_bytes == wide.peak_bytes == outgoing
+    assert wide.bucket_peak_bytes is not None
+    assert wide.bucket_peak_bytes <= outgoing - incoming + 1024
 
 
 def _timeline(

@@ -159,10 +159,11 @@ class View(Protocol):
         While it is ``gathering`` with the buffers of its all-gather, where a unit starts its backward.
         """
 
-    def recomputation(self, *, excess: bool) -> Floats:
+    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
         """Activations that recomputed blocks drop (negative), and inputs that they hold.
 
-        With ``excess`` also what rerunning needs.
+        Those are what ``forward`` would have freed by then, or what backward would not find any more; with
+        ``excess`` also what rerunning needs.
         """
 
 
@@ -170,7 +171,7 @@ def _forward(view: View) -> Floats:
     """Bytes during the compute of a region in forward."""
     units, timeline = view.units, view.problem.timeline
     parameters = view.inside(np.where(units.sharded, units.unsharded, units.slice_forward))
-    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputation(excess=False)
+    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputation(forward=True)
     return activations + view.kept_before() + view.own(parameters) + view.held_output(of_inside=True)
 
 
@@ -179,7 +180,7 @@ def _unshard(view: View) -> Floats:
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
     copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
-    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(excess=False)
+    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(forward=True)
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
 
 
@@ -204,7 +205,7 @@ def _backward_unshard(view: View) -> Floats:
         _gathered(view.units),
         lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
     )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
+    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
     return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
 
 
@@ -215,14 +216,14 @@ def _prefetch(view: View) -> Floats:
         view.units.unsharded,
         lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
     )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation(excess=False)
+    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
     units = view.kept_before() + view.own(gathered) + view.gradients_after()
     return activations + units + view.held_input() + view.prefetched(gathering=True)
 
 
 def _root_prefetch(view: View) -> Floats:
     """Bytes at the beginning of backward, when the root unit has the last sharded unit gathered ahead."""
-    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation(excess=False)
+    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation()
     return activations + view.kept_before() + view.prefetched(gathering=True)
 
 
@@ -231,7 +232,7 @@ def _reduce(view: View) -> Floats:
     units = view.units
     peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
     reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
-    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation(excess=False)
+    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation()
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 

@@ -105,9 +105,15 @@ class _Plan:
         #: rerunning their forward needs beyond their backward, in each region, ``(2K + 1,)``.
         again, start, size = problem.timeline.recompute, units.start[units.recomputed], len(self.regions)
         begins = np.bincount(again.until[start] + 1, again.saving[start], minlength=size + 1)[:size]
-        holds = np.bincount(2 * start, again.held[start], minlength=size + 1)[:size]
-        holds -= np.bincount(again.until[start] + 1, again.held[start], minlength=size + 1)[:size]
-        self.dropped: Floats = np.cumsum(holds - begins, dtype=np.float64)
+        self.dropped: Floats = -np.cumsum(begins, dtype=np.float64)
+        self.held, self.held_early = (
+            np.cumsum(
+                np.bincount(2 * start, held[start], minlength=size + 1)[:size]
+                - np.bincount(again.until[start] + 1, held[start], minlength=size + 1)[:size],
+                dtype=np.float64,
+            )
+            for held in (again.held, again.held_early)
+        )
         rerun = np.bincount(np.maximum(again.until[start] - 1, 0), again.excess[start], minlength=size)
         self.rerun: Floats = np.asarray(rerun, dtype=np.float64)
 
@@ -172,9 +178,10 @@ class _PlanView:
         ahead = np.where(last >= 0, _at(resharded(self.units, gathering=gathering), last), 0.0)
         return ahead if self.root.has_unit else np.where(self._trigger() < len(self.units.start), ahead, 0.0)
 
-    def recomputation(self, *, excess: bool) -> Floats:
-        dropped: Floats = self._plan.dropped[self.region]
-        return dropped + self._plan.rerun[self.region] if excess else dropped
+    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
+        held = self._plan.held_early if forward else self._plan.held
+        found = self._plan.dropped[self.region] + held[self.region]
+        return np.asarray(found + self._plan.rerun[self.region] if excess else found)
 
     def _trigger(self) -> Ints:
         """Index of a sharded unit whose backward has begun at each moment, or ``U``."""

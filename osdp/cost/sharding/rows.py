@@ -147,12 +147,13 @@ class _RowView:
         row[:-1], row[-1] = of_units, constant
         return row
 
-    def recomputation(self, *, excess: bool) -> Floats:
+    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
         again, units = self.problem.timeline.recompute, self.units
         until = again.until[units.start]
         row = np.where(units.recomputed & (until < self.region), -again.saving[units.start], 0.0)
         inside = (2 * units.start <= self.region) & (until >= self.region)
-        row += np.where(units.recomputed & inside, again.held[units.start], 0.0)
+        held = again.held_early if forward else again.held
+        row += np.where(units.recomputed & inside, held[units.start], 0.0)
         if excess:
             # Rerunning the block's forward comes first, in its last region.
             row += np.where(units.recomputed & (until - 1 == self.region), again.excess[units.start], 0.0)

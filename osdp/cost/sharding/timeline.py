@@ -62,8 +62,9 @@ class RecomputeSpan:
         until: Region after the block's last operator, from which on they are freed.
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
             backward of its last operator needs.
-        held: Bytes from before the block that its forward would free, and that are kept for the rerun until
-            its backward has ended.
+        held: Bytes from before the block that forward would free, and that are kept for the rerun until its
+            backward has ended.
+        held_early: Those of them that forward would free before the end of the block.
         seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
@@ -72,6 +73,7 @@ class RecomputeSpan:
     until: Ints
     excess: Floats
     held: Floats
+    held_early: Floats
     seconds: Floats
     possible: Bools
 
@@ -302,9 +304,10 @@ def _recompute(
                      block's ops  handed_on   only its outputs stay alive if it is recomputed
     """
     count = len(chain)
-    floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "seconds")}
+    floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "held_early", "seconds")}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
     released = _released_later(model_desc, walk)
+    scale = local_batch / model_desc.local_batch
     in_blocks = {index for inside in model_desc.block_segments.values() for index in inside}
     previous = ""
     for block, start, stop in _whole_blocks(chain):
@@ -314,10 +317,12 @@ def _recompute(
         a, b = inside[0], inside[-1] + 1
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
-        handed_on = _nbytes(model_desc.segments[b - 1].outputs) * local_batch / model_desc.local_batch
+        handed_on = scale * _nbytes(model_desc.segments[b - 1].outputs)
         # What the block was given is kept for the rerun, even where its caller drops it afterwards.
         dropped = [segment.dropped_bytes(local_batch) for segment in model_desc.segments[a : b + 1]]
+        given = scale * _nbytes(model_desc.segments[a - 1].outputs) if a else 0.0
         afterwards = dropped[-1] if b < len(model_desc.segments) and b not in in_blocks else 0.0
+        afterwards = min(afterwards, given)
         # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
         # throughout.
         held_on = max(afterwards, released if stack != before else 0.0)
@@ -328,8 +333,11 @@ def _recompute(
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]
         floats["saving"][start] = saving
-        floats["excess"][start] = max(0.0, again - float(walk.down_high[last.first : last.last + 1].max()))
-        floats["held"][start] = sum(dropped[: b - a]) + afterwards
+        held = min(sum(dropped[: b - a]) + afterwards, given)
+        floats["held"][start] = held
+        highest = float(walk.down_high[last.first : last.last + 1].max())
+        floats["excess"][start] = max(0.0, again - highest - held)
+        floats["held_early"][start] = min(sum(dropped[: b - a - 1]), given)
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)
