@@ -39,7 +39,8 @@ from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
 
 CASE_NAMES = (
-    "llama-32k", "convnext", "mlp-table", "vit-stem", "bert-128", "gpt2-deep", "transformer", "resnet",
+    "llama-32k", "convnext", "mlp-table", "vit-stem", "bert-128", "gpt2-deep", "transformer", "resnet", "moe",
+    "unet",
 )  # fmt: skip
 NUM_ROWS = 72
 

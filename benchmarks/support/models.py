@@ -8,13 +8,21 @@ same order.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from osdp import LMHeadLoss
+from benchmarks.support.networks import (
+    HeadWithLoss,
+    Mlp,
+    ResNet,
+    Seq2Seq,
+    StemVit,
+    TableMlp,
+    UNet,
+    WithLoss,
+)
 from osdp.integrations.huggingface import with_head_loss
 from osdp.model.fqn import is_inside
 
@@ -70,144 +78,6 @@ def step_seed(step: int, rank: int, world_size: int) -> int:
     return 1 + step * world_size + rank
 
 
-class WithLoss(nn.Module):
-    """A network and the mean squared error of its output."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, target: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """The loss of the network's output for ``inputs``."""
-        return nn.functional.mse_loss(self.net(**inputs), target)
-
-
-class Mlp(nn.Module):
-    """Blocks of two linear layers with a residual connection."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of the last block."""
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-class TableMlp(nn.Module):
-    """A table of vectors, as of a recommender, in front of an :class:`Mlp`."""
-
-    def __init__(self, rows: int, width: int, depth: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(rows, width)
-        self.mlp = Mlp(width, depth)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The output for the vectors of ``ids``."""
-        output: torch.Tensor = self.mlp(self.table(ids))
-        return output
-
-
-class StemVit(nn.Module):
-    """Encoder layers over patches that convolutions make (Xiao et al., arXiv 2106.14881, figure 1)."""
-
-    def __init__(self, width: int, heads: int, depth: int, side: int, classes: int) -> None:
-        super().__init__()
-        sizes = (3, width // 8, width // 4, width // 2)
-        self.stem = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-                for a, b in pairwise(sizes)
-            ),
-            nn.Conv2d(sizes[-1], width, 1),
-        )
-        self.positions = nn.Parameter(torch.zeros((side // 8) ** 2, width))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy of the classes."""
-        x = self.stem(images).flatten(2).transpose(1, 2) + self.positions
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
-
-
-class Bottleneck(nn.Module):
-    """A residual block of 1x1, 3x3 and 1x1 convolutions (He et al., arXiv 1512.03385, figure 5)."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of both branches, rectified."""
-        return nn.functional.relu(self.body(x) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """A bottleneck ResNet with ``depths[i]`` blocks in stage i."""
-
-    def __init__(self, depths: tuple[int, ...], width: int, classes: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-        )
-        blocks: list[nn.Module] = []
-        channels = width
-        for stage, depth in enumerate(depths):
-            for index in range(depth):
-                inner = width * 2**stage
-                blocks.append(Bottleneck(channels, inner, 2 if stage and not index else 1))
-                channels = 4 * inner
-        self.layers = nn.ModuleList(blocks)
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy of the classes."""
-        x = self.stem(images)
-        for block in self.layers:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
-
-
-class Seq2Seq(nn.Module):
-    """``nn.Transformer`` from tokens to tokens."""
-
-    def __init__(self, vocab: int, width: int, heads: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, width)
-        self.transformer = nn.Transformer(
-            width, heads, layers, layers, 4 * width, dropout=0.0, batch_first=True
-        )
-        self.head = nn.Linear(width, vocab)
-
-    def forward(self, source: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy of ``labels``."""
-        states = self.transformer(self.embedding(source), self.embedding(labels))
-        return nn.functional.cross_entropy(self.head(states).flatten(0, 1), labels.flatten())
-
-
 def _tokens(vocab: int, length: int, size: int, generator: torch.Generator) -> Batch:
     tokens = torch.randint(vocab, (size, length), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
@@ -216,6 +86,11 @@ def _tokens(vocab: int, length: int, size: int, generator: torch.Generator) -> B
 def _pixels(name: str, side: int, classes: int, size: int, generator: torch.Generator) -> Batch:
     images = torch.randn(size, 3, side, side, generator=generator)
     return {name: images, "labels": torch.randint(classes, (size,), generator=generator)}
+
+
+def _noisy(side: int, size: int, generator: torch.Generator) -> Batch:
+    images, target = (torch.randn(size, 3, side, side, generator=generator) for _ in range(2))
+    return {"images": images, "times": torch.randint(1000, (size,), generator=generator), "target": target}
 
 
 def _rows(rows: int, width: int, size: int, generator: torch.Generator) -> Batch:
@@ -287,6 +162,21 @@ def llama(name: str, *, layers: int, width: int, heads: int, length: int, vocab:
     return Case(name, build, partial(_tokens, vocab, length), ("model.layers",))
 
 
+def moe(
+    name: str, *, layers: int, width: int, heads: int, experts: int, length: int, vocab: int = 256
+) -> Case:
+    """A Qwen3-MoE, two of whose experts see each token."""
+    options = {
+        "vocab_size": vocab, "max_position_embeddings": length, "hidden_size": width,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+        "head_dim": width // heads, "intermediate_size": 2 * width, "moe_intermediate_size": 2 * width,
+        "num_experts": experts, "num_experts_per_tok": 2, "use_cache": False, "pad_token_id": None,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    build = partial(_hub, "Qwen3MoeForCausalLM", options)
+    return Case(name, build, partial(_tokens, vocab, length), ("model.layers",))
+
+
 def with_sliced_head(name: str, case: Case, slices: int = 8) -> Case:
     """A causal language model of transformers that computes its loss in slices of the vocabulary."""
 
@@ -327,6 +217,12 @@ def table_mlp(name: str, *, rows: int, layers: int, width: int) -> Case:
     return Case(name, lambda: WithLoss(build()), partial(_rows, rows, width), ("net.mlp.layers",))
 
 
+def unet(name: str, *, levels: int, width: int, side: int = 32) -> Case:
+    """A diffusion model's UNet with the loss of its noise."""
+    build = partial(UNet, width, levels)
+    return Case(name, lambda: WithLoss(build()), partial(_noisy, side), ("net.down", "net.up"))
+
+
 def stem_vit(name: str, *, layers: int, width: int, heads: int, side: int = 64, classes: int = 100) -> Case:
     """A ViT with a stem of convolutions."""
     build = partial(StemVit, width, heads, layers, side, classes)
@@ -344,20 +240,6 @@ def convnext(
     build = partial(_hub, "ConvNextForImageClassification", options)
     blocks = tuple(f"convnext.encoder.stages.{stage}.layers" for stage in range(len(depths)))
     return Case(name, build, partial(_pixels, "pixel_values", side, classes), blocks)
-
-
-class HeadWithLoss(nn.Module):
-    """States of an embedding, and a head that computes its loss in slices of the vocabulary."""
-
-    def __init__(self, width: int, vocab: int, slices: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.head = LMHeadLoss(nn.Linear(width, vocab, bias=False), num_slices=slices)
-
-    def forward(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of ``labels``."""
-        total, count = self.head(self.norm(states), labels)
-        return total / count
 
 
 def head_with_loss(name: str, *, width: int, vocab: int, length: int, slices: int) -> Case:
@@ -398,6 +280,8 @@ _CASES = (
     table_mlp("mlp-table", rows=9216, layers=3, width=256),  # 60 % of the parameters are the table's
     stem_vit("vit-stem", layers=4, width=256, heads=4),
     convnext("convnext", depths=(2, 2, 4, 2), widths=(48, 96, 192, 384)),
+    moe("moe", layers=4, width=192, heads=4, experts=4, length=64, vocab=1000),
+    unet("unet", levels=3, width=48),
     _LARGE_VOCABULARY,
     with_sliced_head("llama-32k sliced head", _LARGE_VOCABULARY),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
