@@ -161,6 +161,8 @@ def main_cases() -> list[Case]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_main_group_layouts_of_eight_ranks_train_as_a_single_process() -> None:
     results = run(8, all_faults, main_cases(), timeout=170)
     assert [fault for rank in results for fault in rank] == []

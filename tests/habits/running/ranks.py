@@ -14,12 +14,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from osdp import ModelDesc
+from osdp.comm.objects import on_first_rank
 from tests.habits.running.context import ALONE, Context, Record
 from tests.habits.running.habit import Habit, habits_named
 from tests.habits.running.outcome import CRASHED, EQUAL, HUNG, SKIPPED, Outcome, joined, judged
@@ -136,12 +138,11 @@ def _outcome(
     start = time.monotonic()
     key = (case.habit, case.low)
     if key not in references:
-        reference = _run(habit, Context(habit, ALONE, world_size, 0, None), case.low)
-        if reference[1] is not None:
-            trace = "".join(traceback.format_exception(reference[1]))
-            return Outcome(CRASHED, "one process: " + " ".join(trace.split())[-400:])
+        records, fault = on_first_rank(partial(_alone, habit, world_size, case.low))
+        if fault:
+            return Outcome(CRASHED, f"one process: {fault}")
         references.clear()
-        references[key] = Reference(reference[0].records, [])
+        references[key] = Reference(records, [])
     right = references[key]
     dtype = torch.bfloat16 if case.low else None
     context = Context(habit, case.framework, world_size, rank, dtype, right.descriptions)
@@ -149,6 +150,13 @@ def _outcome(
     tolerance = (habit.low_tolerance if case.low else None) or habit.tolerance
     outcome = judged(context.records, right.records, error, tolerance, case.low)
     return replace(outcome, seconds=time.monotonic() - start, modes=len(context.modes))
+
+
+def _alone(habit: Habit, world_size: int, low: bool) -> tuple[list[Record], str]:
+    """What one process records, and what stopped it, if anything did."""
+    context, error = _run(habit, Context(habit, ALONE, world_size, 0, None), low)
+    trace = "" if error is None else "".join(traceback.format_exception(error))
+    return context.records, " ".join(trace.split())[-400:]
 
 
 def _run(habit: Habit, context: Context, low: bool) -> tuple[Context, Exception | None]:

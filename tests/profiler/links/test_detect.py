@@ -14,7 +14,7 @@ from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
-from osdp.profiler.links import machine
+from osdp.profiler.links import fsdp_probe, machine
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes, fast_quartile, trimmed_mean
 from osdp.profiler.links.overlap import hidden_part, measure_mixed_overlap, measure_overlap
@@ -200,7 +200,9 @@ def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
         DeviceInfo.detect("64MiB", mesh=mesh, devices_per_node=4)
     except ValueError as error:
         refused = str(error)
-    info = DeviceInfo.detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
+    # Which links there are is asked, not how fast they are.
+    with mock.patch.object(fsdp_probe, "_SWEPT", 1):
+        info = DeviceInfo.detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
     return info, [(name, group.mesh.size()) for name, group in told.items()], refused
 
 
