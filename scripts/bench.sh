@@ -6,7 +6,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-CLAIMS=(memory_accuracy overhead throughput operator_split batch_size group_sharding search_time time_accuracy
+CLAIMS=(memory_accuracy overhead throughput operator_split batch_size published_cases group_sharding search_time time_accuracy
     pipeline_parity habits pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
     planner_time planner_heterogeneous noisy_start)
 [ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
