@@ -1,19 +1,19 @@
 """Time of an optimizer step, measured on the kinds of parameters that the runtime makes."""
 
-import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from osdp.comm.groups import device_of
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.links.fsdp_probe import time_run
+from osdp.profiler.links.fsdp_probe import time_run, trimmed_mean
 from osdp.profiler.links.machine import hardware
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
@@ -34,8 +34,9 @@ def profile_optimizer(
 ) -> OptimizerProfile:
     """Measure ``torch.optim`` steps with the class and the flags of ``training``.
 
-    It does not communicate: a mesh of a ``fake`` group or of one rank is sufficient. Without a mesh DTensors
-    are assumed to cost as much as plain tensors.
+    The ranks of a mesh step together, as they train: those of one machine share its memory's bandwidth. A
+    mesh of a ``fake`` group or of one rank is sufficient where nothing is shared. Without a mesh DTensors are
+    assumed to cost as much as plain tensors.
 
     Args:
         training: The optimizer and its flags.
@@ -48,7 +49,8 @@ def profile_optimizer(
 
     def each(sizes: tuple[int, int], on: DeviceMesh | None) -> float:
         """Seconds per parameter in a step of ``sizes[0]`` parameters of ``sizes[1]`` elements."""
-        return _step_seconds(training, _parameters(sizes, where, on, dtype), seconds / 3) / sizes[0]
+        parameters = _parameters(sizes, where, on, dtype)
+        return _step_seconds(training, parameters, seconds / 3, mesh) / sizes[0]
 
     nbytes_large, nbytes_small = _LARGE[1] * dtype.itemsize, _SMALL[1] * dtype.itemsize
     large, small = each(_LARGE, mesh), each(_SMALL, mesh)
@@ -111,15 +113,24 @@ def _parameters(
     return parameters
 
 
-def _step_seconds(training: Training, parameters: list[nn.Parameter], seconds: float) -> float:
-    """Median seconds of a step; measures for about ``seconds``, with at least 3 and at most 50 steps."""
+def _step_seconds(
+    training: Training, parameters: list[nn.Parameter], seconds: float, mesh: DeviceMesh | None
+) -> float:
+    """Mean seconds of a step, on the ranks of the last axis of ``mesh`` at once.
+
+    Its extremes are left out. Measures for about ``seconds``, with at least 3 and at most 50 steps.
+    """
     optimizer = make_optimizer(training, parameters)
     device = parameters[0].device
-    samples: list[float] = []
     # Warm up; RAdam changes its formula after the fifth step.
     for _ in range(6 if training.optimizer == "RAdam" else 2):
         optimizer.step()
-    deadline = time.perf_counter() + seconds
-    while len(samples) < 3 or (time.perf_counter() < deadline and len(samples) < 50):
-        samples.append(time_run(optimizer.step, device))
-    return median(samples)
+    group = None if mesh is None else mesh.get_group(mesh.ndim - 1)
+    first = time_run(optimizer.step, device, group)
+    if mesh is not None:
+        # All ranks take as many steps.
+        slowest = torch.tensor(first, dtype=torch.float64, device=device_of(mesh))
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        first = float(slowest)
+    count = min(50, max(3, int(seconds / max(first, 1e-9))))
+    return trimmed_mean([time_run(optimizer.step, device, group) for _ in range(count)])

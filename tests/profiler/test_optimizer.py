@@ -21,7 +21,7 @@ def mesh():
 
 
 def test_measurements_solve_for_all_costs(mesh, monkeypatch) -> None:
-    def seconds(training, parameters, seconds):
+    def seconds(training, parameters, seconds, mesh):
         local = [p.to_local() if isinstance(p.data, DTensor) else p for p in parameters]
         nbytes = sum(tensor.nbytes for tensor in local)
         each = 9e-6 if isinstance(parameters[0].data, DTensor) else 3e-6
@@ -45,9 +45,9 @@ def test_with_a_mesh_the_parameters_are_dtensors(mesh, monkeypatch) -> None:
     kinds = set()
     inner = module._step_seconds
 
-    def seconds(training, parameters, seconds):
+    def seconds(training, parameters, seconds, mesh):
         kinds.update(type(parameter.data) for parameter in parameters)
-        return inner(training, parameters, 0.02)
+        return inner(training, parameters, 0.02, mesh)
 
     monkeypatch.setattr(module, "_step_seconds", seconds)
     for flags in ({}, {"foreach": True}, {"fused": True}):

@@ -232,14 +232,14 @@ class Probe:
             fully_shard(module, mesh=mesh)
             set_route(module, route, grid)
         self._input = torch.zeros(1, device=device, requires_grad=True)
-        self._bucket = torch.zeros(self.nbytes // 4, device=device)
+        self._buckets = [torch.zeros(self.nbytes // 4, device=device) for _ in range(_UNITS)]
 
     def step(self) -> StepTimes:
         """Time one step of all units on this rank; every rank of the group must call it."""
         kept = self._pass(reshard=False)
         resharded = self._pass(reshard=True)
         dist.barrier(self._group)
-        all_reduce = time_run(self._all_reduce, self._device)
+        all_reduce = self._time_communication(self._all_reduce)
         return StepTimes(resharded.forward, resharded.backward, kept.again, kept.backward, all_reduce)
 
     def _pass(self, *, reshard: bool) -> _Pass:
@@ -260,8 +260,11 @@ class Probe:
         return _Pass(forward, again, backward)
 
     def _all_reduce(self) -> None:
-        for _ in range(_UNITS):
-            work = dist.all_reduce(self._bucket, group=self._group, async_op=True)
+        for bucket in self._buckets:
+            start = self._clock.mark()
+            self._clock.sweep()
+            self._clock.add(start, self._clock.mark())
+            work = dist.all_reduce(bucket, group=self._group, async_op=True)
             if work is not None:
                 work.wait()
 
