@@ -1,0 +1,195 @@
+"""Writes ``docs/results.md`` and its plots from what the benchmarks left under ``benchmarks/results/``.
+
+python -m benchmarks.results_page [--folder FOLDER]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+#: Hardware and month of the committed measurements.
+MEASURED = "cpu2-x86-64_202611"
+
+MIB = 2**20
+
+#: No dates and fixed identifiers, so that the same results give the same file.
+_SVG: dict[str, Any] = {"format": "svg", "metadata": {"Date": None, "Creator": None}}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        title: Its heading.
+        text: What was measured, and what the plot shows.
+        claim: The benchmark that measured it.
+        figure: The plot; ``None`` for a table alone.
+        table: Markdown.
+    """
+
+    title: str
+    text: str
+    claim: str
+    figure: Figure | None = None
+    table: str = ""
+
+
+def results_of(claim: str) -> dict[str, Any] | None:
+    """What the benchmark of this name left, or ``None``."""
+    path = RESULTS / f"{claim}_{MEASURED}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf8")) if path.exists() else None
+    return found
+
+
+def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Samples per second over memory limits: OSDP's plan for each, and each baseline from its peak on."""
+    panels = list(dict.fromkeys((row["case"], row["network"]) for row in rows))
+    columns = len({network for _, network in panels})
+    figure = Figure(figsize=(4 * columns, 3 * len(panels) / columns), layout="constrained")
+    axes = figure.subplots(len(panels) // columns, columns, squeeze=False).ravel()
+    for axis, (case, network) in zip(axes, panels, strict=True):
+        inside = sorted(
+            (row for row in rows if (row["case"], row["network"]) == (case, network)),
+            key=lambda row: row["limit"],
+        )
+        limits = [row["limit"] / MIB for row in inside]
+        axis.plot(limits, [row["samples_per_second"] for row in inside], "o-", label="OSDP", zorder=3)
+        for baseline in inside[0]["baseline_peaks"]:
+            speeds = []
+            for row in inside:
+                samples = row["samples_per_second"] * median(row["seconds"])
+                fits = row["baseline_peaks"][baseline] <= row["limit"]
+                seconds = row["baseline_seconds"].get(baseline)
+                speeds.append(samples / median(seconds) if fits and seconds else float("nan"))
+            if not all(map(isnan, speeds)):
+                axis.plot(limits, speeds, "s--", label=baseline, alpha=0.8)
+        axis.set_title(f"{case}, {network}", fontsize=9)
+        axis.set_xlabel("memory limit of a rank, MiB", fontsize=8)
+        axis.set_ylabel("samples/s", fontsize=8)
+        axis.set_ylim(bottom=0)
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def predicted_over_measured(rows: Sequence[dict[str, Any]], unit: str, scale: float) -> Figure:
+    """Each prediction over its measurement, on logarithmic axes beside the diagonal."""
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axis = figure.subplots()
+    ends = [limit(row["measured"] for row in rows) / scale for limit in (min, max)]
+    axis.loglog(ends, ends, color="grey", linewidth=0.8)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for kind in kinds:
+        inside = [row for row in rows if row["kind"] == kind]
+        axis.loglog(
+            [row["measured"] / scale for row in inside],
+            [row["predicted"] / scale for row in inside],
+            ".",
+            label=kind,
+        )
+    axis.set_xlabel(f"measured, {unit}")
+    axis.set_ylabel(f"predicted, {unit}")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def sections() -> Iterator[Section]:
+    """The parts of the page, as far as there are results."""
+    if found := results_of("throughput"):
+        summary = found["summary"]
+        yield Section(
+            "Throughput at a memory limit",
+            "Two ranks with one core each train two GPT-2 shapes; DDP and FSDP2 are drawn where their true "
+            f"peak fits. OSDP is {summary['worst_over_best_baseline']:.2f} times as fast as the best of them "
+            f"that fits, or faster, and up to {summary['best_over_fsdp2']:.2f} times as fast as FSDP2.",
+            "throughput",
+            throughput(found["rows"]),
+        )
+    if found := results_of("memory_accuracy"):
+        rows = [row | {"kind": row.get("backend", "")} for row in found["rows"] if "measured" in row]
+        summary = found["summary"]
+        yield Section(
+            "Memory: predicted and measured",
+            f"{summary['rows']} plans on real gloo ranks, counted in the process, and {summary['fake_rows']} "
+            "in larger worlds under the fake group. On gloo the worst error is "
+            f"{summary['worst_error']:.1%}, and {summary['false_feasible']} plans exceed the limit that they "
+            "were said to fit.",
+            "memory_accuracy",
+            predicted_over_measured(rows, "MiB", MIB),
+        )
+    if found := results_of("time_accuracy"):
+        rows = [row | {"kind": row["group"].partition(", ")[2]} for row in found["rows"] if "measured" in row]
+        summary = found["summary"]
+        yield Section(
+            "Time: predicted and measured",
+            f"{summary['points']} plans on loopback and on two hosts with limited uplinks: mean absolute "
+            f"error {summary['mape']:.1%}, worst {summary['worst']:.1%}, bias {summary['bias']:+.1%}; the "
+            "mean of Kendall's tau within the plans of one model, batch and network is "
+            f"{summary['mean_tau_within_groups']:.2f}.",
+            "time_accuracy",
+            predicted_over_measured(rows, "ms", 1e-3),
+        )
+    if found := results_of("published_cases"):
+        lines = [
+            "| case | OSDP over the best FSDP2 | its setup | bound | published |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['name']} | {row['over_fsdp2']:.2f} | {row['fsdp2']} | {row['bound']:.2f} | "
+            f"{row['published']:.2f} |"
+            for row in found["rows"]
+        ]
+        yield Section(
+            "The published cases",
+            "Predicted on 8 simulated RTX TITAN; no such machine was at hand. The published ratios compare "
+            "with FSDP that wraps each linear layer alone, the second one at half the batch.",
+            "published_cases",
+            table="\n".join(lines),
+        )
+
+
+def write(folder: Path) -> None:
+    """Write the page and its plots into ``folder``."""
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    page = [
+        "# Results",
+        "",
+        "Each figure is of the machine that its file names; see [Benchmarks](benchmarks.md).",
+    ]
+    for section in sections():
+        page += ["", f"## {section.title}", "", section.text, ""]
+        if section.figure is not None:
+            section.figure.savefig(images / f"{section.claim}.svg", **_SVG)
+            page += [f"![{section.title}](images/{section.claim}.svg)", ""]
+        if section.table:
+            page += [section.table, ""]
+        page.append(
+            f"`python -m benchmarks.{section.claim}` wrote "
+            f"`benchmarks/results/{section.claim}_{MEASURED}.json`."
+        )
+    (folder / "results.md").write_text("\n".join(page) + "\n", encoding="utf8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where it is written (docs)")
+    write(parser.parse_args(arguments).folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
