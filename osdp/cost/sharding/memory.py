@@ -200,23 +200,15 @@ def _backward(view: View) -> Floats:
 
 def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
-    operator = view.region // 2
-    copied = view.at_edge(
-        _gathered(view.units),
-        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
-    )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
+    copied = view.at_edge(_gathered(view.units), lambda: _beginning(view))
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputation()
     return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
 
 
 def _prefetch(view: View) -> Floats:
     """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
-    operator = view.region // 2
-    gathered = view.at_edge(
-        view.units.unsharded,
-        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
-    )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
+    gathered = view.at_edge(view.units.unsharded, lambda: _beginning(view))
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputation()
     units = view.kept_before() + view.own(gathered) + view.gradients_after()
     return activations + units + view.held_input() + view.prefetched(gathering=True)
 
@@ -248,6 +240,17 @@ def _running(
     slices = own + view.inside(units.largest_gradient)
     replicated = np.where(view.inside(units.sliced), slices, arrived(own))
     return np.where(view.inside(units.sharded), own + more(), replicated)
+
+
+def _beginning(view: View) -> Floats:
+    """Bytes of the unit inside when the backward of a region begins, without gradients of its operator."""
+    operator = view.region // 2
+    unopened = view.inside(2 * view.units.stop - 1) == view.region
+    return _running(
+        view,
+        lambda: _made(view) - _gradient_at(view.problem, operator),
+        lambda bucket: np.where(unopened, 0.0, bucket),
+    )
 
 
 def _arrived(view: View, bucket: Floats) -> Floats:

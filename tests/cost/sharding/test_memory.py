@@ -145,6 +145,28 @@ def test_gradients_and_buckets_count_from_when_they_are_there() -> None:
     assert highest_in_backward(problem, sharded) == (5 + 10 + max(10, 6 + 8)) * MIB
 
 
+def test_a_bucket_is_not_there_before_the_operator_that_opens_it_has_made_a_gradient() -> None:
+    """The row of a plan that gathers that operator once counted it beside all that backward begins with."""
+    model_desc, profile = stack(8, 1)
+    first, last = profile.segments
+    forward = PassProfile(0.0, 20 * MIB, 20 * MIB)
+    backward = PassProfile(0.0, -20 * MIB, 2 * MIB, gradient_peak_bytes=2 * MIB, bucket_peak_bytes=-20 * MIB)
+    profile = replace(profile, segments=(first, replace(last, forward=forward, backward=backward)))
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links, copies_messages=True)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    root = cost_root(problem, (), (), has_unit=False)
+    sharded = cost_spans(problem, [(0, 1, FULL_SHARD), (1, 2, FULL_SHARD)])
+    replicated = cost_spans(problem, [(0, 2, NO_SHARD)])
+    highest = max(peak for peak, _ in step_peaks(problem, replicated, root))
+    kinds = set()
+    for _, moment in step_peaks(problem, sharded, root):
+        kinds.add(moment.kind)
+        row, constant = memory_row(problem, replicated, root, moment)
+        assert row.sum() + constant <= highest, moment
+    assert {"backward_unshard", "prefetch"} <= kinds
+
+
 def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it() -> None:
     model_desc, profile = stack(8)
     links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
