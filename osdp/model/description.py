@@ -221,7 +221,7 @@ class ModelDesc(Savable):
 
     @cached_property
     def block_segments(self) -> dict[str, tuple[int, ...]]:
-        """Indices of the segments inside each block that contains operators."""
+        """Indices of the segments inside each block that contains operators and ran."""
         found: dict[str, list[int]] = {op.block: [] for op in self.operators if op.block is not None}
         for index, segment in enumerate(self.segments):
             block = segment.module
@@ -229,7 +229,7 @@ class ModelDesc(Savable):
                 block = block.rpartition(".")[0]
             if block:
                 found[block].append(index)
-        return {block: tuple(indices) for block, indices in found.items()}
+        return {block: tuple(indices) for block, indices in found.items() if indices}
 
     @property
     def num_parameters(self) -> int:

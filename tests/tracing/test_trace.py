@@ -210,6 +210,24 @@ def test_a_module_called_twice_appears_twice_and_spans() -> None:
     assert (between.first, between.last, between.spanning) == (1, 1, False)
 
 
+class Gate(nn.Module):
+    """A repeated module that runs nothing, though it has parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_blocks_that_run_nothing_are_described() -> None:
+    gates = nn.ModuleList([Gate(8), Gate(8)])
+    desc = describe(nn.Sequential(nn.Linear(8, 8), *gates), torch.zeros(2, 8))
+    assert not desc.block_segments
+    assert [op.executed for op in desc.operators] == [True, False, False]
+
+
 class Patches(nn.Module):
     """Owns a parameter, and contains another operator."""
 
