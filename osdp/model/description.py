@@ -81,7 +81,8 @@ class Segment:
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
         dropped_bytes: Bytes from before its block, or from before the block that it follows, that its forward
-            frees: nothing saves them for backward, unless that block is recomputed from them.
+            frees: nothing saves them for backward, unless that block is recomputed from them. ``None`` if it
+            is not known, as in descriptions that were saved before it was traced.
     """
 
     module: str
@@ -93,7 +94,7 @@ class Segment:
     forward: Work
     backward: Work
     saved_bytes: Affine
-    dropped_bytes: Affine = Affine(0.0, 0.0)
+    dropped_bytes: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Descriptions of models, from fake tensors."""
 
+import json
 import random
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -388,6 +390,15 @@ def test_the_loss_is_the_last_segment() -> None:
 def test_a_description_survives_json() -> None:
     desc = describe(Odd(), torch.zeros(2, 3, 4))
     assert codec.from_json(ModelDesc, codec.to_json(desc)) == desc
+
+
+def test_what_an_old_description_drops_is_unknown() -> None:
+    desc = describe(Odd(), torch.zeros(2, 3, 4))
+    plain = json.loads(codec.to_json(desc))
+    for segment in plain["segments"]:
+        del segment["dropped_bytes"]
+    unknown = tuple(replace(segment, dropped_bytes=None) for segment in desc.segments)
+    assert codec.from_json(ModelDesc, json.dumps(plain)) == replace(desc, segments=unknown)
 
 
 def test_the_graph_is_the_trace() -> None:

@@ -319,8 +319,11 @@ def _recompute(
             continue  # called more than once, or with something else in between
         handed_on = scale * _nbytes(model_desc.segments[b - 1].outputs)
         # What the block was given is kept for the rerun, even where its caller drops it afterwards.
-        dropped = [segment.dropped_bytes(local_batch) for segment in model_desc.segments[a : b + 1]]
         given = scale * _nbytes(model_desc.segments[a - 1].outputs) if a else 0.0
+        dropped = [
+            given if segment.dropped_bytes is None else segment.dropped_bytes(local_batch)
+            for segment in model_desc.segments[a : b + 1]
+        ]
         afterwards = dropped[-1] if b < len(model_desc.segments) and b not in in_blocks else 0.0
         afterwards = min(afterwards, given)
         # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive

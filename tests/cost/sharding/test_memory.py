@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import cost_spans
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, ROOT
-from osdp.cost.sharding.timeline import LOOSE_BYTES
+from osdp.cost.sharding.timeline import LOOSE_BYTES, build_timeline
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
@@ -22,7 +23,7 @@ from osdp.model.training import Training
 from osdp.plan.sharding import Route
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.root_unit import root_choices
-from tests.helpers.problems import random_problem
+from tests.helpers.problems import random_model, random_problem
 from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of, units_of
 
 
@@ -212,6 +213,17 @@ def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:
     units = cost_spans(problem, [(0, 2, FULL_SHARD)])
     # The input; the gradients and the larger copy.
     assert units.reduce_peak.tolist() == [(4 + 16 + max(2 + 8 + 8, 8 + 10)) * MIB]
+
+
+def test_of_unknown_drops_a_recomputed_block_holds_all_that_it_is_given() -> None:
+    model_desc, profile = random_model(1, 2, 2)
+    unknown = tuple(replace(segment, dropped_bytes=None) for segment in model_desc.segments)
+    again = build_timeline(replace(model_desc, segments=unknown), profile).recompute
+    first = np.flatnonzero(again.possible)
+    assert len(first) == 2
+    for block, start in zip(model_desc.block_segments.values(), first, strict=True):
+        (given,) = model_desc.segments[block[0] - 1].outputs
+        assert again.held[start] == again.held_early[start] == 4 * given.shape[0] > 0
 
 
 def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> None:
