@@ -34,7 +34,7 @@ GIVE_BACK = {
 #: A shell that starts a rank with small stacks: a thread's counts as a whole, and each group of gloo has two.
 SMALL_STACKS = ("sh", "-c", 'ulimit -s 2048 && exec "$@"', "sh")
 
-#: What torch, numpy or Python say when the system gives no more memory.
+#: What torch, numpy, C++ or Python say when the system gives no more memory.
 REFUSALS = (
     "not enough memory",
     "can't allocate memory",
@@ -108,11 +108,19 @@ def run_within(candidate: Candidate, world_size: int, limit: int) -> Outcome:
             environment=GIVE_BACK,
         )
     except WorkerError as error:
-        refusal = next((line for line in str(error).splitlines() if any(r in line for r in REFUSALS)), None)
-        if refusal is None:
+        refused = refusal(str(error))
+        if refused is None:
             raise
-        return Outcome(False, refusal.strip())
+        return Outcome(False, refused)
     return Outcome(True)
+
+
+def refusal(report: str) -> str | None:
+    """The line of ``report`` that says that the system gave no more memory, if any does.
+
+    Ranks that lost their connection to one that was refused are no evidence by themselves.
+    """
+    return next((line.strip() for line in report.splitlines() if any(r in line for r in REFUSALS)), None)
 
 
 def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: int) -> None:
@@ -120,6 +128,7 @@ def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: in
 
     Raises:
         MemoryError: The system gave no more memory.
+        RuntimeError: Another failure, such as a lost connection to a rank that was refused memory.
     """
     del rank, world_size
     candidate, mesh = _candidate(order), live_mesh()
@@ -132,6 +141,8 @@ def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: in
     try:
         _train(candidate, mesh)
     except RuntimeError as error:
+        if refusal(str(error)) is None:
+            raise
         raise MemoryError(
             f"beyond {format_bytes(base)} a rank may take {format_bytes(most - base)}: {error}"
         ) from error
