@@ -80,7 +80,7 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        reused = units.sliced | (~units.in_root & (units.unsharded == 0))
+        reused = units.sliced | (~units.in_root & (units.unsharded == 0) & ~units.casts_gradient)
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
@@ -282,8 +282,8 @@ def _made(view: View, delay: Any = 0.0) -> Floats:
     made = made - np.minimum(running, delay)
     if view.problem.settings.keeps_gradients:
         # Gradients are added in place as they come, and freed then, unless the sum is of another dtype.
-        in_place = view.inside(units.accumulated == units.gradient)
-        made = np.where(in_place, np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0), made)
+        in_place = np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0)
+        made = np.where(view.inside(units.casts_gradient), made, in_place)
     return np.asarray(made)
 
 

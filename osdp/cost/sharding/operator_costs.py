@@ -37,6 +37,7 @@ class OperatorCosts:
     local_sharded: Floats  # bytes an optimizer step updates
     local_whole: Floats
     num_trainable: Floats
+    num_cast: Floats  # gradients that are reduced in another dtype than autograd makes them in
     copy_in: Floats
     cast_in: Floats  # not a prefix sum: shape (K,)
     largest_gradient: Floats  # not a prefix sum: shape (K,)
@@ -149,12 +150,16 @@ def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
 
 def _cast_in(operator: Operator, world_size: int, training: Training) -> int:
     """Its temporary if the dtype changes, which holds one gradient after the other."""
-    cast = [
+    return max((_padded(p, world_size, training) for p in _cast_gradients(operator, training)), default=0)
+
+
+def _cast_gradients(operator: Operator, training: Training) -> list[Parameter]:
+    """Its parameters whose gradients are reduced in another dtype than autograd makes them in."""
+    return [
         p
         for p in _trainable(operator)
         if training.reduce_dtype not in (None, training.param_dtype or p.dtype)
     ]
-    return max((_padded(p, world_size, training) for p in cast), default=0)
 
 
 def _gathered(operator: Operator, world_size: int, training: Training) -> int:
@@ -206,6 +211,7 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),
     "low_precision": _low_precision,
     "num_trainable": lambda op, n, training: len(_trainable(op)),
+    "num_cast": lambda op, n, training: len(_cast_gradients(op, training)),
 }
 
 

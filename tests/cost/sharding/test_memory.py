@@ -168,15 +168,43 @@ def test_a_bucket_is_not_there_before_the_operator_that_opens_it_has_made_a_grad
     assert {"backward_unshard", "prefetch"} <= kinds
 
 
-def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it() -> None:
+@pytest.mark.parametrize(("reduce_dtype", "bucket"), [("float32", 8), ("float16", 4)])
+def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it(
+    reduce_dtype: str, bucket: int
+) -> None:
+    """Two dtypes may have equal bytes."""
     model_desc, profile = stack(8)
     links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
     device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
-    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype="float32")
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype=reduce_dtype)
     problem = build_problem(model_desc, profile, device, training)
     units = cost_spans(problem, [(0, 1, NO_SHARD)])
     # The parameter, its copy in bfloat16, the bucket, and the gradient in bfloat16.
-    assert highest_in_backward(problem, units) == (8 + 4 + 8 + 4) * MIB
+    assert highest_in_backward(problem, units) == (8 + 4 + bucket + 4) * MIB
+
+
+@pytest.mark.parametrize(("reduce_dtype", "added"), [("bfloat16", 0), ("float16", 4)])
+def test_kept_gradients_of_another_dtype_are_not_added_in_place(reduce_dtype: str, added: int) -> None:
+    """Two operators in one unit: until they are added, new gradients are there beside what is kept."""
+    model_desc, profile = stack(8, 8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype=reduce_dtype, microbatches=2)
+    problem = build_problem(model_desc, profile, device, training, reduce_each=False)
+    units = cost_spans(problem, [(0, 2, FULL_SHARD)])
+    shards, kept, gathered, gradient = 8, 8, 8, 4
+    assert highest_in_backward(problem, units) == (shards + kept + gathered + gradient + added) * MIB
+
+
+def test_a_kept_gradient_of_another_dtype_does_not_become_the_bucket() -> None:
+    """Two microbatches, reduced each: beside the reduced gradient there are the bucket and a gradient."""
+    model_desc, profile = stack(8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", reduce_dtype="bfloat16", microbatches=2)
+    problem = build_problem(model_desc, profile, device, training)
+    units = cost_spans(problem, [(0, 1, NO_SHARD)])
+    assert highest_in_backward(problem, units) == (8 + 8 + 4 + 8) * MIB
 
 
 def test_kept_gradients_are_there_once_and_only_the_last_backward_reduces_them() -> None:
