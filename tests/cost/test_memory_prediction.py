@@ -99,6 +99,39 @@ def test_a_recomputed_block_holds_its_input_until_its_backward_has_ended(doubles
         assert peak <= predicted <= 1.01 * peak, blocks
 
 
+class Recurrent(nn.Module):
+    """The gradients of an LSTM's matrices are made by one operation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # They make the bucket larger than what the operation needs for itself.
+        self.first = nn.Sequential(*(nn.Linear(width + k, width + k + 1) for k in range(16)))
+        self.lstm = nn.LSTM(width + 16, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all outputs."""
+        return self.lstm(self.first(x))[0].sum()
+
+
+def test_gradients_that_one_operation_makes_are_there_together() -> None:
+    """All of them are alive when the first one opens the bucket."""
+    torch.set_num_threads(1)
+    width = 256
+
+    def batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, 4, width, generator=generator)}
+
+    case, training = (
+        Case("recurrent", lambda: Recurrent(width), batch, ()),
+        Training(local_batch=2, optimizer="SGD"),
+    )
+    setting = make_setting(case, training)
+    device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
+    plan = setting.plan(device, strategy="NO_SHARD")
+    peak = setting.candidate(device, plan).memory(2).peak
+    assert peak <= plan.predicted.peak_bytes <= 1.02 * peak
+
+
 def in_groups(nodes: int, per_node: int, *, by_exchange: bool) -> DeviceInfo:
     """Links of equal speed: peaks do not ask."""
     size = nodes * per_node

@@ -108,7 +108,7 @@ def _cost_in(
             dtype=float,
         ),
         largest_gradient=np.array(
-            [max(_gradients(op, training), default=0) for op in operators], dtype=float
+            [max(gradients_at_once(op, training).values(), default=0) for op in operators], dtype=float
         ),
         last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
         world_size=world_size,
@@ -135,6 +135,24 @@ def _gradient_bytes(parameter: Parameter, training: Training) -> int:
 
 def _gradients(operator: Operator, training: Training) -> list[int]:
     return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
+
+
+def gradients_at_once(operator: Operator, training: Training) -> dict[str, int]:
+    """Most gradient bytes that backward makes at once, by each of its modules that has parameters to train.
+
+    Those of a matrix product and of a bias come one after the other. Operations with other parameters, such
+    as convolutions, norms and recurrent layers, may return all of their gradients together.
+    """
+    by_module: dict[str, list[Parameter]] = {}
+    for parameter in _trainable(operator):
+        by_module.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    found = {}
+    for module, parameters in by_module.items():
+        dims = sorted(len(parameter.shape) for parameter in parameters)
+        one_by_one = dims == [1] * (len(dims) - 1) + [2]
+        nbytes = [_gradient_bytes(parameter, training) for parameter in parameters]
+        found[module] = max(nbytes) if one_by_one else sum(nbytes)
+    return found
 
 
 def _padded(parameter: Parameter, world_size: int, training: Training) -> int:

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.arrays import Bools, Floats, Ints
+from osdp.cost.sharding.operator_costs import gradients_at_once
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
 from osdp.model.training import Training
@@ -226,9 +227,9 @@ class GradientArrivals:
     Attributes:
         delay: By how much the highest moment of a region is above the highest with a gradient of its
             operator.
-        in_flight: What a gradient on its way into a buffer adds to the latter.
+        in_flight: What gradients that are made at once, on their way into a buffer, add to the latter.
         bucket_delay: By how much it is above the highest with a bucket that the operator has opened.
-        into_bucket: What a gradient on its way into that bucket adds to the latter.
+        into_bucket: What gradients on their way into that bucket add to the latter.
     """
 
     delay: Floats
@@ -240,8 +241,8 @@ class GradientArrivals:
 def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Training) -> GradientArrivals:
     """When the gradients of the chain's operators appear.
 
-    One on its way into a buffer is alive in the backward of the segments that use its parameter, and the
-    highest activation of a region may be elsewhere.
+    Those on their way into a buffer are alive in the backward of the segments that use their parameters, and
+    the highest activation of a region may be elsewhere.
     """
     arriving = np.zeros(len(model_desc.segments))
     late, given = timeline.backward_high.copy(), timeline.backward_high.copy()
@@ -252,15 +253,11 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
         first = max(using, default=operator.last)
         late[first], given[first] = timeline.backward_late[first], timeline.backward_given[first]
         late[first + 1 : operator.last + 1] = given[first + 1 : operator.last + 1] = EMPTY
-        for parameter in operator.parameters:
-            if not parameter.trainable:
-                continue
-            owner = parameter.name.rpartition(".")[0]
-            users = [i for i in using if model_desc.segments[i].module == owner] or using or list(window)
+        for module, nbytes in gradients_at_once(operator, training).items():
+            users = [i for i in using if model_desc.segments[i].module == module] or using or list(window)
             if len({model_desc.segments[i].call for i in users}) > 1:
                 # Autograd keeps what the later call adds until the earlier one has added to it.
                 users = list(range(users[0], users[-1] + 1))
-            nbytes = parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
             arriving[users] = np.maximum(arriving[users], nbytes)
     bounds = timeline.bounds
     highest, with_gradient, with_bucket = (

@@ -35,9 +35,9 @@ class UnitCosts:
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
-        largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
-            bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its backward
-            needs.
+        largest_gradient: Most bytes of gradients that are made at once if gradients are added to an existing
+            buffer (a bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its
+            backward needs.
         gather_seconds: Time of one unshard.
         reduce_seconds: Time of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
