@@ -27,6 +27,10 @@ from osdp.model.training import Training
 #: generously.
 LOOSE_BYTES = 16384
 
+#: Bytes of the random state that a recomputed block keeps on a CPU: those of a Mersenne Twister, as
+#: ``torch.get_rng_state`` returns it (torch 2.13). The state of a GPU's generator is in host memory.
+RANDOM_STATE = 5056
+
 #: Granularity of torch's CUDA allocator (``kMinBlockSize``), and the maximum number of blocks per parameter
 #: or segment.
 GPU_BLOCK = 512
@@ -64,8 +68,8 @@ class RecomputeSpan:
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
             backward of its last operator needs.
         held: Bytes from before the block that forward would free, and that are kept for the rerun until its
-            backward has ended.
-        held_early: Those of them that forward would free before the end of the block.
+            backward has ended; and the random state that the rerun starts from.
+        held_early: The same, of what forward would free before the end of the block.
         seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
@@ -211,6 +215,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
             chain,
             _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
             local_batch=profile.local_batch,
+            random_state=RANDOM_STATE if profile.device == "cpu" else 0,
         ),
         kept=float(max(ups[-1], 0.0)),
         exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
@@ -291,7 +296,7 @@ class _Walk:
 
 
 def _recompute(
-    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
+    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int, random_state: int
 ) -> RecomputeSpan:
     """Effect of recomputing each block that is contiguous in the trace and called once.
 
@@ -326,7 +331,7 @@ def _recompute(
         # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
         # throughout.
         held_on = max(afterwards, released if stack != before else 0.0)
-        saving = walk.up[b] - walk.up[a] - handed_on - held_on
+        saving = walk.up[b] - walk.up[a] - handed_on - held_on - random_state
         if saving <= 0:
             continue
         # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
@@ -334,10 +339,10 @@ def _recompute(
         last = chain[stop - 1]
         floats["saving"][start] = saving
         held = min(sum(dropped[: b - a]) + afterwards, given)
-        floats["held"][start] = held
+        floats["held"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())
         floats["excess"][start] = max(0.0, again - highest - held)
-        floats["held_early"][start] = min(sum(dropped[: b - a - 1]), given)
+        floats["held_early"][start] = min(sum(dropped[: b - a - 1]), given) + random_state
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)
