@@ -150,7 +150,7 @@ class View(Protocol):
     def held_output(self, *, of_inside: bool) -> Floats:
         """The all-gather output held in forward: that of the unit gathered last, or the root unit's."""
 
-    def held_input(self) -> Floats:
+    def scattered_input(self) -> Floats:
         """The reduce-scatter input held in backward: that of the nearest sharded unit after the moment."""
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
@@ -159,19 +159,21 @@ class View(Protocol):
         While it is ``gathering`` with the buffers of its all-gather, where a unit starts its backward.
         """
 
-    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
-        """Activations that recomputed blocks drop (negative), and inputs that they hold.
+    def recomputed_forward(self) -> Floats:
+        """In forward: what recomputed blocks dropped (negative), and what they keep that would be freed."""
 
-        Those are what ``forward`` would have freed by then, or what backward would not find any more; with
-        ``excess`` also what rerunning needs.
-        """
+    def recomputed_backward(self) -> Floats:
+        """In backward: what recomputed blocks dropped (negative), and what they keep to rerun from."""
+
+    def rerun_excess(self) -> Floats:
+        """What rerunning the forward of a block needs beyond its backward, where that begins."""
 
 
 def _forward(view: View) -> Floats:
     """Bytes during the compute of a region in forward."""
     units, timeline = view.units, view.problem.timeline
     parameters = view.inside(np.where(units.sharded, units.unsharded, units.slice_forward))
-    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputation(forward=True)
+    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(parameters) + view.held_output(of_inside=True)
 
 
@@ -180,7 +182,7 @@ def _unshard(view: View) -> Floats:
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
     copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
-    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(forward=True)
+    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
 
 
@@ -191,31 +193,33 @@ def _gathered(units: UnitCosts) -> Floats:
 
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
-    activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
+    activations = view.fixed(view.root.backward.peak, view.region) + view.recomputed_backward()
     delay = view.problem.arrivals.delay[view.region]
     running = _running(view, lambda: _made(view, delay), lambda own: _arrived(view, own))
     units = view.kept_before() + view.own(running) + view.gradients_after()
-    return activations + units + view.held_input() + view.prefetched()
+    return activations + view.rerun_excess() + units + view.scattered_input() + view.prefetched()
 
 
 def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
     copied = view.at_edge(_gathered(view.units), lambda: _beginning(view))
-    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputation()
-    return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
+    return (
+        activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.scattered_input()
+    )
 
 
 def _prefetch(view: View) -> Floats:
     """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
     gathered = view.at_edge(view.units.unsharded, lambda: _beginning(view))
-    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputation()
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
     units = view.kept_before() + view.own(gathered) + view.gradients_after()
-    return activations + units + view.held_input() + view.prefetched(gathering=True)
+    return activations + units + view.scattered_input() + view.prefetched(gathering=True)
 
 
 def _root_prefetch(view: View) -> Floats:
     """Bytes at the beginning of backward, when the root unit has the last sharded unit gathered ahead."""
-    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation()
+    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputed_backward()
     return activations + view.kept_before() + view.prefetched(gathering=True)
 
 
@@ -224,7 +228,7 @@ def _reduce(view: View) -> Floats:
     units = view.units
     peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
     reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
-    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation()
+    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputed_backward()
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
@@ -331,7 +335,7 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
     return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
 
 
-def held_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
+def scattered_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
     """Input of each unit's reduce-scatter, ``(U,)``, beyond what its gradients take throughout the step.
 
     Where unsharded gradients are kept over the microbatches, only the last backward reduces, and those of the

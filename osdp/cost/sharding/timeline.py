@@ -59,17 +59,18 @@ class Backward:
 class RecomputeSpan:
     """Effect of recomputing a block, by operator of the chain; zero except at a block's first operator.
 
-    The activations of a recomputed block are alive only during its own forward and backward; in between only
-    its outputs are. Shapes ``(K,)``.
+    The activations of a recomputed block are alive only during its own forward and backward. In between there
+    are its outputs, and what its forward is rerun from: its input and a random state. Shapes ``(K,)``.
 
     Attributes:
-        saving: Activation bytes that are not kept.
-        until: Region after the block's last operator, from which on they are freed.
+        saving: Activation bytes that are not kept in between.
+        until: Region after the block's last operator; in later ones, forward has freed them, and backward has
+            not made them again.
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
-            backward of its last operator needs.
-        held: Bytes from before the block that forward would free, and that are kept for the rerun until its
-            backward has ended; and the random state that the rerun starts from.
-        held_early: The same, of what forward would free before the end of the block.
+            backward of its last operator and ``rerun_input`` need.
+        rerun_input: Bytes that are kept for the rerun until the block's backward has ended, and of which the
+            profile knows nothing by then: what forward would have freed of its input, and the random state.
+        rerun_input_early: The same in the block's own forward: what that frees before its last segment.
         seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
@@ -77,8 +78,8 @@ class RecomputeSpan:
     saving: Floats
     until: Ints
     excess: Floats
-    held: Floats
-    held_early: Floats
+    rerun_input: Floats
+    rerun_input_early: Floats
     seconds: Floats
     possible: Bools
 
@@ -302,11 +303,14 @@ def _recompute(
 
     ::
 
-        up bytes    a .......... b            walk.up[b] - walk.up[a]: kept by the block's forward
-                     block's ops  handed_on   only its outputs stay alive if it is recomputed
+        segments      a .............. b ......
+                given   block's segments  handed_on
+        walk.up[b] - walk.up[a]   what its forward leaves, less what it frees of the given input
+        if it is recomputed       handed_on, the given input and a random state: no more, and no less
     """
     count = len(chain)
-    floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "held_early", "seconds")}
+    names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds")
+    floats = {name: np.zeros(count) for name in names}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
     released = _released_later(model_desc, walk)
     scale = local_batch / model_desc.local_batch
@@ -339,10 +343,10 @@ def _recompute(
         last = chain[stop - 1]
         floats["saving"][start] = saving
         held = min(sum(dropped[: b - a]) + afterwards, given)
-        floats["held"][start] = held + random_state
+        floats["rerun_input"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())
         floats["excess"][start] = max(0.0, again - highest - held)
-        floats["held_early"][start] = min(sum(dropped[: b - a - 1]), given) + random_state
+        floats["rerun_input_early"][start] = min(sum(dropped[: b - a - 1]), given) + random_state
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)

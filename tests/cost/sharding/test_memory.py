@@ -251,7 +251,7 @@ def test_of_unknown_drops_a_recomputed_block_holds_all_that_it_is_given() -> Non
     assert len(first) == 2
     for block, start in zip(model_desc.block_segments.values(), first, strict=True):
         (given,) = model_desc.segments[block[0] - 1].outputs
-        assert again.held[start] == again.held_early[start] == 4 * given.shape[0] + RANDOM_STATE
+        assert again.rerun_input[start] == again.rerun_input_early[start] == 4 * given.shape[0] + RANDOM_STATE
 
 
 def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> None:
