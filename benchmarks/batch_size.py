@@ -29,7 +29,7 @@ from benchmarks.support.candidates import (
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import NoCompilerError
-from benchmarks.support.live_peaks import live_peaks
+from benchmarks.support.live_peaks import highest_peaks
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import paired_ratio
@@ -80,7 +80,7 @@ CLAIMS = (
 def peaks_by_hand(case: str, settings: Sequence[tuple[str, int]]) -> list[int]:
     """True peaks of baselines, each given by its kind and its local batch."""
     candidates = [Candidate(kind, CASES[case], Training(local_batch=batch)) for kind, batch in settings]
-    return live_peaks(candidates, WORLD_SIZE)
+    return highest_peaks(candidates, WORLD_SIZE)
 
 
 def largest_batches(case: str, limit: int) -> dict[str, int]:
@@ -208,7 +208,7 @@ def _measured_peaks(case: str, plans: Sequence[Plan]) -> list[int]:
     device = given_device(WORLD_SIZE, copies_messages=True)
     settings = [make_setting(CASES[case], plan.training) for plan in plans]
     candidates = [setting.candidate(device, plan) for setting, plan in zip(settings, plans, strict=True)]
-    return live_peaks(candidates, WORLD_SIZE)
+    return highest_peaks(candidates, WORLD_SIZE)
 
 
 def measure(options: Options) -> Result:

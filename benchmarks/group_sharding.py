@@ -41,7 +41,7 @@ from benchmarks.support.candidates import (
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import NoCompilerError
-from benchmarks.support.live_peaks import live_peaks
+from benchmarks.support.live_peaks import highest_peaks
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over, received_bytes
 from benchmarks.support.timing import paired_ratio
@@ -161,7 +161,7 @@ def known_peaks(testbed: Testbed) -> dict[str, int]:
     candidates |= {
         name: setting.candidate(device, plan) for name, plan in forced(setting, device, testbed).items()
     }
-    return dict(zip(candidates, live_peaks(list(candidates.values()), testbed.world_size), strict=True))
+    return dict(zip(candidates, highest_peaks(list(candidates.values()), testbed.world_size), strict=True))
 
 
 def compare(rank: int, world_size: int, *, testbed: dict[str, int], limits: dict[str, int]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def plan_peaks(testbed: Testbed, measured: Mapping[str, Any]) -> dict[str, int]:
     setting = make_setting(CASE, training(), codec.from_json(Profile, measured["profile"]))
     plans = {name: codec.from_json(Plan, text) for name, text in measured["plans"].items()}
     candidates = [setting.candidate(device, plan) for plan in plans.values()]
-    return dict(zip(plans, live_peaks(candidates, testbed.world_size), strict=True))
+    return dict(zip(plans, highest_peaks(candidates, testbed.world_size), strict=True))
 
 
 def _row(

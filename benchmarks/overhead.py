@@ -27,7 +27,7 @@ from benchmarks.support.candidates import (
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.live_bytes import NoCompilerError
-from benchmarks.support.live_peaks import live_peaks
+from benchmarks.support.live_peaks import highest_peaks
 from benchmarks.support.models import CASES
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
@@ -137,7 +137,7 @@ def count_rows(case: str, local_batch: int) -> list[Row]:
         live = setting.candidate(on_gloo, plan_like(baseline, setting, on_gloo))
         name = f"memory {case} {NAMES[strategy]}"
         try:
-            peak, baseline_peak = live_peaks([live, theirs], WORLD_SIZE)
+            peak, baseline_peak = highest_peaks([live, theirs], WORLD_SIZE)
         except NoCompilerError as error:
             rows.append({"name": name, "reason": str(error)})
             continue

@@ -25,7 +25,7 @@ from benchmarks.support.baselines import make_optimizer, reference_losses
 from benchmarks.support.candidates import UNLIMITED, Setting, make_setting
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
-from benchmarks.support.live_bytes import NoCompilerError, peak_of_step, preload
+from benchmarks.support.live_bytes import NoCompilerError, peaks_of_steps, preload
 from benchmarks.support.memory_oracle import Step
 from benchmarks.support.models import gpt2
 from benchmarks.support.stages import Line, Naps, most_in_flight, pipeline_step, sleepers, stage_sizes
@@ -180,7 +180,7 @@ def _peak(plan: Plan, mesh: Any) -> int:
 
         return step
 
-    return peak_of_step(build)
+    return max(peaks_of_steps(build))
 
 
 def memory_rows(setting: Setting, ranks: int, microbatches: Sequence[int]) -> list[Row]:

@@ -30,7 +30,7 @@ from benchmarks.support.candidates import (
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import NoCompilerError
-from benchmarks.support.live_peaks import live_peaks
+from benchmarks.support.live_peaks import highest_peaks
 from benchmarks.support.models import CASES, SHAPES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import paired_ratio
@@ -89,7 +89,7 @@ def peaks(case: str) -> dict[str, int]:
         strategy: setting.candidate(device, setting.plan(device, strategy=strategy))
         for strategy in ("FULL_SHARD", "NO_SHARD")
     }
-    return dict(zip(candidates, live_peaks(list(candidates.values()), WORLD_SIZE), strict=True))
+    return dict(zip(candidates, highest_peaks(list(candidates.values()), WORLD_SIZE), strict=True))
 
 
 def compare(
@@ -200,7 +200,7 @@ def plan_peaks(case: str, measured: dict[str, Any]) -> dict[str, int]:
         plan = codec.from_json(Plan, text)
         wrap = OsdpWrap(model_desc, replace(device, memory_limit=plan.memory_limit), plan)
         candidates.append(Candidate("osdp", CASES[case], training(), wrap))
-    return dict(zip(measured["plans"], live_peaks(candidates, WORLD_SIZE), strict=True))
+    return dict(zip(measured["plans"], highest_peaks(candidates, WORLD_SIZE), strict=True))
 
 
 def summarize(rows: list[Row]) -> dict[str, float | int | None]:

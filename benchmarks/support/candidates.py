@@ -19,7 +19,7 @@ from benchmarks.support.baselines import (
     train_step,
     with_real_reduce_scatter,
 )
-from benchmarks.support.live_bytes import peak_of_step
+from benchmarks.support.live_bytes import peaks_of_steps
 from benchmarks.support.memory_oracle import Step, Timeline, fake_group, measure_peak, training_step
 from benchmarks.support.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
@@ -162,12 +162,12 @@ class Candidate:
             mesh = init_device_mesh(device, (world_size,))
             return measure_peak(lambda: self.build_step(mesh), device=device)
 
-    def live_bytes(self, mesh: DeviceMesh) -> int:
-        """Its peak on this rank, which was started to count its live bytes, over a whole step.
+    def live_bytes(self, mesh: DeviceMesh) -> list[int]:
+        """Its peaks on this rank, which was started to count its live bytes, over whole steps.
 
         Counted are all bytes beyond those that are alive before the model is built.
         """
-        return peak_of_step(lambda: self.build_step(mesh), warmup=WARMUP)
+        return peaks_of_steps(lambda: self.build_step(mesh), warmup=WARMUP)
 
     def collectives(self, world_size: int) -> dict[str, int]:
         """Collectives of one step, by name; those of DDP are started in C++ and not seen."""

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.support.candidates import WARMUP, Candidate, OsdpWrap, live_mesh
@@ -34,7 +35,7 @@ GIVE_BACK = {
 #: A shell that starts a rank with small stacks: a thread's counts as a whole, and each group of gloo has two.
 SMALL_STACKS = ("sh", "-c", 'ulimit -s 2048 && exec "$@"', "sh")
 
-#: What torch, numpy or Python say when the system gives no more memory.
+#: What torch, numpy, C++ or Python say when the system gives no more memory.
 REFUSALS = (
     "not enough memory",
     "can't allocate memory",
@@ -44,8 +45,23 @@ REFUSALS = (
 )
 
 
-def live_peaks(candidates: Sequence[Candidate], world_size: int) -> list[int]:
-    """The peak of live bytes of each candidate over a whole step, on the worst of ``world_size`` gloo ranks.
+@dataclass(frozen=True, slots=True)
+class LivePeak:
+    """The peak of live bytes of a candidate over a whole step, on the worst rank.
+
+    Attributes:
+        median: Of several steps.
+        highest: Of the same steps.
+    """
+
+    median: int
+    highest: int
+
+
+def live_peaks(candidates: Sequence[Candidate], world_size: int) -> list[LivePeak]:
+    """The peak of live bytes of each candidate over whole steps, on ``world_size`` gloo ranks.
+
+    Steps differ where ranks share cores: see :func:`benchmarks.support.live_bytes.peaks_of_steps`.
 
     Not counted is what a library keeps for good when it first runs a model, such as the kernels that oneDNN
     generates: each model is run once before.
@@ -57,11 +73,19 @@ def live_peaks(candidates: Sequence[Candidate], world_size: int) -> list[int]:
     worker = "benchmarks.support.live_peaks:measure"
     orders = list(map(_order, candidates))
     by_rank = launch(worker, world_size, {"orders": orders}, timeout=TIMEOUT, environment=preload())
-    return [max(peaks) for peaks in zip(*by_rank, strict=True)]
+    return [
+        LivePeak(max(int(median(steps)) for steps in ranks), max(map(max, ranks)))
+        for ranks in zip(*by_rank, strict=True)
+    ]
 
 
-def measure(rank: int, world_size: int, *, orders: Sequence[dict[str, Any]]) -> list[int]:
-    """Worker: the peak of each candidate on this rank."""
+def highest_peaks(candidates: Sequence[Candidate], world_size: int) -> list[int]:
+    """What each candidate took at most: the highest of :func:`live_peaks`."""
+    return [peak.highest for peak in live_peaks(candidates, world_size)]
+
+
+def measure(rank: int, world_size: int, *, orders: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Worker: the peaks of each candidate on this rank, of its steps."""
     del rank, world_size
     mesh, found, seen = live_mesh(), [], set()
     for order in orders:
@@ -108,11 +132,19 @@ def run_within(candidate: Candidate, world_size: int, limit: int) -> Outcome:
             environment=GIVE_BACK,
         )
     except WorkerError as error:
-        refusal = next((line for line in str(error).splitlines() if any(r in line for r in REFUSALS)), None)
-        if refusal is None:
+        refused = refusal(str(error))
+        if refused is None:
             raise
-        return Outcome(False, refusal.strip())
+        return Outcome(False, refused)
     return Outcome(True)
+
+
+def refusal(report: str) -> str | None:
+    """The line of ``report`` that says that the system gave no more memory, if any does.
+
+    Ranks that lost their connection to one that was refused are no evidence by themselves.
+    """
+    return next((line.strip() for line in report.splitlines() if any(r in line for r in REFUSALS)), None)
 
 
 def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: int) -> None:
@@ -120,6 +152,7 @@ def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: in
 
     Raises:
         MemoryError: The system gave no more memory.
+        RuntimeError: Another failure, such as a lost connection to a rank that was refused memory.
     """
     del rank, world_size
     candidate, mesh = _candidate(order), live_mesh()
@@ -132,6 +165,8 @@ def train_within(rank: int, world_size: int, *, order: dict[str, Any], limit: in
     try:
         _train(candidate, mesh)
     except RuntimeError as error:
+        if refusal(str(error)) is None:
+            raise
         raise MemoryError(
             f"beyond {format_bytes(base)} a rank may take {format_bytes(most - base)}: {error}"
         ) from error

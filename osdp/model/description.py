@@ -81,7 +81,8 @@ class Segment:
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
         dropped_bytes: Bytes from before its block, or from before the block that it follows, that its forward
-            frees: nothing saves them for backward, unless that block is recomputed from them.
+            frees: nothing saves them for backward, unless that block is recomputed from them. ``None`` if it
+            is not known, as in descriptions that were saved before it was traced.
     """
 
     module: str
@@ -93,7 +94,7 @@ class Segment:
     forward: Work
     backward: Work
     saved_bytes: Affine
-    dropped_bytes: Affine = Affine(0.0, 0.0)
+    dropped_bytes: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ class ModelDesc(Savable):
 
     @cached_property
     def block_segments(self) -> dict[str, tuple[int, ...]]:
-        """Indices of the segments inside each block that contains operators."""
+        """Indices of the segments inside each block that contains operators and ran."""
         found: dict[str, list[int]] = {op.block: [] for op in self.operators if op.block is not None}
         for index, segment in enumerate(self.segments):
             block = segment.module
@@ -229,7 +230,7 @@ class ModelDesc(Savable):
                 block = block.rpartition(".")[0]
             if block:
                 found[block].append(index)
-        return {block: tuple(indices) for block, indices in found.items()}
+        return {block: tuple(indices) for block, indices in found.items() if indices}
 
     @property
     def num_parameters(self) -> int:

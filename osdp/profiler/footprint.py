@@ -23,8 +23,6 @@ from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.op_recorder import Recorder
 from osdp.tracing.workspace import NoWorkspace, Workspace
 
-_FROM_A_GRADIENT_ON = ("gradient_peak_bytes", "bucket_peak_bytes")
-
 Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
 
 
@@ -65,12 +63,16 @@ def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device)
 def _correct(measured: Usage, whole: Usage, fake: Usage) -> Usage:
     live = measured.live_bytes + whole.live_bytes - fake.live_bytes
     peak = max(measured.peak_bytes + whole.peak_bytes - fake.peak_bytes, live, 0)
-    parts = (measured, whole, fake)
-    late, given = (
-        None if None in found else min(max(found[0] + found[1] - found[2], live), peak)
-        for found in ([getattr(one, name) for one in parts] for name in _FROM_A_GRADIENT_ON)
-    )
-    return Usage(live, peak, late, given)
+    later = zip(measured.later_peaks, whole.later_peaks, fake.later_peaks, strict=True)
+    return Usage(live, peak, *(_correct_peak(*peaks, live, peak) for peaks in later))
+
+
+def _correct_peak(
+    measured: int | None, whole: int | None, fake: int | None, least: int, most: int
+) -> int | None:
+    if measured is None or whole is None or fake is None:
+        return None
+    return min(max(measured + whole - fake, least), most)
 
 
 def _measure_usage(reduced: ReducedModel, workspace: Workspace) -> dict[TraceMoment, Usage]:

@@ -198,7 +198,10 @@ def _subtract_clock(
 def _average_by_signature(
     model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
 ) -> tuple[SegmentProfile, ...]:
-    """By signature: mean seconds over its segments that ran, and their most bytes."""
+    """By signature: mean seconds over its segments that ran, and their highest peaks.
+
+    What they save and leave alive is equal, so it is that of the first.
+    """
     ran: dict[str, list[int]] = defaultdict(list)
     for index, segment in enumerate(model_desc.segments):
         if TraceMoment(False, index) in seconds:
@@ -207,9 +210,7 @@ def _average_by_signature(
     def pass_profile(indices: Sequence[int], backward: bool) -> PassProfile:
         moments = [TraceMoment(backward, index) for index in indices]
         found = [memory.usage.get(moment, Usage(0, 0)) for moment in moments]
-        late, given = (
-            [getattr(usage, name) for usage in found] for name in ("gradient_peak_bytes", "bucket_peak_bytes")
-        )
+        late, given = zip(*(usage.later_peaks for usage in found), strict=True)
         return PassProfile(
             fmean(seconds.get(moment, 0.0) for moment in moments),
             found[0].live_bytes,

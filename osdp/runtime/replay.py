@@ -134,9 +134,7 @@ class Snapshot:
         for module in modules:
             self._look_at_module(module)
         for argument in arguments:
-            # The tensors themselves are kept by the checkpoint.
-            if not isinstance(argument, torch.Tensor):
-                self._look_at(argument)
+            self._look_at_argument(argument)
         self._seen.clear()
 
     def settle(self) -> None:
@@ -184,6 +182,15 @@ class Snapshot:
                 holder.write(values)
             for (source, _), state in zip(self._random, states, strict=True):
                 source.set(state)
+
+    def _look_at_argument(self, argument: Any) -> None:
+        # Tensors themselves are kept by the checkpoint, and so are those in tuples, in which no copy could be
+        # put in their place.
+        if isinstance(argument, tuple) and len(argument) <= _LONG:
+            for item in argument:
+                self._look_at_argument(item)
+        elif not isinstance(argument, torch.Tensor):
+            self._look_at(argument)
 
     def _look_at_module(self, module: nn.Module) -> None:
         if self._was_seen(module):

@@ -19,8 +19,8 @@ import torch
 
 from osdp.tracing.tensors import storage_key
 
-#: In place of a storage's number: a parameter gets its gradient.
-_GIVEN = -2
+#: In place of a storage's number: workspace of an operation, and the moment a parameter gets its gradient.
+_WORKSPACE, _GIVEN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Usage:
     gradient_peak_bytes: int | None = None
     bucket_peak_bytes: int | None = None
 
+    @property
+    def later_peaks(self) -> tuple[int | None, int | None]:
+        """Peaks of parts of the pass: from the first gradient on, and from when a parameter has got it."""
+        return self.gradient_peak_bytes, self.bucket_peak_bytes
+
 
 class Ledger:
     """Records the allocation and release of storages."""
@@ -62,7 +67,7 @@ class Ledger:
         self._resident = {storage_key(tensor) for tensor in resident}
         self._numbers: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._gradients: set[int] = {_GIVEN}
+        self._gradients: set[int] = set()
         self._events: list[tuple[TraceMoment, int, int]] = []
         self._count = 0
 
@@ -76,7 +81,7 @@ class Ledger:
 
     def book_workspace(self, nbytes: int) -> None:
         """Record memory that was allocated and freed inside the last operation."""
-        self._events += [(self.now, -1, nbytes), (self.now, -1, -nbytes)]
+        self._events += [(self.now, _WORKSPACE, nbytes), (self.now, _WORKSPACE, -nbytes)]
 
     def book_gradient(self, tensor: torch.Tensor) -> None:
         """Exclude the storage of ``tensor`` from its allocation on: it is a parameter's gradient."""
@@ -112,7 +117,7 @@ class Ledger:
         starts: dict[TraceMoment, int] = {}
         for moment, number, change in self._events:
             name = TraceMoment(moment.backward, place[moment.interval])
-            is_gradient = number in self._gradients
+            is_gradient = number == _GIVEN or number in self._gradients
             if is_gradient and change < 0:
                 continue
             start = starts.setdefault(name, running)
@@ -131,7 +136,7 @@ class Ledger:
         made: dict[int, int] = {}
         found = []
         for moment, number, change in self._events:
-            if moment.backward or number < 0:
+            if moment.backward or number in (_WORKSPACE, _GIVEN):
                 continue
             if number not in made:
                 made[number] = place[moment.interval]

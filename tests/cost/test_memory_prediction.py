@@ -11,6 +11,7 @@ from benchmarks.support.candidates import UNLIMITED, Setting, make_setting
 from benchmarks.support.models import CASES, Case, gpt2
 from osdp import DeviceInfo, Link, Training
 from osdp.cost.evaluate import evaluate
+from osdp.cost.sharding.timeline import LOOSE_BYTES
 from osdp.hardware.device_info import COLLECTIVES
 
 
@@ -97,6 +98,88 @@ def test_a_recomputed_block_holds_its_input_until_its_backward_has_ended(doubles
         predicted = evaluate(plan, setting.profile, device, training, setting.model_desc).peak_bytes
         peak = setting.candidate(device, plan).memory(2).peak
         assert peak <= predicted <= 1.01 * peak, blocks
+
+
+class Rotated(nn.Module):
+    """Its tables are no parameters: the caller gives them to all layers in a tuple."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The input, and what the layers make of it between the tables."""
+        return x + self.down(tables[1] * torch.relu(self.up(tables[0] * x)))
+
+
+class Rotating(nn.Module):
+    """Many layers with tables of 8 KiB, as rotary embeddings give them."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Rotated(width) for _ in range(depth))
+        self.head = nn.Linear(width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what a head makes of the last layer's output."""
+        angles = torch.arange(32 * x.shape[-1], device=x.device).view(32, -1) / 100
+        tables = angles.cos(), angles.sin()
+        for layer in self.layers:
+            x = layer(x, tables)
+        return self.head(x).tanh().sum()
+
+
+def test_what_recomputed_blocks_keep_of_their_state_is_counted() -> None:
+    """Each keeps a random state, and once had copies of the tables."""
+    torch.set_num_threads(1)
+    width, depth = 64, 12
+
+    def batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, 32, width, generator=generator)}
+
+    case = Case("rotating", lambda: Rotating(width, depth), batch, ("layers",))
+    training = Training(local_batch=64)
+    setting = make_setting(case, training)
+    device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
+    plan = setting.plan(device, strategy="FULL_SHARD").with_sharding(
+        recomputed=tuple(f"layers.{index}" for index in range(depth - 1))
+    )
+    predicted = evaluate(plan, setting.profile, device, training, setting.model_desc).peak_bytes
+    peak = setting.candidate(device, plan).memory(2).peak
+    assert peak <= predicted <= peak + 2 * LOOSE_BYTES
+
+
+class Recurrent(nn.Module):
+    """The gradients of an LSTM's matrices are made by one operation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # They make the bucket larger than what the operation needs for itself.
+        self.first = nn.Sequential(*(nn.Linear(width + k, width + k + 1) for k in range(16)))
+        self.lstm = nn.LSTM(width + 16, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all outputs."""
+        return self.lstm(self.first(x))[0].sum()
+
+
+def test_gradients_that_one_operation_makes_are_there_together() -> None:
+    """All of them are alive when the first one opens the bucket."""
+    torch.set_num_threads(1)
+    width = 256
+
+    def batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, 4, width, generator=generator)}
+
+    case, training = (
+        Case("recurrent", lambda: Recurrent(width), batch, ()),
+        Training(local_batch=2, optimizer="SGD"),
+    )
+    setting = make_setting(case, training)
+    device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
+    plan = setting.plan(device, strategy="NO_SHARD")
+    peak = setting.candidate(device, plan).memory(2).peak
+    assert peak <= plan.predicted.peak_bytes <= 1.02 * peak
 
 
 def in_groups(nodes: int, per_node: int, *, by_exchange: bool) -> DeviceInfo:

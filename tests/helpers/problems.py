@@ -6,10 +6,23 @@ from collections.abc import Iterator
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, HostLink, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
-from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, SliceSpec, Work
+from osdp.model.description import (
+    Affine,
+    ModelDesc,
+    Operator,
+    Parameter,
+    Segment,
+    SliceSpec,
+    TensorSpec,
+    Work,
+)
 from osdp.model.training import Training
 
 NOTHING = Work(*(Affine(0.0, 0.0),) * 4)
+
+#: For each segment of an operator's window whether it uses the operator's parameters.
+Uses = tuple[bool, ...]
+_USES: tuple[Uses, ...] = ((True,), (True,), (True, True), (True, False), (True, False, True))
 
 
 def random_problem(seed: int, num_blocks: int = 1, per_block: int = 2, **options: object) -> ShardingProblem:
@@ -69,32 +82,40 @@ def random_model(
     seed: int, num_blocks: int, per_block: int, *, tied: bool = False
 ) -> tuple[ModelDesc, Profile]:
     """A model of equal blocks between an embedding and a head, and its profile."""
-    rng = random.Random(seed)
+    # What was added later draws from a generator of its own: the other numbers of a seed stay.
+    rng, memory = random.Random(seed), random.Random(f"memory {seed}")
     shapes = [(rng.choice([7, 64, 128, 300]), rng.choice([16, 64, 256])) for _ in range(per_block)]
     embedding, head = (rng.choice([100, 1000, 3001]), 64), (rng.choice([50, 1001]), 64)
     operators: list[Operator] = []
     segments: list[Segment] = []
 
-    def segment(module: str, signature: str, *names: str) -> None:
-        segments.append(Segment(module, 0, 0, names, signature, (), NOTHING, NOTHING, Affine(0.0, 0.0)))
+    def segment(module: str, signature: str, *names: str, part: int = 0) -> None:
+        outputs = (TensorSpec((memory.randrange(0, 30_000),), "float32"),)
+        dropped = Affine(float(memory.choice([0, memory.randrange(0, 60_000)])), 0.0)
+        segments.append(
+            Segment(module, 0, part, names, signature, outputs, NOTHING, NOTHING, Affine(0.0, 0.0), dropped)
+        )
 
-    def operator(name: str, block: str | None, shape: tuple[int, int], *, spanning: bool = False) -> None:
+    def operator(
+        name: str, block: str | None, shape: tuple[int, int], *, spanning: bool = False, uses: Uses = (True,)
+    ) -> None:
+        """An operator, and a segment for each of ``uses``: whether it uses the operator's parameters."""
         weight = Parameter(f"{name}.weight", shape, "float32")
         bias = Parameter(f"{name}.bias", shape[:1], "float32")
-        place = len(segments)
+        first, last = len(segments), len(segments) + len(uses) - 1
         cut = None if spanning else SliceSpec("output", 0, weight.name)
-        operators.append(Operator(name, (name,), (weight, bias), block, place, place, spanning, cut=cut))
+        operators.append(Operator(name, (name,), (weight, bias), block, first, last, spanning, cut=cut))
+        kind = name.rpartition(".")[2]
+        for part, used in enumerate(uses):
+            segment(name, f"{kind} {part}", *[name] * used, part=part)
 
+    windows = [memory.choice(_USES) for _ in range(per_block)]
     operator("embed", None, embedding, spanning=tied)
-    segment("embed", "embed", "embed")
     for index in range(num_blocks):
-        for number, shape in enumerate(shapes):
-            name = f"blocks.{index}.op{number}"
-            operator(name, f"blocks.{index}", shape)
-            segment(name, f"op{number}", name)
+        for number, (shape, uses) in enumerate(zip(shapes, windows, strict=True)):
+            operator(f"blocks.{index}.op{number}", f"blocks.{index}", shape, uses=uses)
             segment(f"blocks.{index}", f"between{number}")
     operator("head", None, head)
-    segment("head", "head", "head")
     segment("", "loss")
     modules = ("", *(op.name for op in operators), *(f"blocks.{i}" for i in range(num_blocks)))
     model_desc = ModelDesc("Random", (), (), 1, True, tuple(segments), tuple(operators), modules)
@@ -102,7 +123,7 @@ def random_model(
     profile = Profile(
         device="cpu",
         local_batch=1,
-        segments=tuple(_random_segment(rng, signature) for signature in found),
+        segments=tuple(_random_segment(rng, memory, signature) for signature in found),
         optimizer=OptimizerProfile(rng.uniform(0, 5e-6), rng.uniform(5e-6, 1e-5), rng.uniform(0, 1e-9)),
         resident_bytes=rng.randrange(10**5),
         measured=False,
@@ -112,10 +133,13 @@ def random_model(
     return model_desc, profile
 
 
-def _random_segment(rng: random.Random, signature: str) -> SegmentProfile:
+def _random_segment(rng: random.Random, memory: random.Random, signature: str) -> SegmentProfile:
     saved = rng.randrange(0, 200_000)
     forward = PassProfile(rng.uniform(0, 5e-3), saved, saved + rng.randrange(0, 100_000))
     peak = rng.randrange(0, 150_000)
     late = rng.choice([None, rng.randrange(-saved, peak + 1)])
-    backward = PassProfile(rng.uniform(0, 8e-3), -saved, peak, gradient_peak_bytes=late)
+    given = memory.choice([None, memory.randrange(-saved, (peak if late is None else late) + 1)])
+    backward = PassProfile(
+        rng.uniform(0, 8e-3), -saved, peak, gradient_peak_bytes=late, bucket_peak_bytes=given
+    )
     return SegmentProfile(signature, forward, backward, saved)

@@ -1,8 +1,10 @@
 """Descriptions of models, from fake tensors."""
 
+import json
 import random
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,6 +212,24 @@ def test_a_module_called_twice_appears_twice_and_spans() -> None:
     assert (between.first, between.last, between.spanning) == (1, 1, False)
 
 
+class Gate(nn.Module):
+    """A repeated module that runs nothing, though it has parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_blocks_that_run_nothing_are_described() -> None:
+    gates = nn.ModuleList([Gate(8), Gate(8)])
+    desc = describe(nn.Sequential(nn.Linear(8, 8), *gates), torch.zeros(2, 8))
+    assert not desc.block_segments
+    assert [op.executed for op in desc.operators] == [True, False, False]
+
+
 class Patches(nn.Module):
     """Owns a parameter, and contains another operator."""
 
@@ -370,6 +390,15 @@ def test_the_loss_is_the_last_segment() -> None:
 def test_a_description_survives_json() -> None:
     desc = describe(Odd(), torch.zeros(2, 3, 4))
     assert codec.from_json(ModelDesc, codec.to_json(desc)) == desc
+
+
+def test_what_an_old_description_drops_is_unknown() -> None:
+    desc = describe(Odd(), torch.zeros(2, 3, 4))
+    plain = json.loads(codec.to_json(desc))
+    for segment in plain["segments"]:
+        del segment["dropped_bytes"]
+    unknown = tuple(replace(segment, dropped_bytes=None) for segment in desc.segments)
+    assert codec.from_json(ModelDesc, json.dumps(plain)) == replace(desc, segments=unknown)
 
 
 def test_the_graph_is_the_trace() -> None:

@@ -80,7 +80,7 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        reused = units.sliced | (~units.in_root & (units.unsharded == 0))
+        reused = units.sliced | (~units.in_root & (units.unsharded == 0) & ~units.casts_gradient)
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 
@@ -150,7 +150,7 @@ class View(Protocol):
     def held_output(self, *, of_inside: bool) -> Floats:
         """The all-gather output held in forward: that of the unit gathered last, or the root unit's."""
 
-    def held_input(self) -> Floats:
+    def scattered_input(self) -> Floats:
         """The reduce-scatter input held in backward: that of the nearest sharded unit after the moment."""
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
@@ -159,19 +159,21 @@ class View(Protocol):
         While it is ``gathering`` with the buffers of its all-gather, where a unit starts its backward.
         """
 
-    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
-        """Activations that recomputed blocks drop (negative), and inputs that they hold.
+    def recomputed_forward(self) -> Floats:
+        """In forward: what recomputed blocks dropped (negative), and what they keep that would be freed."""
 
-        Those are what ``forward`` would have freed by then, or what backward would not find any more; with
-        ``excess`` also what rerunning needs.
-        """
+    def recomputed_backward(self) -> Floats:
+        """In backward: what recomputed blocks dropped (negative), and what they keep to rerun from."""
+
+    def rerun_excess(self) -> Floats:
+        """What rerunning the forward of a block needs beyond its backward, where that begins."""
 
 
 def _forward(view: View) -> Floats:
     """Bytes during the compute of a region in forward."""
     units, timeline = view.units, view.problem.timeline
     parameters = view.inside(np.where(units.sharded, units.unsharded, units.slice_forward))
-    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputation(forward=True)
+    activations = view.fixed(timeline.forward_peak, view.region) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(parameters) + view.held_output(of_inside=True)
 
 
@@ -180,7 +182,7 @@ def _unshard(view: View) -> Floats:
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
     copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
-    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputation(forward=True)
+    activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
 
 
@@ -191,39 +193,33 @@ def _gathered(units: UnitCosts) -> Floats:
 
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
-    activations = view.fixed(view.root.backward.peak, view.region) + view.recomputation(excess=True)
+    activations = view.fixed(view.root.backward.peak, view.region) + view.recomputed_backward()
     delay = view.problem.arrivals.delay[view.region]
     running = _running(view, lambda: _made(view, delay), lambda own: _arrived(view, own))
     units = view.kept_before() + view.own(running) + view.gradients_after()
-    return activations + units + view.held_input() + view.prefetched()
+    return activations + view.rerun_excess() + units + view.scattered_input() + view.prefetched()
 
 
 def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
-    operator = view.region // 2
-    copied = view.at_edge(
-        _gathered(view.units),
-        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
+    copied = view.at_edge(_gathered(view.units), lambda: _beginning(view))
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
+    return (
+        activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.scattered_input()
     )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
-    return activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.held_input()
 
 
 def _prefetch(view: View) -> Floats:
     """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
-    operator = view.region // 2
-    gathered = view.at_edge(
-        view.units.unsharded,
-        lambda: _running(view, lambda: _made(view) - _gradient_at(view.problem, operator)),
-    )
-    activations = view.fixed(view.root.backward.start, operator) + view.recomputation()
+    gathered = view.at_edge(view.units.unsharded, lambda: _beginning(view))
+    activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
     units = view.kept_before() + view.own(gathered) + view.gradients_after()
-    return activations + units + view.held_input() + view.prefetched(gathering=True)
+    return activations + units + view.scattered_input() + view.prefetched(gathering=True)
 
 
 def _root_prefetch(view: View) -> Floats:
     """Bytes at the beginning of backward, when the root unit has the last sharded unit gathered ahead."""
-    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputation()
+    activations = view.fixed(view.problem.timeline.backward_live, -1) + view.recomputed_backward()
     return activations + view.kept_before() + view.prefetched(gathering=True)
 
 
@@ -232,7 +228,7 @@ def _reduce(view: View) -> Floats:
     units = view.units
     peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
     reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
-    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputation()
+    activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputed_backward()
     return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
@@ -248,6 +244,17 @@ def _running(
     slices = own + view.inside(units.largest_gradient)
     replicated = np.where(view.inside(units.sliced), slices, arrived(own))
     return np.where(view.inside(units.sharded), own + more(), replicated)
+
+
+def _beginning(view: View) -> Floats:
+    """Bytes of the unit inside when the backward of a region begins, without gradients of its operator."""
+    operator = view.region // 2
+    unopened = view.inside(2 * view.units.stop - 1) == view.region
+    return _running(
+        view,
+        lambda: _made(view) - _gradient_at(view.problem, operator),
+        lambda bucket: np.where(unopened, 0.0, bucket),
+    )
 
 
 def _arrived(view: View, bucket: Floats) -> Floats:
@@ -279,8 +286,8 @@ def _made(view: View, delay: Any = 0.0) -> Floats:
     made = made - np.minimum(running, delay)
     if view.problem.settings.keeps_gradients:
         # Gradients are added in place as they come, and freed then, unless the sum is of another dtype.
-        in_place = view.inside(units.accumulated == units.gradient)
-        made = np.where(in_place, np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0), made)
+        in_place = np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0)
+        made = np.where(view.inside(units.casts_gradient), made, in_place)
     return np.asarray(made)
 
 
@@ -328,7 +335,7 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
     return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
 
 
-def held_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
+def scattered_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
     """Input of each unit's reduce-scatter, ``(U,)``, beyond what its gradients take throughout the step.
 
     Where unsharded gradients are kept over the microbatches, only the last backward reduces, and those of the

@@ -37,6 +37,7 @@ class OperatorCosts:
     local_sharded: Floats  # bytes an optimizer step updates
     local_whole: Floats
     num_trainable: Floats
+    num_cast: Floats  # gradients that are reduced in another dtype than autograd makes them in
     copy_in: Floats
     cast_in: Floats  # not a prefix sum: shape (K,)
     largest_gradient: Floats  # not a prefix sum: shape (K,)
@@ -107,7 +108,7 @@ def _cost_in(
             dtype=float,
         ),
         largest_gradient=np.array(
-            [max(_gradients(op, training), default=0) for op in operators], dtype=float
+            [max(gradients_at_once(op, training).values(), default=0) for op in operators], dtype=float
         ),
         last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
         world_size=world_size,
@@ -136,6 +137,24 @@ def _gradients(operator: Operator, training: Training) -> list[int]:
     return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
 
 
+def gradients_at_once(operator: Operator, training: Training) -> dict[str, int]:
+    """Most gradient bytes that backward makes at once, by each of its modules that has parameters to train.
+
+    Those of a matrix product and of a bias come one after the other. Operations with other parameters, such
+    as convolutions, norms and recurrent layers, may return all of their gradients together.
+    """
+    by_module: dict[str, list[Parameter]] = {}
+    for parameter in _trainable(operator):
+        by_module.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    found = {}
+    for module, parameters in by_module.items():
+        dims = sorted(len(parameter.shape) for parameter in parameters)
+        one_by_one = dims == [1] * (len(dims) - 1) + [2]
+        nbytes = [_gradient_bytes(parameter, training) for parameter in parameters]
+        found[module] = max(nbytes) if one_by_one else sum(nbytes)
+    return found
+
+
 def _padded(parameter: Parameter, world_size: int, training: Training) -> int:
     """Bytes of its gradient, padded for the shards."""
     return padded_numel(parameter.shape, world_size) * DTYPE_BYTES[training.param_dtype or parameter.dtype]
@@ -149,12 +168,16 @@ def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
 
 def _cast_in(operator: Operator, world_size: int, training: Training) -> int:
     """Its temporary if the dtype changes, which holds one gradient after the other."""
-    cast = [
+    return max((_padded(p, world_size, training) for p in _cast_gradients(operator, training)), default=0)
+
+
+def _cast_gradients(operator: Operator, training: Training) -> list[Parameter]:
+    """Its parameters whose gradients are reduced in another dtype than autograd makes them in."""
+    return [
         p
         for p in _trainable(operator)
         if training.reduce_dtype not in (None, training.param_dtype or p.dtype)
     ]
-    return max((_padded(p, world_size, training) for p in cast), default=0)
 
 
 def _gathered(operator: Operator, world_size: int, training: Training) -> int:
@@ -206,6 +229,7 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),
     "low_precision": _low_precision,
     "num_trainable": lambda op, n, training: len(_trainable(op)),
+    "num_cast": lambda op, n, training: len(_cast_gradients(op, training)),
 }
 
 

@@ -15,12 +15,12 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
-    held_inputs,
     last_in_root,
     lasting_gradients,
     moment_kinds,
     resharded,
     root_always,
+    scattered_inputs,
     step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
@@ -101,21 +101,21 @@ class _Plan:
         self.regions = np.arange(2 * len(problem.timeline.chain) + 1)
         self.low = np.searchsorted(2 * units.stop - 1, self.regions, side="left")
         self.high = np.searchsorted(2 * units.start + 1, self.regions, side="right")
-        #: Activations that recomputed blocks drop (negative) and inputs that they hold, and memory that
-        #: rerunning their forward needs beyond their backward, in each region, ``(2K + 1,)``.
+        #: Activations that recomputed blocks drop (negative), what they keep to rerun from in backward and
+        #: in forward, and what rerunning needs beyond their backward, in each region, ``(2K + 1,)``.
         again, start, size = problem.timeline.recompute, units.start[units.recomputed], len(self.regions)
         begins = np.bincount(again.until[start] + 1, again.saving[start], minlength=size + 1)[:size]
         self.dropped: Floats = -np.cumsum(begins, dtype=np.float64)
-        self.held, self.held_early = (
+        self.rerun_input, self.rerun_input_early = (
             np.cumsum(
-                np.bincount(2 * start, held[start], minlength=size + 1)[:size]
-                - np.bincount(again.until[start] + 1, held[start], minlength=size + 1)[:size],
+                np.bincount(2 * start, kept[start], minlength=size + 1)[:size]
+                - np.bincount(again.until[start] + 1, kept[start], minlength=size + 1)[:size],
                 dtype=np.float64,
             )
-            for held in (again.held, again.held_early)
+            for kept in (again.rerun_input, again.rerun_input_early)
         )
-        rerun = np.bincount(np.maximum(again.until[start] - 1, 0), again.excess[start], minlength=size)
-        self.rerun: Floats = np.asarray(rerun, dtype=np.float64)
+        excess = np.bincount(np.maximum(again.until[start] - 1, 0), again.excess[start], minlength=size)
+        self.rerun_excess: Floats = np.asarray(excess, dtype=np.float64)
 
 
 class _PlanView:
@@ -168,9 +168,9 @@ class _PlanView:
         of_root = self.root.unsharded + float(unsharded[self.units.in_root].sum())
         return np.where(last >= 0, _at(unsharded, last), of_root)
 
-    def held_input(self) -> Floats:
+    def scattered_input(self) -> Floats:
         following = self._plan.next_sharded[self._high]
-        inputs = held_inputs(self.units, self.problem.settings)
+        inputs = scattered_inputs(self.units, self.problem.settings)
         return np.where(following < len(self.units.start), _at(inputs, following), 0.0)
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
@@ -178,10 +178,14 @@ class _PlanView:
         ahead = np.where(last >= 0, _at(resharded(self.units, gathering=gathering), last), 0.0)
         return ahead if self.root.has_unit else np.where(self._trigger() < len(self.units.start), ahead, 0.0)
 
-    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
-        held = self._plan.held_early if forward else self._plan.held
-        found = self._plan.dropped[self.region] + held[self.region]
-        return np.asarray(found + self._plan.rerun[self.region] if excess else found)
+    def recomputed_forward(self) -> Floats:
+        return np.asarray((self._plan.dropped + self._plan.rerun_input_early)[self.region])
+
+    def recomputed_backward(self) -> Floats:
+        return np.asarray((self._plan.dropped + self._plan.rerun_input)[self.region])
+
+    def rerun_excess(self) -> Floats:
+        return np.asarray(self._plan.rerun_excess[self.region])
 
     def _trigger(self) -> Ints:
         """Index of a sharded unit whose backward has begun at each moment, or ``U``."""

@@ -243,7 +243,7 @@ def _gradient_arrivals(
 
     def arriving(units: UnitCosts) -> float:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        opened = units.bucket * (not again or units.unsharded > 0)
+        opened = units.bucket * (not again or (units.unsharded > 0) | units.casts_gradient)
         return float((opened + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]

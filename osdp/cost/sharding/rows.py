@@ -21,10 +21,10 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
-    held_inputs,
     lasting_gradients,
     resharded,
     root_always,
+    scattered_inputs,
     step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
@@ -116,11 +116,11 @@ class _RowView:
         most = self.root.unsharded + float(joined.sum())
         return self._row(joined - np.where(gathered, most, 0.0), self.root.unsharded)
 
-    def held_input(self) -> Floats:
+    def scattered_input(self) -> Floats:
         units, start = self.units, self.moment.after
         if start < 0:
             return self._row(0.0)
-        inputs = held_inputs(units, self.problem.settings)
+        inputs = scattered_inputs(units, self.problem.settings)
         return self._row(self._nearest(inputs, self._after & units.sharded, start, is_last=False))
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
@@ -147,17 +147,25 @@ class _RowView:
         row[:-1], row[-1] = of_units, constant
         return row
 
-    def recomputation(self, *, forward: bool = False, excess: bool = False) -> Floats:
+    def recomputed_forward(self) -> Floats:
+        return self._recomputed(self.problem.timeline.recompute.rerun_input_early)
+
+    def recomputed_backward(self) -> Floats:
+        return self._recomputed(self.problem.timeline.recompute.rerun_input)
+
+    def rerun_excess(self) -> Floats:
+        again, units = self.problem.timeline.recompute, self.units
+        # Rerunning the block's forward comes first, in its last region.
+        here = units.recomputed & (again.until[units.start] - 1 == self.region)
+        return self._row(np.where(here, again.excess[units.start], 0.0))
+
+    def _recomputed(self, rerun_input: Floats) -> Floats:
         again, units = self.problem.timeline.recompute, self.units
         until = again.until[units.start]
-        row = np.where(units.recomputed & (until < self.region), -again.saving[units.start], 0.0)
         inside = (2 * units.start <= self.region) & (until >= self.region)
-        held = again.held_early if forward else again.held
-        row += np.where(units.recomputed & inside, held[units.start], 0.0)
-        if excess:
-            # Rerunning the block's forward comes first, in its last region.
-            row += np.where(units.recomputed & (until - 1 == self.region), again.excess[units.start], 0.0)
-        return self._row(row)
+        dropped = np.where(until < self.region, -again.saving[units.start], 0.0)
+        kept = np.where(inside, rerun_input[units.start], 0.0)
+        return self._row(np.where(units.recomputed, dropped + kept, 0.0))
 
     def _nearest(self, values: Floats, eligible: Bools, start: int, *, is_last: bool) -> Floats:
         """``values`` of the nearest eligible unit if that unit starts at ``start``."""

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.arrays import Bools, Floats, Ints
+from osdp.cost.sharding.operator_costs import gradients_at_once
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
 from osdp.model.training import Training
@@ -25,6 +26,10 @@ from osdp.model.training import Training
 #: top of a prediction was 260 bytes on an MLP (``benchmarks.memory_accuracy``, torch 2.13, CPU), rounded up
 #: generously.
 LOOSE_BYTES = 16384
+
+#: Bytes of the random state that a recomputed block keeps on a CPU: those of a Mersenne Twister, as
+#: ``torch.get_rng_state`` returns it (torch 2.13). The state of a GPU's generator is in host memory.
+RANDOM_STATE = 5056
 
 #: Granularity of torch's CUDA allocator (``kMinBlockSize``), and the maximum number of blocks per parameter
 #: or segment.
@@ -54,17 +59,18 @@ class Backward:
 class RecomputeSpan:
     """Effect of recomputing a block, by operator of the chain; zero except at a block's first operator.
 
-    The activations of a recomputed block are alive only during its own forward and backward; in between only
-    its outputs are. Shapes ``(K,)``.
+    The activations of a recomputed block are alive only during its own forward and backward. In between there
+    are its outputs, and what its forward is rerun from: its input and a random state. Shapes ``(K,)``.
 
     Attributes:
-        saving: Activation bytes that are not kept.
-        until: Region after the block's last operator, from which on they are freed.
+        saving: Activation bytes that are not kept in between.
+        until: Region after the block's last operator; in later ones, forward has freed them, and backward has
+            not made them again.
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
-            backward of its last operator needs.
-        held: Bytes from before the block that forward would free, and that are kept for the rerun until its
-            backward has ended.
-        held_early: Those of them that forward would free before the end of the block.
+            backward of its last operator and ``rerun_input`` need.
+        rerun_input: Bytes that are kept for the rerun until the block's backward has ended, and of which the
+            profile knows nothing by then: what forward would have freed of its input, and the random state.
+        rerun_input_early: The same in the block's own forward: what that frees before its last segment.
         seconds: Time of its forward compute.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
@@ -72,8 +78,8 @@ class RecomputeSpan:
     saving: Floats
     until: Ints
     excess: Floats
-    held: Floats
-    held_early: Floats
+    rerun_input: Floats
+    rerun_input_early: Floats
     seconds: Floats
     possible: Bools
 
@@ -210,6 +216,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
             chain,
             _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
             local_batch=profile.local_batch,
+            random_state=RANDOM_STATE if profile.device == "cpu" else 0,
         ),
         kept=float(max(ups[-1], 0.0)),
         exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
@@ -226,9 +233,9 @@ class GradientArrivals:
     Attributes:
         delay: By how much the highest moment of a region is above the highest with a gradient of its
             operator.
-        in_flight: What a gradient on its way into a buffer adds to the latter.
+        in_flight: What gradients that are made at once, on their way into a buffer, add to the latter.
         bucket_delay: By how much it is above the highest with a bucket that the operator has opened.
-        into_bucket: What a gradient on its way into that bucket adds to the latter.
+        into_bucket: What gradients on their way into that bucket add to the latter.
     """
 
     delay: Floats
@@ -240,8 +247,8 @@ class GradientArrivals:
 def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Training) -> GradientArrivals:
     """When the gradients of the chain's operators appear.
 
-    One on its way into a buffer is alive in the backward of the segments that use its parameter, and the
-    highest activation of a region may be elsewhere.
+    Those on their way into a buffer are alive in the backward of the segments that use their parameters, and
+    the highest activation of a region may be elsewhere.
     """
     arriving = np.zeros(len(model_desc.segments))
     late, given = timeline.backward_high.copy(), timeline.backward_high.copy()
@@ -252,15 +259,11 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
         first = max(using, default=operator.last)
         late[first], given[first] = timeline.backward_late[first], timeline.backward_given[first]
         late[first + 1 : operator.last + 1] = given[first + 1 : operator.last + 1] = EMPTY
-        for parameter in operator.parameters:
-            if not parameter.trainable:
-                continue
-            owner = parameter.name.rpartition(".")[0]
-            users = [i for i in using if model_desc.segments[i].module == owner] or using or list(window)
+        for module, nbytes in gradients_at_once(operator, training).items():
+            users = [i for i in using if model_desc.segments[i].module == module] or using or list(window)
             if len({model_desc.segments[i].call for i in users}) > 1:
                 # Autograd keeps what the later call adds until the earlier one has added to it.
                 users = list(range(users[0], users[-1] + 1))
-            nbytes = parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
             arriving[users] = np.maximum(arriving[users], nbytes)
     bounds = timeline.bounds
     highest, with_gradient, with_bucket = (
@@ -294,17 +297,20 @@ class _Walk:
 
 
 def _recompute(
-    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int
+    model_desc: ModelDesc, chain: Sequence[Operator], walk: _Walk, *, local_batch: int, random_state: int
 ) -> RecomputeSpan:
     """Effect of recomputing each block that is contiguous in the trace and called once.
 
     ::
 
-        up bytes    a .......... b            walk.up[b] - walk.up[a]: kept by the block's forward
-                     block's ops  handed_on   only its outputs stay alive if it is recomputed
+        segments      a .............. b ......
+                given   block's segments  handed_on
+        walk.up[b] - walk.up[a]   what its forward leaves, less what it frees of the given input
+        if it is recomputed       handed_on, the given input and a random state: no more, and no less
     """
     count = len(chain)
-    floats = {name: np.zeros(count) for name in ("saving", "excess", "held", "held_early", "seconds")}
+    names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds")
+    floats = {name: np.zeros(count) for name in names}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
     released = _released_later(model_desc, walk)
     scale = local_batch / model_desc.local_batch
@@ -319,14 +325,17 @@ def _recompute(
             continue  # called more than once, or with something else in between
         handed_on = scale * _nbytes(model_desc.segments[b - 1].outputs)
         # What the block was given is kept for the rerun, even where its caller drops it afterwards.
-        dropped = [segment.dropped_bytes(local_batch) for segment in model_desc.segments[a : b + 1]]
         given = scale * _nbytes(model_desc.segments[a - 1].outputs) if a else 0.0
+        dropped = [
+            given if segment.dropped_bytes is None else segment.dropped_bytes(local_batch)
+            for segment in model_desc.segments[a : b + 1]
+        ]
         afterwards = dropped[-1] if b < len(model_desc.segments) and b not in in_blocks else 0.0
         afterwards = min(afterwards, given)
         # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
         # throughout.
         held_on = max(afterwards, released if stack != before else 0.0)
-        saving = walk.up[b] - walk.up[a] - handed_on - held_on
+        saving = walk.up[b] - walk.up[a] - handed_on - held_on - random_state
         if saving <= 0:
             continue
         # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
@@ -334,10 +343,10 @@ def _recompute(
         last = chain[stop - 1]
         floats["saving"][start] = saving
         held = min(sum(dropped[: b - a]) + afterwards, given)
-        floats["held"][start] = held
+        floats["rerun_input"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())
         floats["excess"][start] = max(0.0, again - highest - held)
-        floats["held_early"][start] = min(sum(dropped[: b - a - 1]), given)
+        floats["rerun_input_early"][start] = min(sum(dropped[: b - a - 1]), given) + random_state
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)

@@ -78,7 +78,7 @@ def _cost_units_in(
     gather, reduce, average = shard_group.gather, shard_group.reduce, shard_group.average
     reduce_input, bucket, count = span(costs.reduce_input), span(costs.bucket), span(costs.num_trainable)
     unsharded = span(costs.unsharded)
-    trains = count > 0
+    trains, casts_gradient = count > 0, span(costs.num_cast) > 0
     # The copy-in holds all gradients; afterwards only the last parameter's gradient is alive next to the
     # output.
     last = np.append(costs.last_gradient, 0.0)[b - 1]
@@ -107,6 +107,7 @@ def _cost_units_in(
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
         gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
+        casts_gradient=casts_gradient,
         reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, copies), 0.0),
         reduce_peak=np.where(
             sharded, reduce_input + np.where(own, copying, beside - span(costs.gradient)), 0.0
@@ -116,8 +117,7 @@ def _cost_units_in(
         bucket=np.where(sharded, 0.0, bucket),
         largest_gradient=np.where(
             # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
-            own
-            | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & (bucket == span(costs.gradient))))),
+            own | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & ~casts_gradient))),
             0.0,
             _range_max(costs.largest_gradient, a, b),
         ),

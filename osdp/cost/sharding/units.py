@@ -25,6 +25,7 @@ class UnitCosts:
         gather_buffers: Bytes that its all-gather needs beside its output while it runs: the backend's copies,
             and the cast shards that it sends.
         gradient: Bytes of the unsharded gradients as autograd makes them.
+        casts_gradient: Whether a gradient is reduced in another dtype than autograd makes it in.
         reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what is alive in
             addition to the gradients while they are copied into it.
         reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
@@ -34,9 +35,9 @@ class UnitCosts:
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
-        largest_gradient: Bytes of the largest single gradient if gradients are added to an existing buffer (a
-            bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its backward
-            needs.
+        largest_gradient: Most bytes of gradients that are made at once if gradients are added to an existing
+            buffer (a bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its
+            backward needs.
         gather_seconds: Time of one unshard.
         reduce_seconds: Time of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
@@ -58,6 +59,7 @@ class UnitCosts:
     unsharded: Floats
     gather_buffers: Floats
     gradient: Floats
+    casts_gradient: Bools
     reduce_input: Floats
     reduce_peak: Floats
     accumulated: Floats

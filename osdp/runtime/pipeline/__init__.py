@@ -9,6 +9,7 @@ Start at :func:`osdp.runtime.pipeline.apply.apply_pipeline`.
 - ``unsharded_stage``: a stage without data parallelism
 - ``engine``: executes a schedule
 - ``messages``: values and gradients between stages
+- ``received_gradients``: a backward that lets go of the gradients it was given
 - ``channels``: communicators of their own for messages
 - ``tied_parameters``: parameters that several stages hold
 - ``split_backward``: a backward in two parts, for zero-bubble schedules

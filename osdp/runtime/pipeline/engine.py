@@ -19,6 +19,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.schedule import AHEAD, Action, ActionKind, Schedule
 from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
+from osdp.runtime.pipeline import received_gradients
 from osdp.runtime.pipeline.channels import Channel
 from osdp.runtime.pipeline.messages import MessageKey, Messages, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
@@ -276,13 +277,15 @@ class Pipeline:
         tensors, gradients = self._roots(step, action, flight)
         prefix = step.prefix(action)
         if prefix and flight.keys is not None:
-            for root, gradient in prefix.roots(flight.keys):
-                tensors.append(root)
-                gradients.append(gradient)
+            more = list(prefix.roots(flight.keys))
+            tensors += [root for root, _ in more]
+            gradients += [gradient for _, gradient in more]
+            # Backward lets go of the gradients when it has used them.
+            del more
             prefix.collect(flight.keys)
         with self._reducing(step, action):
             if tensors:
-                torch.autograd.backward(tensors, gradients)
+                received_gradients.backward(tensors, gradients)
         if prefix and step.begins(action):
             del step.prefixes[action.stage, action.microbatch // step.schedule.num_slices]
         self._send_back(step, action, [tensor.grad for tensor in flight.received], flight)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import cost_spans
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, ROOT
-from osdp.cost.sharding.timeline import LOOSE_BYTES
+from osdp.cost.sharding.timeline import LOOSE_BYTES, RANDOM_STATE, build_timeline
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
@@ -22,7 +23,7 @@ from osdp.model.training import Training
 from osdp.plan.sharding import Route
 from osdp.search.options import SearchOptions
 from osdp.search.sharding.root_unit import root_choices
-from tests.helpers.problems import random_problem
+from tests.helpers.problems import random_model, random_problem
 from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of, units_of
 
 
@@ -145,15 +146,65 @@ def test_gradients_and_buckets_count_from_when_they_are_there() -> None:
     assert highest_in_backward(problem, sharded) == (5 + 10 + max(10, 6 + 8)) * MIB
 
 
-def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it() -> None:
+def test_a_bucket_is_not_there_before_the_operator_that_opens_it_has_made_a_gradient() -> None:
+    """The row of a plan that gathers that operator once counted it beside all that backward begins with."""
+    model_desc, profile = stack(8, 1)
+    first, last = profile.segments
+    forward = PassProfile(0.0, 20 * MIB, 20 * MIB)
+    backward = PassProfile(0.0, -20 * MIB, 2 * MIB, gradient_peak_bytes=2 * MIB, bucket_peak_bytes=-20 * MIB)
+    profile = replace(profile, segments=(first, replace(last, forward=forward, backward=backward)))
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links, copies_messages=True)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    root = cost_root(problem, (), (), has_unit=False)
+    sharded = cost_spans(problem, [(0, 1, FULL_SHARD), (1, 2, FULL_SHARD)])
+    replicated = cost_spans(problem, [(0, 2, NO_SHARD)])
+    highest = max(peak for peak, _ in step_peaks(problem, replicated, root))
+    kinds = set()
+    for _, moment in step_peaks(problem, sharded, root):
+        kinds.add(moment.kind)
+        row, constant = memory_row(problem, replicated, root, moment)
+        assert row.sum() + constant <= highest, moment
+    assert {"backward_unshard", "prefetch"} <= kinds
+
+
+@pytest.mark.parametrize(("reduce_dtype", "bucket"), [("float32", 8), ("float16", 4)])
+def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it(
+    reduce_dtype: str, bucket: int
+) -> None:
+    """Two dtypes may have equal bytes."""
     model_desc, profile = stack(8)
     links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
     device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
-    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype="float32")
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype=reduce_dtype)
     problem = build_problem(model_desc, profile, device, training)
     units = cost_spans(problem, [(0, 1, NO_SHARD)])
     # The parameter, its copy in bfloat16, the bucket, and the gradient in bfloat16.
-    assert highest_in_backward(problem, units) == (8 + 4 + 8 + 4) * MIB
+    assert highest_in_backward(problem, units) == (8 + 4 + bucket + 4) * MIB
+
+
+@pytest.mark.parametrize(("reduce_dtype", "added"), [("bfloat16", 0), ("float16", 4)])
+def test_kept_gradients_of_another_dtype_are_not_added_in_place(reduce_dtype: str, added: int) -> None:
+    """Two operators in one unit: until they are added, new gradients are there beside what is kept."""
+    model_desc, profile = stack(8, 8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16", reduce_dtype=reduce_dtype, microbatches=2)
+    problem = build_problem(model_desc, profile, device, training, reduce_each=False)
+    units = cost_spans(problem, [(0, 2, FULL_SHARD)])
+    shards, kept, gathered, gradient = 8, 8, 8, 4
+    assert highest_in_backward(problem, units) == (shards + kept + gathered + gradient + added) * MIB
+
+
+def test_a_kept_gradient_of_another_dtype_does_not_become_the_bucket() -> None:
+    """Two microbatches, reduced each: beside the reduced gradient there are the bucket and a gradient."""
+    model_desc, profile = stack(8)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", reduce_dtype="bfloat16", microbatches=2)
+    problem = build_problem(model_desc, profile, device, training)
+    units = cost_spans(problem, [(0, 1, NO_SHARD)])
+    assert highest_in_backward(problem, units) == (8 + 8 + 4 + 8) * MIB
 
 
 def test_kept_gradients_are_there_once_and_only_the_last_backward_reduces_them() -> None:
@@ -190,6 +241,17 @@ def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:
     units = cost_spans(problem, [(0, 2, FULL_SHARD)])
     # The input; the gradients and the larger copy.
     assert units.reduce_peak.tolist() == [(4 + 16 + max(2 + 8 + 8, 8 + 10)) * MIB]
+
+
+def test_of_unknown_drops_a_recomputed_block_holds_all_that_it_is_given() -> None:
+    model_desc, profile = random_model(1, 2, 2)
+    unknown = tuple(replace(segment, dropped_bytes=None) for segment in model_desc.segments)
+    again = build_timeline(replace(model_desc, segments=unknown), profile).recompute
+    first = np.flatnonzero(again.possible)
+    assert len(first) == 2
+    for block, start in zip(model_desc.block_segments.values(), first, strict=True):
+        (given,) = model_desc.segments[block[0] - 1].outputs
+        assert again.rerun_input[start] == again.rerun_input_early[start] == 4 * given.shape[0] + RANDOM_STATE
 
 
 def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
@@ -167,6 +167,8 @@ def random_path(space, rng):
 
 
 @given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS), rules=st.sampled_from(RULES))
+# A bucket was counted in rows before the operator that opens it had made a gradient.
+@example(seed=274, variant={}, rules=RULES[0])
 @settings(max_examples=120, deadline=None)
 def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: SearchOptions) -> None:
     """A row taken at one plan equals the judge there and never exceeds it at another."""
