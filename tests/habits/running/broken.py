@@ -9,7 +9,7 @@ from tests.habits.running.context import Context
 from tests.habits.running.habit import habit
 
 
-@habit(seconds=4.0)
+@habit(seconds=1.0)
 def hangs(ctx: Context) -> None:
     """Waits on one rank for a collective that the other never begins."""
     if not ctx.alone and ctx.ranks[0] == 0:

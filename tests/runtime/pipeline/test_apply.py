@@ -32,6 +32,8 @@ from tests.helpers.stage_nets import LateTiedNet, TiedNet, batch, loss_fn, targe
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
+#: Tokens of sequences whose activations are larger than the random state that a recomputed block keeps.
+LONG = 64
 RECOMPUTE = SearchOptions(recompute=True)
 
 
@@ -251,7 +253,8 @@ def test_stages_beside_data_and_tensor_parallelism(tmp_path: Any) -> None:
 def halves(limit: int) -> Plan:
     """Two stages cut in the middle: only where the same rank computes a block does it draw the same."""
     model, training = net(dropout=0.5), Training(local_batch=2, microbatches=PARTS)
-    model_desc, flow = ModelDesc.from_module(model, batch(2)), trace_flow(model, SampleBatch.of(batch(2)))
+    sample = batch(2, LONG)
+    model_desc, flow = ModelDesc.from_module(model, sample), trace_flow(model, SampleBatch.of(sample))
     middle = [step.module for step in flow.steps].index("blocks.2")
     candidate = Candidate(training, estimate(model_desc, devices(1), training))
     bounds, layout = (0, middle, len(flow.steps)), ParallelDims(2, 1, 1)
@@ -261,7 +264,7 @@ def halves(limit: int) -> Plan:
 def gradients_with_dropout(plan: Plan) -> dict[str, torch.Tensor]:
     model = OSDP(net(dropout=0.5), plan=plan)
     torch.manual_seed(5)
-    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    model.train_step(batch(SAMPLES, LONG), targets(SAMPLES, LONG), loss_fn)
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
