@@ -7,7 +7,9 @@ timed, and the fastest three compete with OSDP in turns. The best of them is cho
 and compared on the other. Bytes are those of the real process with gloo's buffers
 (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 
-    python -m benchmarks.contest [--quick] [--json FILE]
+It takes hours; with ``--resume`` it goes on where an earlier run was ended.
+
+    python -m benchmarks.contest [--quick] [--json FILE [--resume]]
 """
 
 import gc
@@ -252,9 +254,14 @@ def over_best_rival(finalists: list[str], name: str, seconds: Mapping[str, list[
     return best, paired_ratio(seconds[best][1::2], seconds[name][1::2])
 
 
+def names_of(launch: Round) -> list[str]:
+    """Names of the rows of one launch."""
+    return [f"{launch.name}, {'no limit' if f is None else f}" for f in launch.fractions]
+
+
 def rows_of(launch: Round, most_rounds: int) -> list[Row]:
     """The rows of one launch; with a reason where they cannot be measured."""
-    names = [f"{launch.name}, {'no limit' if f is None else f}" for f in launch.fractions]
+    names = names_of(launch)
     arguments = {"case": launch.case, "fractions": list(launch.fractions), "most_rounds": most_rounds}
     try:
         measured = launch_over(
@@ -353,8 +360,11 @@ def measure(options: Options) -> Result:
             Round("mlp", None, 2, (0.3, 0.9)),
             Round("bert", None, 4, (0.3,)),
         ]
+    known = result.keep()
+    launches = [launch for launch in launches if not set(names_of(launch)) <= known]
     for launch in harness.progress(launches, len(launches), "contest"):
-        result.add(*rows_of(launch, ROUNDS if options.quick else MOST_ROUNDS))
+        rows = rows_of(launch, ROUNDS if options.quick else MOST_ROUNDS)
+        result.add(*(row | {"commit": harness.commit()} for row in rows))
     result.summary = summarize(result.rows)
     return result
 
@@ -377,7 +387,7 @@ def _cells(row: Row) -> list[object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    result = measure(harness.parse_options("contest", __doc__, arguments))
+    result = measure(harness.parse_options("contest", __doc__, arguments, resumes=True))
     columns = [
         "model, network, ranks, limit", "best rival", "OSDP over it", "95 %", "over FSDP2", "peak / limit",
         "s/step", "time error", "over greedy", "units", "",

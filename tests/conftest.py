@@ -20,6 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OSDP_CACHE_DIR"] = folder.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first: one that begins last would be waited for by workers that have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def pytest_collection_finish() -> None:
     """What was loaded stays: no collection of garbage walks through it, and there are fewer."""
     gc.collect()

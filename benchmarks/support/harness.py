@@ -36,6 +36,7 @@ class Options:
         json: Where to write the result, if anywhere.
         device: ``"cpu"`` or ``"cuda"``.
         data: What it reads, if it reads anything.
+        resume: Whether to keep the rows that are in ``json`` already.
     """
 
     claim: str
@@ -43,6 +44,7 @@ class Options:
     json: Path | None = None
     device: str = "cpu"
     data: Path | None = None
+    resume: bool = False
 
 
 @dataclass
@@ -78,6 +80,14 @@ class Result:
         self.rows += rows
         self.write()
 
+    def keep(self) -> set[str]:
+        """Keep the rows that an earlier run measured, wrong ones too, if that was asked for; their names."""
+        path = self.options.json
+        if self.options.resume and path is not None and path.exists():
+            found = json.loads(path.read_text())["rows"]
+            self.rows = [row for row in found if not row.get("reason")]
+        return {row["name"] for row in self.rows}
+
     def write(self) -> None:
         """Write what there is to the JSON file, if one was asked for."""
         if self.options.json is not None:
@@ -98,18 +108,36 @@ class Result:
 
 
 def parse_options(
-    claim: str, description: str | None, arguments: Sequence[str] | None = None, *, data: str = ""
+    claim: str,
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    *,
+    data: str = "",
+    resumes: bool = False,
 ) -> Options:
-    """Read the command line of the script ``claim``; ``data`` says what it reads, if it reads anything."""
+    """Read the command line of the script ``claim``.
+
+    Args:
+        claim: Its name.
+        description: Its docstring.
+        arguments: The words of the command line; those of the process if ``None``.
+        data: What it reads, if it reads anything.
+        resumes: Whether it can be ended and go on later.
+    """
     first_line = (description or claim).strip().splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{claim}", description=first_line)
     parser.add_argument("--quick", action="store_true", help="end within about a minute on 2 cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure")
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="keep the rows that FILE has already")
     if data:
         parser.add_argument("--data", type=Path, metavar="FILE", required=True, help=data)
     parsed = parser.parse_args(arguments)
-    return Options(claim, parsed.quick, parsed.json, parsed.device, parsed.data if data else None)
+    resume = resumes and parsed.resume
+    if resume and parsed.json is None:
+        parser.error("--resume needs --json FILE")
+    return Options(claim, parsed.quick, parsed.json, parsed.device, parsed.data if data else None, resume)
 
 
 def command_line(options: Options) -> str:

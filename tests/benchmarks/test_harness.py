@@ -50,6 +50,22 @@ def test_finish_writes_what_was_measured_and_where(tmp_path: Path, capsys):
     assert "not measured: a: no root" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_where_an_earlier_one_was_ended(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "result.json"
+    rows = [{"name": "a"}, {"name": "b", "error": "too much"}, {"name": "c", "reason": "no root"}]
+    Result(Options("claim", json=path), rows).write()
+    options = harness.parse_options("claim", None, ["--json", str(path), "--resume"], resumes=True)
+    later = Result(options)
+    # What is wrong is not measured until it is right.
+    assert later.keep() == {"a", "b"}
+    later.add({"name": "c"})
+    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["a", "b", "c"]
+    assert Result(Options("claim", json=path)).keep() == set()
+    with pytest.raises(SystemExit):
+        harness.parse_options("claim", None, ["--resume"], resumes=True)
+    assert "--resume needs --json FILE" in capsys.readouterr().err
+
+
 def test_paired_ratio_ignores_noise_that_both_share():
     noise = [1.0, 3.0, 1.5, 2.0, 9.0]
     assert paired_ratio([2 * n for n in noise], noise) == Ratio(2.0, 2.0, 2.0)
