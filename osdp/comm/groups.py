@@ -58,19 +58,24 @@ class Meshes:
 
     Args:
         world: A mesh with one axis: all ranks, or the ranks of one data-parallel group of a pipeline.
+        grouped: Meshes of groups of these ranks that exist already, by group size; grows.
 
     Attributes:
         world: The mesh of all ranks.
     """
 
-    def __init__(self, world: DeviceMesh) -> None:
+    def __init__(self, world: DeviceMesh, grouped: dict[int, DeviceMesh] | None = None) -> None:
         self.world = world
-        self._grouped: dict[int, DeviceMesh] = {}
+        self._grouped = {} if grouped is None else grouped
 
     @classmethod
     def over(cls, world: DeviceMesh) -> "Meshes":
-        """The meshes over the ranks of ``world``, created at the first call."""
-        return _MADE.setdefault(world.get_group(), cls(world))
+        """``world`` itself, and meshes of groups of its ranks, each of which is created once.
+
+        Another mesh over the same ranks may be there under other names (the one that links were measured on);
+        torch takes the two for different ones.
+        """
+        return cls(world, _MADE.setdefault(world.get_group(), {}))
 
     def grouped(self, group_size: int) -> DeviceMesh:
         """All ranks as rows of ``group_size`` neighbours, with FSDP2's axes ("replicate", "shard").
@@ -104,4 +109,4 @@ class Meshes:
 
 
 #: Communicators are costly and never freed, so each group of ranks creates its own only once while it exists.
-_MADE: WeakKeyDictionary[dist.ProcessGroup, Meshes] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()

@@ -74,7 +74,7 @@ def on_halves() -> None:
         if turn == half:
             grid = Meshes.over(mesh).grid(2)
         dist.barrier()
-    assert Meshes.over(mesh) is Meshes.over(mesh)
+    assert Meshes.over(mesh).grouped(2) is Meshes.over(mesh).grouped(2)
     assert dist.get_process_group_ranks(grid.inside)[0] // 4 == half
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total, group=grid.inside)
@@ -84,6 +84,25 @@ def on_halves() -> None:
 
 def test_groups_of_several_data_parallel_meshes_do_not_meet() -> None:
     run(8, on_halves)
+
+
+def on_one_mesh() -> None:
+    """Links are measured on a mesh without names; then a model is wrapped with a mesh that has one."""
+    unnamed = dist.device_mesh.init_device_mesh("cpu", (2,))
+    assert Meshes.over(unnamed).world is unnamed
+    net: Any = Net(gated=False)
+    modes, groups = LAYOUTS["mixed leaves"]
+    net = OSDP(net, plan=plan_by_hand(net, modes, 2, groups=groups))
+    assert {parameter.device_mesh for parameter in net.parameters()} == {net.mesh}
+    for optimizer in (torch.optim.ASGD(net.parameters(), foreach=True), torch.optim.AdamW(net.parameters())):
+        net(tokens(0, 2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_all_parameters_are_on_the_mesh_of_the_model() -> None:
+    """An optimizer once refused a list of parameters: some were on the mesh that was made first."""
+    run(2, on_one_mesh)
 
 
 def refused() -> None:
