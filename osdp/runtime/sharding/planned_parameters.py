@@ -68,7 +68,8 @@ class PlannedParameters:
             for name, entry in owned.items()
             if storage.is_replicated(name)
         )
-        units = ShardedParameters(model, plan.fsdp_units, sharded)
+        keeps = not plan.reduce_each_microbatch
+        units = ShardedParameters(model, plan.fsdp_units, sharded, keeps_gathered=keeps)
         return cls(model, replicated, units, SlicedParameters(in_slices))
 
     def report_to(self, on_gradient: Callable[[Parameter], object]) -> None:
