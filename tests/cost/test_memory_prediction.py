@@ -225,3 +225,17 @@ def test_no_route_takes_more_than_predicted(
         peak = setting.candidate(device, plan).memory(nodes * per_node).peak
         predicted = plan.predicted.peak_bytes
         assert 0.999 * peak <= predicted <= 1.05 * peak, (options, plan.predicted.peak_moment)
+
+
+@pytest.mark.parametrize(
+    "block", ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+)
+def test_all_that_a_recomputed_block_is_given_is_held(block: str) -> None:
+    """A decoder's blocks are given its memory, too, and the first ones what their caller holds in forward."""
+    torch.set_num_threads(1)
+    setting = make_setting(CASES["transformer"], BASE)
+    device = Ranks(1, 64, backend="fake").devices("cpu")
+    plan = setting.plan(device, strategy="FULL_SHARD").with_sharding(recomputed=(f"transformer.{block}",))
+    predicted = evaluate(plan, setting.profile, device, plan.training, setting.model_desc).peak_bytes
+    measured = setting.candidate(replace(device, memory_limit=plan.memory_limit), plan).memory(64).peak
+    assert 0 <= predicted / measured - 1 <= 0.015

@@ -342,7 +342,10 @@ def _recompute(
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]
         floats["saving"][start] = saving
-        held = min(sum(dropped[: b - a]) + afterwards, given)
+        # A block may be given more than the segment before it makes: the memory of a decoder, for instance.
+        # Of unknown drops all that was given is held.
+        known = all(segment.dropped_bytes is not None for segment in model_desc.segments[a : b + 1])
+        held = min(sum(dropped[: b - a]), given) + held_on if known else max(given, held_on)
         floats["rerun_input"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())
         floats["excess"][start] = max(0.0, again - highest - held)
