@@ -149,8 +149,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         """Backwards inside keep their gradients; the first one outside reduces them all.
 
         ``plan.reduce_each_microbatch`` says which way the plan was priced: if it is false, run all
-        microbatches but the last in here, which gathers SHARD_GRAD_OP units once for all of them; if it is
-        true, keeping gradients takes more memory than planned.
+        microbatches but the last in here; if it is true, keeping gradients takes more memory than planned.
         """
         return self._applied.no_sync()
 

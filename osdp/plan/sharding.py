@@ -9,8 +9,7 @@ class Mode(StrEnum):
     """Sharding strategy of an operator over the data-parallel ranks; names as in PyTorch's ShardingStrategy.
 
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
-    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward; where
-    a step reduces gradients once, from the first forward to the last backward.
+    SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
     HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
 
     What a mode means is written where it counts. A new one has to be added to the arrays in
@@ -178,8 +177,7 @@ class ShardingPlan:
         units: All units; every operator is in exactly one.
         predicted: Simulated time and memory of a step.
         optimal: Whether it is proven optimal in the decision space.
-        reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step. If once,
-            SHARD_GRAD_OP units and the root's stay gathered after a backward that keeps its gradients.
+        reduce_each_microbatch: Whether gradients are reduced after every microbatch, or once a step.
         recomputed: FQNs of the modules whose activations are recomputed in backward.
     """
 

@@ -39,10 +39,16 @@ SHARDING = SearchOptions()
 def stage_options(options: SearchOptions, schedule: Schedule, dims: ParallelDims) -> SearchOptions:
     """Search options of a pipeline stage.
 
-    On one rank nothing is sharded. Where several microbatches are in flight, no slices are kept: they would
-    be from the first forward to the last backward.
+    On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
+    parameters from the first forward to the last backward, as NO_SHARD does; so would kept slices. Both are
+    ruled out there.
     """
     if dims.dp == 1 and len(options.allowed) > 1:
         return replace(options, allowed=(Mode.NO_SHARD,))
     several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
-    return replace(options, keep=options.keep and not several)
+    if not several:
+        return options
+    options = replace(options, keep=False)
+    if len(options.allowed) == 1:
+        return options
+    return replace(options, allowed=tuple(mode for mode in options.allowed if mode is not Mode.SHARD_GRAD_OP))

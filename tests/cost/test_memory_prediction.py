@@ -37,8 +37,6 @@ BFLOAT16 = replace(BASE, param_dtype="bfloat16", reduce_dtype="float32")
         pytest.param("llama", "NO_SHARD", BASE, id="bucket"),
         # Gradients that are added in place were counted until the next ones, beside a reduction's input.
         pytest.param("mlp", "FULL_SHARD", replace(BASE, microbatches=2), id="accumulated"),
-        # Gathered once for all microbatches, not for each.
-        pytest.param("gpt2-small", "SHARD_GRAD_OP", replace(BASE, microbatches=3), id="gathered once"),
         # The copies that change the dtype, of one gradient after the other, were counted together.
         pytest.param("bert", "FULL_SHARD", BFLOAT16, id="cast"),
     ],

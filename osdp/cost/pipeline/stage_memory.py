@@ -133,21 +133,13 @@ def stage_memory(
 ) -> StageMemory:
     """Memory of a stage whose ``problem`` has the solution ``found`` and that exchanges ``messages``."""
     # 1. Simulate the step with one microbatch and with two: they differ by the gradients that an earlier
-    #    backward leaves. Either keeps parameters gathered where the step does. Resident bytes belong to the
-    #    rank, not to the stage.
+    #    backward leaves. Resident bytes belong to the rank, not to the stage.
     without_resident = replace(profile, resident_bytes=0)
     if problem.device.world_size == 1:
         found = _split_replicated(found)
     one, two = (
         replace(
-            build_problem(
-                desc,
-                without_resident,
-                problem.device,
-                training,
-                reduce_each=False,
-                keeps_gathered=problem.settings.keeps_gathered,
-            ),
+            build_problem(desc, without_resident, problem.device, training, reduce_each=False),
             root_group=problem.root_group,
         )
         for training in (replace(problem.training, microbatches=number) for number in (1, 2))

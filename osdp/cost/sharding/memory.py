@@ -87,7 +87,7 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
 
 def always(units: UnitCosts, problem: ShardingProblem, gradients: Gradients) -> Floats:
     """Bytes of each unit that are alive throughout forward and backward, shape ``(U,)``."""
-    copies = np.where(units.sharded, units.lasting, units.unsharded)
+    copies = np.where(units.sharded, 0.0, units.unsharded)
     found = units.state + copies + gradients.always
     if problem.timeline.others:
         # The other microbatches in flight do not keep the activations that are recomputed.
@@ -146,9 +146,6 @@ class View(Protocol):
 
     def gradients_after(self) -> Floats:
         """Gradients that units after the moment, in forward order, have left."""
-
-    def lasting_after(self) -> Floats:
-        """Parameters of units after the moment that stay gathered up to the last backward."""
 
     def held_output(self, *, of_inside: bool) -> Floats:
         """The all-gather output held in forward: that of the unit gathered last, or the root unit's."""
@@ -230,11 +227,9 @@ def _reduce(view: View) -> Floats:
     """Bytes during a gradient reduction, when no earlier reduce-scatter input is held any more."""
     units = view.units
     peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
-    # Where gradients are kept this is the last backward, which frees all parameters.
-    reduced = view.at_edge(peak - units.lasting, lambda: _running(view, lambda: _made(view)))
+    reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
     activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputed_backward()
-    gathered = view.kept_before() - view.lasting_after() + view.prefetched()
-    return activations + gathered + view.own(reduced) + view.gradients_after()
+    return activations + view.kept_before() + view.own(reduced) + view.gradients_after() + view.prefetched()
 
 
 def _running(
@@ -340,21 +335,15 @@ def resharded(units: UnitCosts, *, gathering: bool) -> Floats:
     return np.where(units.mode == UnitMode.FULL_SHARD, gathered, 0.0)
 
 
-def holds_output(units: UnitCosts) -> Bools:
-    """Units whose all-gather takes the place of the last one's output, which is held until then, ``(U,)``."""
-    return np.asarray((units.mode == UnitMode.FULL_SHARD) | (units.sharded & (units.gather_output > 0)))
-
-
 def scattered_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
     """Input of each unit's reduce-scatter, ``(U,)``, beyond what its gradients take throughout the step.
 
     Where unsharded gradients are kept over the microbatches, only the last backward reduces, and those of the
-    unit are freed then, as are parameters that stayed gathered.
+    unit are freed then.
     """
     if not settings.keeps_gradients:
         return units.reduce_input
-    freed = units.accumulated + units.lasting
-    return np.maximum(units.reduce_input + units.gradient_kept - freed, 0.0)
+    return np.maximum(units.reduce_input + units.gradient_kept - units.accumulated, 0.0)
 
 
 # -- moments that are one sum over all units --------------------------------------------------------------
@@ -398,7 +387,7 @@ def final_row(
         operator: :data:`COPY_IN`, or the answer of :func:`last_in_root`.
     """
     first = units.sharded & (units.start == 0)
-    row = np.where(first, units.unsharded + units.gradient, gradients.after - units.lasting)
+    row = np.where(first, units.unsharded + units.gradient, gradients.after)
     constant = problem.timeline.final - root.unsharded + root.gradient
     if operator == COPY_IN:
         row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)

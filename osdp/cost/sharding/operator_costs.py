@@ -44,7 +44,6 @@ class OperatorCosts:
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
     accumulates: bool  # several microbatches
-    keeps_gathered: bool  # from one microbatch to the next, where a mode keeps parameters until backward
     temporary_sharded: Floats  # of the optimizer step; prefix sums if additive, else shape (K,)
     temporary_whole: Floats
     temporaries_add: bool
@@ -68,11 +67,10 @@ def cost_operators(
     optimizer: OptimizerProfile,
     device_kind: str,
     host_optimizer: OptimizerProfile | None = None,
-    keeps_gathered: bool = False,
 ) -> OperatorCosts:
     """Costs of each operator in each shard group."""
     first, *others = (
-        _cost_in(operators, shard_group, training, optimizer, device_kind, host_optimizer, keeps_gathered)
+        _cost_in(operators, shard_group, training, optimizer, device_kind, host_optimizer)
         for shard_group in shard_groups
     )
     return replace(first, others=tuple(others))
@@ -85,7 +83,6 @@ def _cost_in(
     optimizer: OptimizerProfile,
     device_kind: str,
     host_optimizer: OptimizerProfile | None,
-    keeps_gathered: bool,
 ) -> OperatorCosts:
     world_size = shard_group.num_shards
     columns: dict[str, Any] = {
@@ -116,7 +113,6 @@ def _cost_in(
         last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
         world_size=world_size,
         accumulates=training.microbatches > 1,
-        keeps_gathered=keeps_gathered,
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),
         temporaries_add=add,

@@ -15,7 +15,6 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
-    holds_output,
     last_in_root,
     lasting_gradients,
     moment_kinds,
@@ -89,21 +88,14 @@ class _Plan:
         self.gradients = lasting_gradients(units, problem.settings)
         #: Alive throughout forward and backward.
         self.base = root_always(problem, root) + float(always(units, problem, self.gradients).sum())
-        #: Parameters that the units before each keep; gradients of those from it on, and their parameters
-        #: that stay gathered over the microbatches; all ``(U + 1,)``.
+        #: Parameters that the units before each keep, and gradients of those from it on, ``(U + 1,)``.
         self.kept_before = np.concatenate([[0.0], np.cumsum(units.kept)])
-        self.gradients_from, self.lasting_from = (
-            np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
-            for values in (self.gradients.after, units.lasting)
-        )
-        #: The nearest sharded unit before each, or -1, and from it on, or ``U``; the nearest before each
-        #: whose gather's output may be held; all ``(U + 1,)``.
+        self.gradients_from = np.concatenate([np.cumsum(self.gradients.after[::-1])[::-1], [0.0]])
+        #: The nearest sharded unit before each, or -1, and from it on, or ``U``; both ``(U + 1,)``.
         sharded, index, count = units.sharded, np.arange(len(units.start)), len(units.start)
         previous = np.concatenate([[-1], np.where(sharded, index, -1)])
         following = np.concatenate([np.where(sharded, index, count), [count]])
         self.last_sharded = np.maximum.accumulate(previous)
-        holds = np.where(holds_output(units), index, -1)
-        self.last_gathered = np.maximum.accumulate(np.concatenate([[-1], holds]))
         self.next_sharded = np.minimum.accumulate(following[::-1])[::-1]
         #: For each region the number of units before it, and the first unit after it, ``(2K + 1,)``.
         self.regions = np.arange(2 * len(problem.timeline.chain) + 1)
@@ -170,14 +162,11 @@ class _PlanView:
     def gradients_after(self) -> Floats:
         return self._plan.gradients_from[self._high]
 
-    def lasting_after(self) -> Floats:
-        return self._plan.lasting_from[self._high]
-
     def held_output(self, *, of_inside: bool) -> Floats:
-        last = self._plan.last_gathered[self._high if of_inside else self._low]
-        output = self.units.gather_output
-        of_root = self.root.gather_output + float(output[self.units.in_root].sum())
-        return np.where(last >= 0, _at(output, last), of_root)
+        last = self._plan.last_sharded[self._high if of_inside else self._low]
+        unsharded = self.units.unsharded
+        of_root = self.root.unsharded + float(unsharded[self.units.in_root].sum())
+        return np.where(last >= 0, _at(unsharded, last), of_root)
 
     def scattered_input(self) -> Floats:
         following = self._plan.next_sharded[self._high]
@@ -207,10 +196,9 @@ class _PlanView:
         """One of the moments, with its neighbours."""
         low, high, region = self._low[index], self._high[index], int(self.region[index])
         where = region if self._kind in REGION_KINDS else region // 2
-        if self._kind in ("forward", "unshard"):
-            gathered = self._plan.last_gathered[high if self._kind == "forward" else low]
-            return PeakMoment(self._kind, where, self._start(gathered))
         last, following = self._plan.last_sharded, self._plan.next_sharded
+        if self._kind in ("forward", "unshard"):
+            return PeakMoment(self._kind, where, self._start(last[high if self._kind == "forward" else low]))
         neighbours = (last[low], following[high], self._trigger()[index])
         return PeakMoment(self._kind, where, *map(self._start, neighbours))
 

@@ -37,8 +37,6 @@ class StepSettings:
         copy_bandwidth: Bytes per second of a copy into a gradient bucket.
         microbatches: Microbatches per step.
         reduce_each: Whether gradients are reduced after each microbatch.
-        keeps_gathered: Whether the root unit and SHARD_GRAD_OP units stay gathered from one microbatch to the
-            next, so that a step gathers them once.
     """
 
     blocking: bool
@@ -48,7 +46,6 @@ class StepSettings:
     copy_bandwidth: float
     microbatches: int
     reduce_each: bool
-    keeps_gathered: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -102,7 +99,6 @@ class RootUnitCost:
         state: Parameters and optimizer states.
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
         unsharded: The root unit's unsharded parameters.
-        gather_output: The output of the root unit's all-gather, while it is held.
         low_precision: Low-precision copies of replicated parameters.
         carried: Gradients left by earlier microbatches.
         gradient: Gradients of one microbatch: those of the root unit, the buckets of replicated operators,
@@ -125,7 +121,6 @@ class RootUnitCost:
     has_unit: bool = False
     state: float = 0.0
     unsharded: float = 0.0
-    gather_output: float = 0.0
     low_precision: float = 0.0
     carried: float = 0.0
     gradient: float = 0.0
@@ -149,18 +144,8 @@ def build_problem(
     training: Training,
     *,
     reduce_each: bool = True,
-    keeps_gathered: bool | None = None,
 ) -> ShardingProblem:
     """Build the timeline and the operator costs of a step once, for all plans of it.
-
-    Args:
-        model_desc: The model.
-        profile: Its profile.
-        device: The devices.
-        training: The training.
-        reduce_each: Whether gradients are reduced after each microbatch.
-        keeps_gathered: See :class:`StepSettings`; ``None`` stands for a step of several microbatches that
-            reduces once.
 
     Raises:
         ValueError: The profile was made for another model.
@@ -170,11 +155,9 @@ def build_problem(
     # Plain tensors save the optimizer's overhead per DTensor.
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
     optimizer = profile.optimizer
-    if keeps_gathered is None:
-        keeps_gathered = training.microbatches > 1 and not reduce_each
     return ShardingProblem(
         timeline=timeline,
-        costs=_operator_costs(timeline.chain, device, training, profile, keeps_gathered),
+        costs=_operator_costs(timeline.chain, device, training, profile),
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
@@ -184,7 +167,6 @@ def build_problem(
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,
             reduce_each=reduce_each or training.microbatches == 1,
-            keeps_gathered=keeps_gathered,
         ),
         device=device,
         training=training,
@@ -215,7 +197,7 @@ def cost_root(
 
     trained = [op for op in sharded if any(parameter.trainable for parameter in op.parameters)]
     last = sorted(trained, key=lambda op: op.first)[-1:]
-    costs = _operator_costs(last, problem.device, problem.training, problem.profile, False)
+    costs = _operator_costs(last, problem.device, problem.training, problem.profile)
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, buckets)
@@ -224,7 +206,6 @@ def cost_root(
         has_unit=has_unit,
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
-        gather_output=float(unit.gather_output.sum()),
         low_precision=replicated_sum("unsharded"),
         carried=_carried(problem.settings, unit, [units for units, _ in whole]),
         gradient=sum(nbytes for _, nbytes in arrivals),
@@ -275,8 +256,7 @@ def _gradient_arrivals(
 def _cost_group(
     problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> tuple[UnitCosts, float]:
-    keeps_gathered = problem.settings.keeps_gathered
-    costs = _operator_costs(operators, problem.device, problem.training, problem.profile, keeps_gathered)
+    costs = _operator_costs(operators, problem.device, problem.training, problem.profile)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
     units = cost_units(
@@ -289,11 +269,7 @@ def _cost_group(
 
 
 def _operator_costs(
-    operators: Sequence[Operator],
-    device: DeviceInfo,
-    training: Training,
-    profile: Profile,
-    keeps_gathered: bool,
+    operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
 ) -> OperatorCosts:
     return cost_operators(
         operators,
@@ -302,5 +278,4 @@ def _operator_costs(
         optimizer=profile.optimizer,
         host_optimizer=profile.host_optimizer,
         device_kind=device.kind,
-        keeps_gathered=keeps_gathered,
     )

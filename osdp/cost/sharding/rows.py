@@ -21,7 +21,6 @@ from osdp.cost.sharding.memory import (
     always,
     edges,
     final_row,
-    holds_output,
     lasting_gradients,
     resharded,
     root_always,
@@ -106,19 +105,16 @@ class _RowView:
     def gradients_after(self) -> Floats:
         return self._row(np.where(self._after, self.gradients.after, 0.0))
 
-    def lasting_after(self) -> Floats:
-        return self._row(np.where(self._after, self.units.lasting, 0.0))
-
     def held_output(self, *, of_inside: bool) -> Floats:
         units = self.units
         first = 2 * units.start + 1
-        gathered = holds_output(units) & ((first <= self.region) if of_inside else (first < self.region))
+        gathered = units.sharded & ((first <= self.region) if of_inside else (first < self.region))
         if self.moment.before >= 0:
-            return self._row(self._nearest(units.gather_output, gathered, self.moment.before, is_last=True))
+            return self._row(self._nearest(units.unsharded, gathered, self.moment.before, is_last=True))
         # No unit has been gathered yet, so it is the root unit's.
-        joined = np.where(units.in_root, units.gather_output, 0.0)
-        most = self.root.gather_output + float(joined.sum())
-        return self._row(joined - np.where(gathered, most, 0.0), self.root.gather_output)
+        joined = np.where(units.in_root, units.unsharded, 0.0)
+        most = self.root.unsharded + float(joined.sum())
+        return self._row(joined - np.where(gathered, most, 0.0), self.root.unsharded)
 
     def scattered_input(self) -> Floats:
         units, start = self.units, self.moment.after

@@ -107,7 +107,6 @@ class SlicedCosts:
             units,
             state=chosen(self.state[k], units.state),
             unsharded=chosen(zero, units.unsharded),
-            gather_output=chosen(zero, units.gather_output),
             gather_buffers=chosen(zero, units.gather_buffers),
             gradient=chosen(zero, units.gradient),
             reduce_input=chosen(zero, units.reduce_input),

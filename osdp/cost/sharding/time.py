@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from osdp.arrays import Floats, Ints
+from osdp.arrays import Floats
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.timeline import RecomputeSpan, Timeline
@@ -27,12 +27,11 @@ from osdp.cost.sharding.units import UnitCosts
 class CriticalMoment(NamedTuple):
     """Critical moment of each pass: operators at which the link determines the time; -1 for none.
 
-    ``forward`` is the operator before whose compute the link is critical in the first microbatch, ``again``
-    that in the others, ``backward`` the one after whose backward it is.
+    ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
+    backward it is.
     """
 
     forward: int = -1
-    again: int = -1
     backward: int = -1
 
 
@@ -41,22 +40,18 @@ class UnitSeconds:
     """Seconds of each unit by resource, arrays of shape ``(U,)``.
 
     Attributes:
-        forward: Device time in the first forward.
-        again: Device time in the other forwards.
+        forward: Device time in forward.
         backward: Device time in a backward that reduces gradients.
         silent: Device time in a backward that does not.
-        link_forward: Link time in the first forward that overlaps compute.
-        link_again: The same in the other forwards.
+        link_forward: Link time in forward that overlaps compute.
         link: Link time in a backward that reduces gradients.
         link_after: The part of ``link`` that remains when the unit's ``backward`` has ended.
     """
 
     forward: Floats
-    again: Floats
     backward: Floats
     silent: Floats
     link_forward: Floats
-    link_again: Floats
     link: Floats
     link_after: Floats
 
@@ -81,16 +76,12 @@ def unit_seconds(
     silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
     if recompute is not None:
         silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
-    lasts = (units.mode == UnitMode.SHARD_GRAD_OP) | units.in_root
-    gather_again = np.where(settings.keeps_gathered & lasts, 0.0, gather)
     awaited = np.where(replicated, 1 - overlap, np.where(units.sliced, 0.0, held_up)) * reduce
     return UnitSeconds(
         forward=hooks + held_up * gather,
-        again=hooks + held_up * gather_again,
         backward=silent + awaited,
         silent=silent,
         link_forward=(1 - held_up) * gather,
-        link_again=(1 - held_up) * gather_again,
         link=regather + np.where(units.in_root, 0.0, reduce),
         link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
     )
@@ -101,15 +92,13 @@ class Passes:
     """Seconds of each kind of pass of one microbatch.
 
     Attributes:
-        forward: The first forward pass.
-        again: Each other forward pass.
+        forward: A forward pass.
         silent: A backward pass that reduces no gradients.
         reducing: A backward pass that reduces gradients.
         cut: Where the link determines these times.
     """
 
     forward: float
-    again: float
     silent: float
     reducing: float
     cut: CriticalMoment
@@ -120,23 +109,21 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     timeline, settings = problem.timeline, problem.settings
     seconds_of = unit_seconds(units, root, settings, timeline.recompute)
     # Forward: for each unit, all gathers up to its own, then the compute from its start on.
-    compute, still = float(timeline.forward_seconds.sum()), compute_after(timeline)[units.start]
-    forward, late = _larger(np.cumsum(seconds_of.link_forward) + still, compute)
-    again, late_again = _larger(np.cumsum(seconds_of.link_again) + still, compute)
+    waits = np.cumsum(seconds_of.link_forward) + compute_after(timeline)[units.start]
+    forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     # Backward: for each unit, device work until its backward ends, then the link's remaining work.
     done = np.cumsum(seconds_of.backward[::-1])[::-1]
     link_before = np.cumsum(seconds_of.link) - seconds_of.link
     ends = compute_until(timeline)[units.start] + done + link_before + seconds_of.link_after
     device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
     backward, worst = _larger(ends, device_only)
-    of_root = _root_seconds(root, settings)
-    starts = np.append(units.start, -1)
+    root_forward, root_backward = _root_seconds(root, settings)
+    starts = units.start
     return Passes(
-        forward=forward + float(seconds_of.forward.sum()) + of_root.forward,
-        again=again + float(seconds_of.again.sum()) + of_root.again,
+        forward=forward + float(seconds_of.forward.sum()) + root_forward,
         silent=float(timeline.backward_seconds.sum() + seconds_of.silent.sum()),
-        reducing=backward + of_root.backward,
-        cut=CriticalMoment(*(int(starts[index]) for index in (late, late_again, worst))),
+        reducing=backward + root_backward,
+        cut=CriticalMoment(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
     )
 
 
@@ -144,8 +131,8 @@ def step_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) ->
     """Seconds of forward and backward of all microbatches, and where the link determines them."""
     found, settings = passes(problem, units, root), problem.settings
     m, reductions = settings.microbatches, settings.reductions
-    forwards = found.forward + (m - 1) * found.again
-    return forwards + reductions * found.reducing + (m - reductions) * found.silent, found.cut
+    seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
+    return seconds, found.cut
 
 
 def optimizer_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
@@ -171,12 +158,11 @@ def time_row(
     """
     timeline, settings = problem.timeline, problem.settings
     seconds_of = unit_seconds(units, root, settings, timeline.recompute)
-    forward, compute = _forward_row(
-        timeline, units.start, seconds_of.forward, seconds_of.link_forward, cut.forward
-    )
-    again, compute_again = _forward_row(
-        timeline, units.start, seconds_of.again, seconds_of.link_again, cut.again
-    )
+    if cut.forward < 0:
+        forward, forward_constant = seconds_of.forward, float(timeline.forward_seconds.sum())
+    else:
+        forward = seconds_of.forward + np.where(units.start <= cut.forward, seconds_of.link_forward, 0.0)
+        forward_constant = float(compute_after(timeline)[cut.forward])
     if cut.backward < 0:
         backward, backward_constant = seconds_of.backward, float(timeline.backward_seconds.sum())
     else:
@@ -186,27 +172,16 @@ def time_row(
         backward = np.where(units.start >= cut.backward, at, before)
         backward_constant = float(compute_until(timeline)[cut.backward])
     m, reductions = settings.microbatches, settings.reductions
-    of_root = _root_seconds(root, settings)
-    silent = (m - reductions) * seconds_of.silent
-    row = forward + (m - 1) * again + reductions * backward + silent + units.step_seconds
+    root_forward, root_backward = _root_seconds(root, settings)
+    row = m * forward + reductions * backward + (m - reductions) * seconds_of.silent + units.step_seconds
     constant = (
-        (compute + of_root.forward)
-        + (m - 1) * (compute_again + of_root.again)
-        + reductions * (backward_constant + of_root.backward)
+        m * (forward_constant + root_forward)
+        + reductions * (backward_constant + root_backward)
         + (m - reductions) * float(timeline.backward_seconds.sum())
         + root.step_seconds
         - _plain_saving(problem, units, root)
     )
     return row, constant
-
-
-def _forward_row(
-    timeline: Timeline, start: Ints, device: Floats, link: Floats, cut: int
-) -> tuple[Floats, float]:
-    """Seconds per unit of a forward, and those of its compute, where the link is critical before ``cut``."""
-    if cut < 0:
-        return device, float(timeline.forward_seconds.sum())
-    return device + np.where(start <= cut, link, 0.0), float(compute_after(timeline)[cut])
 
 
 def compute_after(timeline: Timeline) -> Floats:
@@ -228,19 +203,9 @@ def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
     return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
-class _RootSeconds(NamedTuple):
-    """Seconds of the root unit in the first forward, in each other one, and in a backward that reduces."""
-
-    forward: float
-    again: float
-    backward: float
-
-
-def _root_seconds(root: RootUnitCost, settings: StepSettings) -> _RootSeconds:
+def _root_seconds(root: RootUnitCost, settings: StepSettings) -> tuple[float, float]:
     hooks = settings.unit_overhead if root.has_unit else 0.0
-    forward = hooks + root.gather_seconds
-    again = hooks if settings.keeps_gathered else forward
-    return _RootSeconds(forward, again, hooks + root.reduce_seconds + root.average_seconds)
+    return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
 
 
 def _larger(values: Floats, floor: float) -> tuple[float, int]:

@@ -70,13 +70,11 @@ def _cost_units_in(
     offloaded = offloads > 0
     keeps, reshards = mode == UnitMode.SHARD_GRAD_OP, mode == UnitMode.FULL_SHARD
     sharded, own = mode != UnitMode.NO_SHARD, keeps | reshards
-    lasts = keeps & costs.keeps_gathered
 
     def span(prefix: Floats) -> Floats:
         return prefix[b] - prefix[a]
 
-    # 2. Bytes of gradients, and of the buffers of collectives. Parameters that stay gathered were gathered
-    #    before there were gradients.
+    # 2. Bytes of gradients and of the buffers of their reduction.
     gather, reduce, average = shard_group.gather, shard_group.reduce, shard_group.average
     reduce_input, bucket, count = span(costs.reduce_input), span(costs.bucket), span(costs.num_trainable)
     unsharded = span(costs.unsharded)
@@ -87,9 +85,6 @@ def _cost_units_in(
     beside = shard_group.reduce_buffers * reduce_input
     copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
     copying = np.maximum(span(costs.gradient) + copies, last + beside)
-    gather_buffers = shard_group.gather_buffers * unsharded + span(costs.cast)
-    in_first = np.maximum(unsharded - bucket, 0.0)
-    first_buffers = np.maximum(np.maximum(unsharded, gather_buffers) - bucket, 0.0)
     # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
     reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if shard_group.across is not None:
@@ -109,10 +104,8 @@ def _cost_units_in(
         recomputed=recomputed > 0,
         offloaded=offloaded,
         state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
-        unsharded=np.where(sharded, np.where(lasts, 0.0, unsharded), span(costs.low_precision)),
-        lasting=np.where(lasts, unsharded, 0.0),
-        gather_output=np.where(sharded, np.where(costs.keeps_gathered & ~reshards, in_first, unsharded), 0.0),
-        gather_buffers=np.where(own, np.where(lasts, first_buffers, gather_buffers), 0.0),
+        unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
+        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
         casts_gradient=casts_gradient,
         reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, copies), 0.0),
@@ -132,7 +125,7 @@ def _cost_units_in(
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
         step_seconds=costs.optimizer.per_dtensor * count
         + costs.optimizer.per_byte * np.where(sharded, span(costs.local_sharded), span(costs.local_whole)),
-        kept=np.where(keeps & ~lasts, unsharded, 0.0),
+        kept=np.where(keeps, unsharded, 0.0),
         num_kept=num_kept,
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),

@@ -20,11 +20,8 @@ class UnitCosts:
         recomputed: Whether its block is recomputed in backward.
         offloaded: Whether its shards, their gradients and optimizer states are offloaded to host memory.
         state: Bytes of parameters and optimizer states, alive through the step.
-        unsharded: Bytes of the unsharded parameters that each microbatch gathers; for a replicated unit,
-            bytes of low-precision copies.
-        lasting: Bytes of the unsharded parameters that stay gathered from one microbatch to the next.
-        gather_output: Bytes of the all-gather's output, while it is held; for parameters that stay gathered,
-            what it takes beyond the gradients that do not exist yet when they are gathered.
+        unsharded: Bytes of the unsharded parameters while gathered, which is also the size of the
+            all-gather's output; for a replicated unit, bytes of low-precision copies.
         gather_buffers: Bytes that its all-gather needs beside its output while it runs: the backend's copies,
             and the cast shards that it sends.
         gradient: Bytes of the unsharded gradients as autograd makes them.
@@ -60,8 +57,6 @@ class UnitCosts:
     offloaded: Bools
     state: Floats
     unsharded: Floats
-    lasting: Floats
-    gather_output: Floats
     gather_buffers: Floats
     gradient: Floats
     casts_gradient: Bools

@@ -115,7 +115,7 @@ def _placement(parameter: nn.Parameter) -> Shard | None:
 
 def _reshards(unit: Unit) -> bool:
     """Whether a unit is resharded after forward; the root is not, since backward needs it first."""
-    return not unit.root and unit.mode is not Mode.SHARD_GRAD_OP
+    return not unit.root and unit.mode in (Mode.FULL_SHARD, Mode.HYBRID_SHARD)
 
 
 def _offload_policy(unit: Unit | None, meshes: Meshes) -> OffloadPolicy:
@@ -146,19 +146,14 @@ class ShardedUnit:
         parameters: Its parameters.
         state: FSDP2's state of these modules.
         group: FSDP2's parameter group.
-        reshards_after_backward: Whether it is resharded after a backward that reduces.
     """
 
-    def __init__(
-        self, model: nn.Module, unit: Unit, parameters: Sequence[ShardedParameter], *, keeps_gathered: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, unit: Unit, parameters: Sequence[ShardedParameter]) -> None:
         self.modules = ("",) if unit.root else unit.modules
         self.parameters = tuple(parameters)
         wrapped = model.get_submodule(self.modules[0])
         self.state = sharding_state(wrapped)
         (self.group,) = parameter_groups(wrapped)
-        self.reshards_after_backward = True
-        self._keeps_gathered = keeps_gathered and not _reshards(unit)
         self._gathered: int | None = None
 
     @property
@@ -197,8 +192,6 @@ class ShardedUnit:
 
     def follow_settings(self) -> None:
         """Apply the gradient settings of its parameters: in FSDP2 where all agree, else per parameter."""
-        keeps = self._keeps_gathered and not any(parameter.path.syncs for parameter in self.parameters)
-        self.group.reshard_after_backward = self.reshards_after_backward and not keeps
         paths = [parameter.path for parameter in self.parameters if parameter.stored.requires_grad]
         if not paths:
             return
@@ -237,8 +230,6 @@ class ShardedParameters:
         model: The model, sharded.
         units: The sharded units of its plan.
         parameters: Their parameters.
-        keeps_gathered: Whether units that stay gathered after a forward also do so after a backward that
-            keeps its gradients for a later one.
 
     Attributes:
         parameters: All of them.
@@ -251,14 +242,10 @@ class ShardedParameters:
         model: nn.Module,
         units: Sequence[Unit],
         parameters: Sequence[ShardedParameter],
-        *,
-        keeps_gathered: bool,
     ) -> None:
         self.parameters = tuple(parameters)
         self.units = tuple(
-            ShardedUnit(
-                model, unit, [p for p in parameters if p.unit == index], keeps_gathered=keeps_gathered
-            )
+            ShardedUnit(model, unit, [p for p in parameters if p.unit == index])
             for index, unit in enumerate(units)
         )
         self.on_gradient: Callable[[ShardedParameter], object] = lambda parameter: None

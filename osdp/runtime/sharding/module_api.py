@@ -108,8 +108,7 @@ class PlannedModule(FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether units of this module are resharded after their backward."""
         for unit in self._osdp_units(recurse):
-            unit.reshards_after_backward = reshard_after_backward
-            unit.follow_settings()
+            unit.group.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Prefetch the units of ``modules`` once those of this module are gathered for their forward."""

@@ -68,8 +68,7 @@ class PlannedParameters:
             for name, entry in owned.items()
             if storage.is_replicated(name)
         )
-        keeps = not plan.reduce_each_microbatch
-        units = ShardedParameters(model, plan.fsdp_units, sharded, keeps_gathered=keeps)
+        units = ShardedParameters(model, plan.fsdp_units, sharded)
         return cls(model, replicated, units, SlicedParameters(in_slices))
 
     def report_to(self, on_gradient: Callable[[Parameter], object]) -> None:

@@ -310,17 +310,14 @@ class StageSearch:
         units, root = solution_costs(problem, found)
         seconds = passes(problem, units, root)
         return StageCost(
-            forward_seconds=seconds.again,
+            forward_seconds=seconds.forward,
             backward_seconds=seconds.silent,
             # In the first stage no gradient goes back: the second part of its backward does all the work.
             input_seconds=seconds.silent / 2 if start else 0.0,
             send_seconds=self._send_seconds(stop),
             send_gradient_seconds=self._send_seconds(start),
             activation_bytes=int(problem.timeline.kept + self._crossing_bytes(start)),
-            # Once a step: what only the first forward gathers, and what only the last backward reduces.
-            end_seconds=seconds.forward
-            - seconds.again
-            + max(seconds.reducing - seconds.silent, 0.0)
+            end_seconds=max(seconds.reducing - seconds.silent, 0.0)
             + self._scaling_seconds(problem)
             + found.outcome.optimizer_seconds,
         )

@@ -13,7 +13,7 @@ from osdp.cost.sharding.problem import ShardingProblem, build_problem, cost_root
 from osdp.cost.sharding.rows import memory_row
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import cost_spans
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, ROOT, SHARD_GRAD_OP
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, ROOT
 from osdp.cost.sharding.timeline import LOOSE_BYTES, RANDOM_STATE, build_timeline
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
@@ -229,24 +229,6 @@ def test_kept_gradients_are_there_once_and_only_the_last_backward_reduces_them()
     shards, kept, gathered = 7, 14, 10
     # Beside the gradients of all: the other unit's are freed when it reduces; its input and shard are there.
     assert highest_in_backward(problem, units) == (shards + kept + gathered + 4 + 2 - 4 + 100) * MIB
-
-
-def test_parameters_that_stay_gathered_over_the_microbatches_are_there_once() -> None:
-    """Both units stay whole beside the gradients of all; the last backward frees one after the other."""
-    model_desc, profile = stack(8, 4)
-    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
-    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
-    training = Training(optimizer="SGD", microbatches=3)
-    problem = build_problem(model_desc, profile, device, training, reduce_each=False)
-    units = cost_spans(problem, [(0, 1, SHARD_GRAD_OP), (1, 2, SHARD_GRAD_OP)])
-    shards, gathered, kept = 6, 12, 12
-    root = cost_root(problem, (), (), has_unit=False)
-    moments = {m.kind: value - LOOSE_BYTES for value, m in step_peaks(problem, units, root)}
-    # Nothing is gathered beside the gradients that exist by then, and one new gradient is added in place.
-    assert moments["forward"] == moments["unshard"] == (shards + gathered + kept) * MIB
-    assert moments["backward"] == (shards + gathered + kept + 8) * MIB
-    # The second unit's parameters are freed before the first, whose gradient is there then, reduces.
-    assert moments["final"] == (shards + gathered - 4 + kept + 8) * MIB
 
 
 def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:

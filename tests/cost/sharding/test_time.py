@@ -8,7 +8,7 @@ import pytest
 
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, cost_root
 from osdp.cost.sharding.simulate import simulate_units
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, UnitStrategy
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
 from osdp.cost.sharding.time import unit_seconds
 from osdp.cost.sharding.units import UnitCosts
 from tests.helpers.problems import random_problem
@@ -53,14 +53,6 @@ def test_beside_sharded_units_less_is_hidden() -> None:
     assert price.link.tolist() == [4.0, 1.0 + 2.0]
     assert price.link_after.tolist() == [1.0, 0.0]
     assert price.forward.tolist() == [0.0, 0.125 + 1.0]
-
-
-def test_where_gradients_are_reduced_once_what_stays_gathered_is_gathered_once() -> None:
-    settings = dataclasses.replace(SETTINGS, microbatches=3, reduce_each=False, keeps_gathered=True)
-    price = unit_seconds(units([SHARD_GRAD_OP, FULL_SHARD], [1.0, 2.0], [0.0, 0.0]), RootUnitCost(), settings)
-    assert price.forward.tolist() == [0.125 + 1.0, 0.125 + 2.0]
-    assert price.again.tolist() == [0.125, 0.125 + 2.0]
-    assert price.silent.tolist() == [0.125, 0.125 + 2.0]
 
 
 def test_only_plans_that_shard_nothing_step_plain_tensors() -> None:

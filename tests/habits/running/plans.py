@@ -32,9 +32,7 @@ def plan_of(name: str, desc: ModelDesc, training: Training, world_size: int) -> 
         return make_plan(None, desc, limited, training=training, profile=profile, **options)  # type: ignore[arg-type]
 
     if name in _ONE_MODE:
-        plan = made(strategy=_ONE_MODE[name], slices=(), recompute=False)
-        # Under no_sync() units that stay gathered until backward then do so until one that reduces.
-        return plan.with_sharding(reduce_each_microbatch=name != "shard_grad_op")
+        return made(strategy=_ONE_MODE[name], slices=(), recompute=False)
     if name == "searched":
         ends = [made(strategy=mode, slices=(), recompute=False) for mode in ("FULL_SHARD", "NO_SHARD")]
         limit = sum(plan.predicted.peak_bytes for plan in ends) // 2
@@ -43,7 +41,7 @@ def plan_of(name: str, desc: ModelDesc, training: Training, world_size: int) -> 
         return plan if len(set(plan.modes.values())) > 1 else made(limit, slices=(), recompute=False)
     apart = made(strategy="FULL_SHARD", slices=(), recompute=False)
     if name == "mixed":
-        return _mixed(apart, desc).with_sharding(reduce_each_microbatch=False)
+        return _mixed(apart, desc)
     assert name == "sliced"
     plan = _in_slices(_apart(apart, desc, {}), desc, 2)
     return plan.with_sharding(recomputed=_recomputable(desc, profile, device, training))

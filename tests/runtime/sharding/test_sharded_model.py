@@ -24,18 +24,12 @@ FEW = ("replicate all", "shard all", "mixed leaves")
 
 
 def start(
-    layout: str,
-    *,
-    find_unused_parameters: bool = True,
-    param_dtype: str | None = None,
-    reduce_each_microbatch: bool = True,
-    **options: Any,
+    layout: str, *, find_unused_parameters: bool = True, param_dtype: str | None = None, **options: Any
 ) -> tuple[Net, ShardedModel]:
     torch.manual_seed(7)
     net = Net(gated=False, **options)
     modes, groups = LAYOUTS[layout]
     plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups, param_dtype=param_dtype)
-    plan = plan.with_sharding(reduce_each_microbatch=reduce_each_microbatch)
     return net, apply(net, plan, find_unused_parameters=find_unused_parameters)
 
 
@@ -126,49 +120,6 @@ def a_failed_forward_keeps_what_was_accumulated() -> None:
                 step(net, seed=50)
             step(net, seed=10)
             assert_same(gradients(net), want, f"{layout}, keeps {keeps}")
-
-
-def gathers_once_for_an_accumulation() -> None:
-    """A plan that reduces once a step keeps what its modes keep until backward from the first forward on."""
-    want = expected(
-        lambda net, rank: one_loss(net, rank) + one_loss(net, rank + 10) + one_loss(net, rank + 20)
-    )
-    for layout in LAYOUTS:
-        net, applied = start(layout, reduce_each_microbatch=False)
-        units = applied.parameters.sharded.units
-        planned = applied.plan.sharding.fsdp_units
-        keep = [unit.root or unit.mode is Mode.SHARD_GRAD_OP for unit in planned]
-        for micro in range(3):
-            with applied.no_sync() if micro < 2 else contextlib.nullcontext():
-                step(net, seed=10 * micro)
-            if micro == 1:
-                net.eval()
-                with torch.no_grad():
-                    one_loss(net, 5)
-                net.train()
-                assert not any(unit.is_whole for unit in units), layout
-            else:
-                assert [unit.is_whole for unit in units] == [k and micro == 0 for k in keep], layout
-        assert_same(gradients(net), want, layout)
-
-
-def a_step_without_reduction_is_seen_by_gathered_units() -> None:
-    """An accumulation that is given up, after which the weights change: they are gathered again."""
-    for layout in LAYOUTS:
-        net, applied = start(layout, reduce_each_microbatch=False)
-        with applied.no_sync():
-            step(net)
-        with torch.no_grad():
-            for parameter in applied.stored_parameters():
-                parameter.mul_(0.5)
-        applied.recover(drop_gradients=True)
-        torch.manual_seed(7)
-        plain = Net(gated=False)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(0.5)
-        batch = tokens(dist.get_rank(), 2, 6)
-        assert difference(net(batch), plain(batch)) < 1e-5, layout
 
 
 def evaluates() -> None:
@@ -470,8 +421,6 @@ def unused_on_one_rank(layout: str) -> None:
 CHECKS = (
     recovers,
     a_failed_forward_keeps_what_was_accumulated,
-    gathers_once_for_an_accumulation,
-    a_step_without_reduction_is_seen_by_gathered_units,
     evaluates,
     evaluates_before_the_optimizer_step,
     forwards_interleave,
