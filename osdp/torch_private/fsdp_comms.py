@@ -56,10 +56,10 @@ def join_reduction(module: nn.Module) -> None:
 
 
 def finalize_reduction(module: nn.Module) -> bool:
-    """Return a joined unit to its idle state; returns whether its reduction has consumed all gradients."""
+    """Return a joined unit to its idle state; returns whether its reduction, if any, took all gradients."""
     takes_all = True
     for group in parameter_groups(module):
-        for parameter in group.fsdp_params:
+        for parameter in group.fsdp_params if group.reduce_grads else ():
             unsharded = getattr(parameter, "_unsharded_param", None)
             takes_all = takes_all and (unsharded is None or unsharded.grad is None)
         states = type(group._training_state)

@@ -24,6 +24,7 @@ another order.
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,8 @@ class Lockstep:
         self._pending: dict[int, None] = {}
         self._unsure = True
         self._spans: dict[int, OrderSpan] = {}
+        #: By unit the one whose gather in backward it follows at once, since that one prefetches it.
+        self._gathers_ahead: dict[int, int] = {}
         self._prefetches_for: int | None = None
         self.syncs = True
         self.on_backward: Callable[[], object] = lambda: None
@@ -302,14 +305,19 @@ class Lockstep:
                 return
             self._join(running, chosen)
 
-    def _turn(self, event: int, in_backward: bool) -> tuple[bool, int, int]:
+    def _turn(self, event: int, in_backward: bool) -> tuple[bool, float, int]:
         index = event // CODES
         if not in_backward or index not in self._spans:
             return event == _NOTHING, index, event
         # A backward is the forward in reverse: a unit is gathered where its forward ended, and reduced where
-        # it began.
-        span = self._spans[index]
-        return event == _NOTHING, -(span.end if is_gather(event, self._participants) else span.begin), event
+        # it began. Most are gathered ahead, right after the unit that ran next in forward: a rank that runs
+        # both would otherwise find what it runs in between before its own gather.
+        if not is_gather(event, self._participants):
+            return event == _NOTHING, -self._spans[index].begin, event
+        ahead = self._gathers_ahead.get(index)
+        if ahead is None:
+            return False, -self._spans[index].end, event
+        return False, -self._spans[ahead].end + 0.5, event
 
     def _finish(self, running: _Pass) -> None:
         if not running.has_asked:
@@ -424,7 +432,13 @@ class Lockstep:
         self._prefetches_for = entered.code
         found = spans([e // CODES for e in self._orders[entered.code]], self._participants)
         self._spans.update(found)
-        ended = [self._participants[i] for i in sorted(found, key=lambda i: found[i].end)]
-        units = [participant for participant in ended if isinstance(participant, UnitCollectives)]
-        for before, unit in zip([units[:1], *([u] for u in units)], units, strict=False):
-            set_backward_prefetch(unit.module, before[0].module)
+        units = {
+            index: participant
+            for index in sorted(found, key=lambda i: found[i].end)
+            if isinstance(participant := self._participants[index], UnitCollectives)
+        }
+        for first in [*units][:1]:
+            set_backward_prefetch(units[first].module, units[first].module)
+        for before, index in pairwise(units):
+            set_backward_prefetch(units[index].module, units[before].module)
+            self._gathers_ahead[before] = index

@@ -6,7 +6,6 @@ from itertools import cycle
 from osdp import DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
 from osdp.cost.sharding.problem import build_problem
 from osdp.hardware.device_info import COLLECTIVES
-from osdp.hardware.profile import Profile
 from osdp.model.description import Operator
 from osdp.model.fqn import is_inside
 from osdp.plan.shard_math import can_shard
@@ -44,7 +43,7 @@ def plan_of(name: str, desc: ModelDesc, training: Training, world_size: int) -> 
         return _mixed(apart, desc)
     assert name == "sliced"
     plan = _in_slices(_apart(apart, desc, {}), desc, 2)
-    return plan.with_sharding(recomputed=_recomputable(desc, profile, device, training))
+    return plan.with_sharding(recomputed=_recomputable(desc, device, training))
 
 
 def device_of(world_size: int) -> DeviceInfo:
@@ -126,10 +125,9 @@ def _can_be_cut(operator: Operator, count: int) -> bool:
     return shape is not None and shape[operator.cut.dim] >= count
 
 
-def _recomputable(
-    desc: ModelDesc, profile: Profile, device: DeviceInfo, training: Training
-) -> tuple[str, ...]:
-    """FQNs of the blocks that the search may recompute."""
-    timeline = build_problem(desc, profile, device, training).timeline
+def _recomputable(desc: ModelDesc, device: DeviceInfo, training: Training) -> tuple[str, ...]:
+    """FQNs of the blocks that the search may recompute where there are samples enough for it to pay."""
+    training = replace(training, local_batch=desc.local_batch * (64 if desc.batch_is_free else 1))
+    timeline = build_problem(desc, estimate(desc, device, training), device, training).timeline
     possible = zip(timeline.chain, timeline.recompute.possible, strict=True)
     return tuple(dict.fromkeys(op.block for op, allowed in possible if allowed and op.block))

@@ -21,13 +21,16 @@ DEPTH, WIDTH = 4, 8
 
 
 class Block(nn.Module):
+    """Where its layers are in slices, its norm is a unit beside them, gathered ahead of their backward."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 12)
         self.down = nn.Linear(12, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Dropped(nn.Module):
