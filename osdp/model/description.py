@@ -80,9 +80,11 @@ class Segment:
         forward: Its forward work.
         backward: Its backward work.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
-        dropped_bytes: Bytes from before its block, or from before the block that it follows, that its forward
-            frees: nothing saves them for backward, unless that block is recomputed from them. ``None`` if it
-            is not known, as in descriptions that were saved before it was traced.
+        dropped_bytes: Bytes from before its block that its forward frees: nothing saves them for backward,
+            unless that block is recomputed from them. ``None`` if it is not known, as in descriptions that
+            were saved before it was traced.
+        released_bytes: In the last segment of a block, bytes that the block was given and that forward frees
+            after it; ``None`` as above.
     """
 
     module: str
@@ -95,6 +97,7 @@ class Segment:
     backward: Work
     saved_bytes: Affine
     dropped_bytes: Affine | None = None
+    released_bytes: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ One event is (moment, storage number, change in bytes); the running sum of the c
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,15 @@ class Usage:
     def later_peaks(self) -> tuple[int | None, int | None]:
         """Peaks of parts of the pass: from the first gradient on, and from when a parameter has got it."""
         return self.gradient_peak_bytes, self.bucket_peak_bytes
+
+
+class Freed(NamedTuple):
+    """A storage that forward frees: its number, the places that made and freed it, and its bytes."""
+
+    number: int
+    made: int
+    freed: int
+    nbytes: int
 
 
 class Ledger:
@@ -131,8 +141,8 @@ class Ledger:
             result[name] = Usage(live, max(before.peak_bytes, live), late, given)
         return result
 
-    def freed_in_forward(self, place: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Storages that forward frees: the place that made each, the place that freed it, and its bytes."""
+    def freed_in_forward(self, place: Sequence[int]) -> list[Freed]:
+        """Storages that forward frees."""
         made: dict[int, int] = {}
         found = []
         for moment, number, change in self._events:
@@ -141,7 +151,7 @@ class Ledger:
             if number not in made:
                 made[number] = place[moment.interval]
             else:
-                found.append((made[number], place[moment.interval], -change))
+                found.append(Freed(number, made[number], place[moment.interval], -change))
         return found
 
     def _add(self, key: int, storage: torch.UntypedStorage) -> None:

@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         self.ledger = Ledger([*parameters.values(), *resident])
         self.tallies: dict[TraceMoment, Tally] = {}
         self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
+        #: Numbers of the storages that each module is given in its first call.
+        self.given: dict[str, frozenset[int]] = {}
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
         self._saved: set[int] = set()
         self._last = 0
@@ -93,6 +95,9 @@ class Recorder(TorchDispatchMode):
         """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
             self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(outputs))
+        if not interval.part and not interval.call:
+            numbers = (self.ledger.number(tensor) for tensor in tensors_in(outputs))
+            self.given[interval.module] = frozenset(number for number in numbers if number is not None)
         self._last = index
         self.ledger.now = TraceMoment(False, index)
 

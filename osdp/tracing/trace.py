@@ -5,7 +5,7 @@ depend on the batch are the line through the two.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
-from osdp.tracing.memory_ledger import TraceMoment, Usage
+from osdp.tracing.memory_ledger import Freed, TraceMoment, Usage
 from osdp.tracing.module_walk import Interval, walk_modules
 from osdp.tracing.op_recorder import Recorder, Tally
 from osdp.tracing.operators import Use, find_operators, find_parameters
@@ -52,24 +52,36 @@ class _Trace:
     """One fake run: its segments, the modules that ran, and whether single random numbers were large.
 
     Attributes:
-        freed: What forward frees, as :meth:`osdp.tracing.memory_ledger.Ledger.freed_in_forward` gives it.
+        freed: What forward frees; places are segments.
+        given: Numbers of the storages that each module is given in its first call.
     """
 
     segments: list[_SegmentTrace]
     modules: tuple[str, ...]
     largest_draws: bool
-    freed: list[tuple[int, int, int]]
+    freed: list[Freed]
+    given: Mapping[str, frozenset[int]]
 
-    def dropped(self, blocks: Collection[Sequence[int]]) -> list[int]:
-        """Bytes from before its block that each segment frees, given the segments of each block."""
-        found = [0] * len(self.segments)
-        # What the caller of a block still held is freed in its own code, right after the block.
-        begin = {block[-1] + 1: block[0] for block in blocks}
-        begin |= {index: block[0] for block in blocks for index in block}
-        for made, freed, nbytes in self.freed:
-            if made < begin.get(freed, 0):
-                found[freed] += nbytes
-        return found
+    def dropped(self, blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], list[int]]:
+        """What forward frees of what blocks were given, by segment, with the segments of each block.
+
+        Returns:
+            Bytes from before its block that each segment frees, and bytes that a block was given and forward
+            frees after it, at its last segment.
+        """
+        inside, after = [0] * len(self.segments), [0] * len(self.segments)
+        begin = {index: block[0] for block in blocks.values() for index in block}
+        ends: dict[int, list[int]] = {}
+        for name, block in blocks.items():
+            for number in self.given.get(name, ()):
+                ends.setdefault(number, []).append(block[-1])
+        for found in self.freed:
+            if found.made < begin.get(found.freed, 0):
+                inside[found.freed] += found.nbytes
+            for end in ends.get(found.number, ()):
+                if found.freed > end:
+                    after[end] += found.nbytes
+        return inside, after
 
 
 def describe(
@@ -116,11 +128,13 @@ def describe(
 
 
 def _with_dropped(desc: ModelDesc, trace: _Trace, double: _Trace) -> ModelDesc:
-    blocks = desc.block_segments.values()
-    both = zip(trace.dropped(blocks), double.dropped(blocks), strict=True)
-    dropped = [_line(one, two, desc.local_batch) for one, two in both]
+    inside, after = (
+        [_line(one, two, desc.local_batch) for one, two in zip(*both, strict=True)]
+        for both in zip(trace.dropped(desc.block_segments), double.dropped(desc.block_segments), strict=True)
+    )
     segments = [
-        replace(segment, dropped_bytes=nbytes) for segment, nbytes in zip(desc.segments, dropped, strict=True)
+        replace(segment, dropped_bytes=dropped, released_bytes=released)
+        for segment, dropped, released in zip(desc.segments, inside, after, strict=True)
     ]
     return replace(desc, segments=tuple(segments))
 
@@ -192,7 +206,8 @@ def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws
         for place, index in enumerate(filled)
     ]
     modules = dict.fromkeys(interval.module for interval in intervals)
-    return _Trace(segments, tuple(modules), draws.largest, recorder.ledger.freed_in_forward(place))
+    freed = recorder.ledger.freed_in_forward(place)
+    return _Trace(segments, tuple(modules), draws.largest, freed, recorder.given)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:

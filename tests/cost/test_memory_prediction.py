@@ -225,15 +225,15 @@ def test_no_route_takes_more_than_predicted(
         assert 0.999 * peak <= predicted <= 1.05 * peak, (options, plan.predicted.peak_moment)
 
 
-@pytest.mark.parametrize(
-    "block", ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
-)
-def test_all_that_a_recomputed_block_is_given_is_held(block: str) -> None:
-    """A decoder's blocks are given its memory, too, and the first ones what their caller holds in forward."""
+def test_all_that_a_recomputed_block_is_given_is_held() -> None:
+    """A decoder's blocks are given its memory, too, which their caller holds up to the end of forward."""
     torch.set_num_threads(1)
     setting = make_setting(CASES["transformer"], BASE)
     device = Ranks(1, 64, backend="fake").devices("cpu")
-    plan = setting.plan(device, strategy="FULL_SHARD").with_sharding(recomputed=(f"transformer.{block}",))
-    predicted = evaluate(plan, setting.profile, device, plan.training, setting.model_desc).peak_bytes
-    measured = setting.candidate(replace(device, memory_limit=plan.memory_limit), plan).memory(64).peak
-    assert 0 <= predicted / measured - 1 <= 0.015
+    kept = setting.plan(device, strategy="FULL_SHARD")
+    device = replace(device, memory_limit=kept.memory_limit)
+    for block in ("encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"):
+        plan = kept.with_sharding(recomputed=(f"transformer.{block}",))
+        predicted = evaluate(plan, setting.profile, device, plan.training, setting.model_desc).peak_bytes
+        peak = setting.candidate(device, plan).memory(64).peak
+        assert peak <= predicted <= 1.015 * peak, block

@@ -312,29 +312,22 @@ def _recompute(
     names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds")
     floats = {name: np.zeros(count) for name in names}
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
-    released = _released_later(model_desc, walk)
     scale = local_batch / model_desc.local_batch
-    in_blocks = {index for inside in model_desc.block_segments.values() for index in inside}
-    previous = ""
     for block, start, stop in _whole_blocks(chain):
-        stack, before = block.rpartition(".")[0], previous
-        previous = stack
         inside = model_desc.block_segments[block]
         a, b = inside[0], inside[-1] + 1
         if b - a != len(inside) or any(segment.call for segment in model_desc.segments[a:b]):
             continue  # called more than once, or with something else in between
         handed_on = scale * _nbytes(model_desc.segments[b - 1].outputs)
-        # What the block was given is kept for the rerun, even where its caller drops it afterwards.
+        # What the block was given is kept for the rerun, even where forward frees it; all of it where that is
+        # not known.
         given = scale * _nbytes(model_desc.segments[a - 1].outputs) if a else 0.0
         dropped = [
             given if segment.dropped_bytes is None else segment.dropped_bytes(local_batch)
-            for segment in model_desc.segments[a : b + 1]
+            for segment in model_desc.segments[a:b]
         ]
-        afterwards = dropped[-1] if b < len(model_desc.segments) and b not in in_blocks else 0.0
-        afterwards = min(afterwards, given)
-        # The input of a stack of blocks is held by its caller; recomputing the first block keeps it alive
-        # throughout.
-        held_on = max(afterwards, released if stack != before else 0.0)
+        released = model_desc.segments[b - 1].released_bytes
+        held_on = given if released is None else released(local_batch)
         saving = walk.up[b] - walk.up[a] - handed_on - held_on - random_state
         if saving <= 0:
             continue
@@ -342,24 +335,15 @@ def _recompute(
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]
         floats["saving"][start] = saving
-        # A block may be given more than the segment before it makes: the memory of a decoder, for instance.
-        # Of unknown drops all that was given is held.
-        known = all(segment.dropped_bytes is not None for segment in model_desc.segments[a : b + 1])
-        held = min(sum(dropped[: b - a]), given) + held_on if known else max(given, held_on)
+        held = given if released is None else sum(dropped) + held_on
         floats["rerun_input"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())
         floats["excess"][start] = max(0.0, again - highest - held)
-        floats["rerun_input_early"][start] = min(sum(dropped[: b - a - 1]), given) + random_state
+        early = sum(dropped[:-1])
+        floats["rerun_input_early"][start] = (min(early, given) if released is None else early) + random_state
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)
-
-
-def _released_later(model_desc: ModelDesc, walk: _Walk) -> float:
-    """Bytes that forward frees outside blocks: tensors that were held until the end of their scope."""
-    outside = np.ones(len(model_desc.segments), dtype=bool)
-    outside[[index for inside in model_desc.block_segments.values() for index in inside]] = False
-    return float(np.maximum(-np.diff(walk.up)[outside], 0.0).sum())
 
 
 def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:

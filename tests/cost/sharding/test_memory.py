@@ -245,7 +245,9 @@ def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:
 
 def test_of_unknown_drops_a_recomputed_block_holds_all_that_it_is_given() -> None:
     model_desc, profile = random_model(1, 2, 2)
-    unknown = tuple(replace(segment, dropped_bytes=None) for segment in model_desc.segments)
+    unknown = tuple(
+        replace(segment, dropped_bytes=None, released_bytes=None) for segment in model_desc.segments
+    )
     again = build_timeline(replace(model_desc, segments=unknown), profile).recompute
     first = np.flatnonzero(again.possible)
     assert len(first) == 2
