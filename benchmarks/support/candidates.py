@@ -26,6 +26,7 @@ from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
 from osdp.comm.groups import Meshes
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
+from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.measure import profile_model
 
 BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
@@ -238,8 +239,9 @@ def make_setting(
     *,
     device: str = "cpu",
     mesh: DeviceMesh | None = None,
+    cache: MeasurementCache | None = None,
 ) -> Setting:
-    """Describe and profile ``case`` on this machine (or take its ``profile``).
+    """Describe and profile ``case`` on this machine (or take its ``profile``, or what ``cache`` has).
 
     With a ``mesh`` the optimizer is timed on DTensors, as it runs under a plan.
     """
@@ -247,7 +249,7 @@ def make_setting(
     model = case.model(device="meta" if profile else "cpu")
     model_desc = ModelDesc.from_module(model, sample)
     measured = profile or profile_model(
-        model, model_desc, sample, training=training, device=device, mesh=mesh, progress=False
+        model, model_desc, sample, training=training, device=device, mesh=mesh, cache=cache, progress=False
     )
     return Setting(case, training, model_desc, measured)
 

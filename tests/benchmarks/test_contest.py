@@ -6,13 +6,14 @@ from itertools import combinations, product
 import pytest
 
 from benchmarks.contest import CASE_NAMES, NUM_ROWS, is_narrow, over_best_rival, summarize
-from benchmarks.support.candidates import given_device, make_setting
+from benchmarks.support.candidates import given_device
 from benchmarks.support.contest.design import FRACTIONS, NETWORKS, WORLD_SIZES, draw, pairs
 from benchmarks.support.contest.greedy import greedy_prediction
 from benchmarks.support.contest.rivals import Rival, rivals
 from benchmarks.support.models import CASES
 from benchmarks.support.timing import Ratio
 from osdp import Training
+from tests.helpers.settings import setting_of
 
 
 def test_the_rows_cover_every_pair_of_factors_and_nobody_chooses_them() -> None:
@@ -50,7 +51,7 @@ def test_rivals_are_every_kind_with_and_without_recomputation() -> None:
 def test_the_greedy_choice_keeps_the_limit_and_is_never_faster_than_the_exact_one(fraction: float) -> None:
     training = Training(local_batch=2)
     device = given_device(4)
-    setting = make_setting(CASES["gpt2-tiny"], training)
+    setting = setting_of(CASES["gpt2-tiny"], training)
     low, high = (
         setting.plan(device, strategy=strategy).predicted.peak_bytes
         for strategy in ("FULL_SHARD", "NO_SHARD")

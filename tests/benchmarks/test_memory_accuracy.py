@@ -8,9 +8,9 @@ import torch
 from benchmarks import memory_accuracy
 from benchmarks.memory_accuracy import BASE, GLOO, Point, check_live, plan_of, summarize
 from benchmarks.support import live_peaks
-from benchmarks.support.candidates import make_setting
 from benchmarks.support.live_bytes import NoCompilerError
 from benchmarks.support.models import CASES
+from tests.helpers.settings import setting_of
 
 
 def row(backend: str, error: float, *, exceeds: bool = False) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_the_median_step_is_compared_and_the_highest_keeps_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.set_num_threads(1)
-    setting = make_setting(CASES["mlp"], BASE)
+    setting = setting_of(CASES["mlp"], BASE)
     point = Point("mlp", GLOO[0], 0.3, BASE)
     plan = plan_of(point, setting)
     predicted, limit = plan.predicted.peak_bytes, plan.memory_limit
@@ -49,6 +49,6 @@ def test_without_a_compiler_rows_say_why_nothing_was_measured(monkeypatch: pytes
 
     torch.set_num_threads(1)
     monkeypatch.setattr(memory_accuracy, "live_peaks", refused)
-    setting = make_setting(CASES["mlp"], BASE)
+    setting = setting_of(CASES["mlp"], BASE)
     (found,) = check_live([(Point("mlp", GLOO[0], GLOO[0].uniform[0], BASE), setting)])
     assert found["reason"] == "install a C compiler" and "measured" not in found

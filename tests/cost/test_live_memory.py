@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.memory_accuracy import BASE, Point, Ranks, check_live
-from benchmarks.support.candidates import make_setting
 from benchmarks.support.models import CASES
+from tests.helpers.settings import setting_of
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the counter is built by a C compiler")
@@ -16,7 +16,7 @@ def test_the_prediction_is_what_gloo_ranks_take() -> None:
     torch.set_num_threads(1)
     ranks, points = Ranks(1, 2), []
     for case in ("mlp", "mlp-table"):
-        setting = make_setting(CASES[case], BASE)
+        setting = setting_of(CASES[case], BASE)
         points += [(Point(case, ranks, plan, BASE), setting) for plan in (ranks.uniform[0], 0.3)]
     for row in check_live(points):
         assert "error" not in row, row["error"]

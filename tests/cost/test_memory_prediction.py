@@ -7,18 +7,19 @@ import torch
 from torch import nn
 
 from benchmarks.memory_accuracy import BASE, Point, Ranks, check
-from benchmarks.support.candidates import UNLIMITED, Setting, make_setting
+from benchmarks.support.candidates import UNLIMITED, Setting
 from benchmarks.support.models import CASES, Case, gpt2
 from osdp import DeviceInfo, Link, Training
 from osdp.cost.evaluate import evaluate
 from osdp.cost.sharding.timeline import LOOSE_BYTES
 from osdp.hardware.device_info import COLLECTIVES
+from tests.helpers.settings import setting_of
 
 
-@pytest.mark.parametrize("case", ["gpt2-small", "mlp"])
+@pytest.mark.parametrize("case", [pytest.param("gpt2-small", marks=pytest.mark.slow), "mlp"])
 def test_the_prediction_is_within_five_percent_and_never_exceeded(case: str) -> None:
     torch.set_num_threads(1)
-    setting = make_setting(CASES[case], BASE)
+    setting = setting_of(CASES[case], BASE)
     for world_size in (2, 64):
         ranks = Ranks(1, world_size, backend="fake")
         for plan in ({"strategy": "FULL_SHARD"}, 0.5):
@@ -45,7 +46,7 @@ def test_what_is_not_alive_together_is_not_counted_together(
     case: str, strategy: str, training: Training
 ) -> None:
     torch.set_num_threads(1)
-    setting = make_setting(CASES[case], training)
+    setting = setting_of(CASES[case], training)
     ranks = Ranks(1, 64, backend="fake")
     row = check(Point(case, ranks, {"strategy": strategy}, training), setting, "cpu")
     assert 0 <= row["relative_error"] <= 0.005, row
@@ -90,7 +91,7 @@ def test_a_recomputed_block_holds_its_input_until_its_backward_has_ended(doubles
 
     case = Case("doubling", lambda: Doubling(width, 4, doubles=doubles), batch, ("layers",))
     training = Training(local_batch=8192)
-    setting = make_setting(case, training)
+    setting = setting_of(case, training)
     device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
     kept = setting.plan(device, strategy="FULL_SHARD")
     for blocks in (("layers.3",), ("layers.1", "layers.2")):
@@ -139,7 +140,7 @@ def test_what_recomputed_blocks_keep_of_their_state_is_counted() -> None:
 
     case = Case("rotating", lambda: Rotating(width, depth), batch, ("layers",))
     training = Training(local_batch=64)
-    setting = make_setting(case, training)
+    setting = setting_of(case, training)
     device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
     plan = setting.plan(device, strategy="FULL_SHARD").with_sharding(
         recomputed=tuple(f"layers.{index}" for index in range(depth - 1))
@@ -175,7 +176,7 @@ def test_gradients_that_one_operation_makes_are_there_together() -> None:
         Case("recurrent", lambda: Recurrent(width), batch, ()),
         Training(local_batch=2, optimizer="SGD"),
     )
-    setting = make_setting(case, training)
+    setting = setting_of(case, training)
     device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
     plan = setting.plan(device, strategy="NO_SHARD")
     peak = setting.candidate(device, plan).memory(2).peak
@@ -204,11 +205,11 @@ def in_groups(nodes: int, per_node: int, *, by_exchange: bool) -> DeviceInfo:
 def setting() -> Setting:
     """A model whose tied embedding is a large part, in the root's unit."""
     torch.set_num_threads(1)
-    return make_setting(gpt2("gpt2-words", layers=2, width=64, heads=2, length=32, vocab=4000), BASE)
+    return setting_of(gpt2("gpt2-words", layers=2, width=64, heads=2, length=32, vocab=4000), BASE)
 
 
 @pytest.mark.parametrize("by_exchange", [False, True])
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(2, 8, marks=pytest.mark.slow)])
 def test_no_route_takes_more_than_predicted(
     setting: Setting, nodes: int, per_node: int, by_exchange: bool
 ) -> None:
@@ -228,7 +229,7 @@ def test_no_route_takes_more_than_predicted(
 def test_all_that_a_recomputed_block_is_given_is_held() -> None:
     """A decoder's blocks are given its memory, too, which their caller holds up to the end of forward."""
     torch.set_num_threads(1)
-    setting = make_setting(CASES["transformer"], BASE)
+    setting = setting_of(CASES["transformer"], BASE)
     device = Ranks(1, 64, backend="fake").devices("cpu")
     kept = setting.plan(device, strategy="FULL_SHARD")
     device = replace(device, memory_limit=kept.memory_limit)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.support.candidates import Setting, given_device, make_setting
+from benchmarks.support.candidates import Setting, given_device
 from benchmarks.support.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
 from osdp.cost.evaluate import evaluate
@@ -18,6 +18,7 @@ from osdp.search.options import SLICES
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net
 from tests.helpers.plans import plan_by_hand, split
+from tests.helpers.settings import setting_of
 from tests.test_parity import LAYOUTS
 
 
@@ -100,7 +101,7 @@ def test_a_decision_says_what_is_cut() -> None:
 def unsliced() -> tuple[Setting, Plan]:
     """A setting of eight ranks and its plan without slices."""
     torch.set_num_threads(1)
-    setting = make_setting(CASES["mlp"], Training(local_batch=1))
+    setting = setting_of(CASES["mlp"], Training(local_batch=1))
     return setting, setting.plan(given_device(8), strategy="FULL_SHARD", slices=())
 
 
@@ -133,7 +134,7 @@ def test_memory_of_kept_slices_is_predicted(kept: int, unsliced: tuple[Setting, 
 @pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])
 def test_far_below_the_sharded_peak_blocks_are_recomputed_or_cut(case: str, share: float) -> None:
     torch.set_num_threads(1)
-    setting = make_setting(CASES[case], Training(local_batch=16 if case == "gpt2-tiny" else 4))
+    setting = setting_of(CASES[case], Training(local_batch=16 if case == "gpt2-tiny" else 4))
     device = given_device(8)
     sharded = setting.plan(device, strategy="FULL_SHARD").predicted.peak_bytes
     limit = int(share * sharded)
