@@ -102,8 +102,8 @@ RULES = [
 def brute_force_cases() -> list[Any]:
     """Every variant under all rules.
 
-    Enumerating groups with host memory takes a minute and more a seed, and with slices it is left to one seed;
-    the other variants have one seed in the default run.
+    Enumerating groups with host memory takes a minute and more a seed, and with slices it is left to one
+    seed; the other variants have one seed in the default run.
     """
     largest, long = len(VARIANTS) - 1, [pytest.mark.slow, pytest.mark.timeout(600)]
 
