@@ -31,6 +31,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``cli``: the ``osdp`` command
 - ``errors``: exceptions that carry facts
 - ``codec``: values in JSON files, and safe reading of files that others may have written
+- ``allocator``: freed memory of CPUs is kept for the next step
 - ``text``: bytes, seconds and counts as text
 - ``arrays``: types of arrays of numbers
 """

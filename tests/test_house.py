@@ -19,7 +19,7 @@ PACKAGES = {name: path.parent for name, path in MODULES.items() if path.stem == 
 
 BASE = {"codec", "errors", "text"}
 VALUES = BASE | {"model", "hardware", "plan"}
-SHARED = VALUES - {"hardware"} | {"torch_private", "comm", "nn"}
+SHARED = VALUES - {"hardware"} | {"allocator", "torch_private", "comm", "nn"}
 #: For each folder (or module on top) the others that it may import, and the libraries beside Python's own.
 #: What is not listed may import everything.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "arrays": (set(), {"numpy"}),
     "errors": ({"text"}, set()),
     "codec": (set(), set()),
+    "allocator": (set(), set()),
     "model": (BASE, set()),
     "hardware": (BASE, set()),
     "plan": (BASE | {"model"}, set()),

@@ -122,6 +122,8 @@ class DeviceInfo(Savable):
         overlap: Part of an asynchronous all-reduce that backward hides, from 0 to 1.
         mixed_overlap: The same in plans with sharded units, whose collectives share the link; ``None`` for
             the same value.
+        compute_overlap: Part of the compute beside a longer asynchronous collective that does not slow the
+            collective down, from 0 to 1: on CPUs both need the cores.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
@@ -149,6 +151,7 @@ class DeviceInfo(Savable):
     copies_messages: bool | None = None
     overlap: float = 0.0
     mixed_overlap: float | None = None
+    compute_overlap: float = 1.0
     unit_overhead: float = 0.0
     copy_bandwidth: float = 1e10
     flops: float = 0.0
@@ -194,8 +197,8 @@ class DeviceInfo(Savable):
             faults.append(f"contention must be at least 1, got {self.contention}")
         faults += [
             f"{name} must lie in 0..1, got {value}"
-            for name, value in (("overlap", self.overlap), ("mixed_overlap", self.mixed_overlap))
-            if value is not None and not 0 <= value <= 1
+            for name in ("overlap", "mixed_overlap", "compute_overlap")
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1
         ]
         faults += [
             f"{name} must be positive, got {value}"

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.allocator import keep_freed_memory
 from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
@@ -61,6 +62,8 @@ def profile_model(
     given = SampleBatch.from_desc(model_desc) if sample_inputs is None else SampleBatch.of(sample_inputs)
     batch = given.resized(local_batch)
     target = torch.device(device) if device is not None else default_device()
+    if target.type == "cpu":
+        keep_freed_memory()
     options: dict[str, Any] = {
         "device": target,
         "loss_fn": loss_fn,

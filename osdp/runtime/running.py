@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.allocator import keep_freed_memory
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule
 from osdp.runtime.mesh import data_parallel_mesh, parallel_mesh
@@ -135,10 +136,13 @@ def apply(
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     backwards = {"find_unused_parameters": find_unused_parameters, "double_backward": double_backward}
+    mesh = data_parallel_mesh(model, mesh) if plan.is_whole else mesh or parallel_mesh(model, plan.dims)
+    if mesh.device_type == "cpu":
+        keep_freed_memory()
     if plan.is_whole:
-        return apply_sharding(model, plan, data_parallel_mesh(model, mesh), **backwards)
+        return apply_sharding(model, plan, mesh, **backwards)
     check_model_parallel_options(**backwards)
-    return apply_pipeline(model, plan, mesh if mesh is not None else parallel_mesh(model, plan.dims))
+    return apply_pipeline(model, plan, mesh)
 
 
 def check_model_parallel_options(*, find_unused_parameters: bool, double_backward: bool) -> None:

@@ -60,6 +60,7 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
         "blocking": rng.random() < 0.6,
         "overlap": rng.uniform(0.5, 1.0),
         "mixed_overlap": rng.uniform(0.0, 0.5),
+        "compute_overlap": rng.uniform(0.5, 1.0),
         "unit_overhead": rng.uniform(0, 1e-3),
         "host": HostLink(rng.uniform(1e8, 1e9), rng.uniform(1e8, 1e9), 2**40),
     }

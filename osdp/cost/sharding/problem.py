@@ -33,6 +33,7 @@ class StepSettings:
         blocking: Whether FSDP2's collectives block compute.
         overlap: Fraction of an asynchronous all-reduce that backward hides.
         mixed_overlap: The same in a plan that also has sharded units.
+        compute_overlap: Fraction of the compute beside a longer collective that does not slow it down.
         unit_overhead: Seconds of hooks per sharded unit and pass.
         copy_bandwidth: Bytes per second of a copy into a gradient bucket.
         microbatches: Microbatches per step.
@@ -42,6 +43,7 @@ class StepSettings:
     blocking: bool
     overlap: float
     mixed_overlap: float
+    compute_overlap: float
     unit_overhead: float
     copy_bandwidth: float
     microbatches: int
@@ -163,6 +165,7 @@ def build_problem(
             blocking=device.blocking or device.world_size == 1,
             overlap=device.overlap,
             mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
+            compute_overlap=device.compute_overlap,
             unit_overhead=device.unit_overhead,
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,

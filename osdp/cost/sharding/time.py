@@ -2,9 +2,10 @@
 
 ``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
 start; collectives that block compute count on both. An asynchronous all-reduce occupies the link for all of
-its time, and the device for the part that compute does not hide. The step time is a maximum of functions that
-are linear in the units, which makes exact search possible: :func:`time_row` gives the function that attains
-it.
+its time, and the device for the part that compute does not hide; and compute that runs beside a busy link
+slows it down by the part that is not hidden either (``compute_overlap``). The step time is a maximum of
+functions that are linear in the units, which makes exact search possible: :func:`time_row` gives the function
+that attains it.
 
 ::
 
@@ -109,12 +110,12 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     timeline, settings = problem.timeline, problem.settings
     seconds_of = unit_seconds(units, root, settings, timeline.recompute)
     # Forward: for each unit, all gathers up to its own, then the compute from its start on.
-    waits = np.cumsum(seconds_of.link_forward) + compute_after(timeline)[units.start]
+    waits = np.cumsum(seconds_of.link_forward) + compute_after(timeline, settings)[units.start]
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     # Backward: for each unit, device work until its backward ends, then the link's remaining work.
     done = np.cumsum(seconds_of.backward[::-1])[::-1]
     link_before = np.cumsum(seconds_of.link) - seconds_of.link
-    ends = compute_until(timeline)[units.start] + done + link_before + seconds_of.link_after
+    ends = compute_until(timeline, settings)[units.start] + done + link_before + seconds_of.link_after
     device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
     backward, worst = _larger(ends, device_only)
     root_forward, root_backward = _root_seconds(root, settings)
@@ -162,7 +163,7 @@ def time_row(
         forward, forward_constant = seconds_of.forward, float(timeline.forward_seconds.sum())
     else:
         forward = seconds_of.forward + np.where(units.start <= cut.forward, seconds_of.link_forward, 0.0)
-        forward_constant = float(compute_after(timeline)[cut.forward])
+        forward_constant = float(compute_after(timeline, settings)[cut.forward])
     if cut.backward < 0:
         backward, backward_constant = seconds_of.backward, float(timeline.backward_seconds.sum())
     else:
@@ -170,7 +171,7 @@ def time_row(
         # A unit that contains the cut has at least its reduction still to come.
         before = np.where(units.stop > cut.backward, seconds_of.link_after, seconds_of.link)
         backward = np.where(units.start >= cut.backward, at, before)
-        backward_constant = float(compute_until(timeline)[cut.backward])
+        backward_constant = float(compute_until(timeline, settings)[cut.backward])
     m, reductions = settings.microbatches, settings.reductions
     root_forward, root_backward = _root_seconds(root, settings)
     row = m * forward + reductions * backward + (m - reductions) * seconds_of.silent + units.step_seconds
@@ -184,14 +185,24 @@ def time_row(
     return row, constant
 
 
-def compute_after(timeline: Timeline) -> Floats:
-    """Forward compute from the start of each operator to the end of forward, shape ``(K,)``."""
-    return np.cumsum(timeline.forward_seconds[::-1])[::-1][1::2]
+def compute_after(timeline: Timeline, settings: StepSettings) -> Floats:
+    """Compute on the path over the link, where it is critical before an operator's forward, shape ``(K,)``.
+
+    All forward compute from the operator's start, and what the compute before it slows the link down by.
+    """
+    after = np.cumsum(timeline.forward_seconds[::-1])[::-1][1::2]
+    before = timeline.forward_seconds.sum() - after
+    return np.asarray(after + (1 - settings.compute_overlap) * before)
 
 
-def compute_until(timeline: Timeline) -> Floats:
-    """Backward compute from its start until the end of each operator's backward, shape ``(K,)``."""
-    return np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
+def compute_until(timeline: Timeline, settings: StepSettings) -> Floats:
+    """Compute on the path over the link, where it is critical after an operator's backward, shape ``(K,)``.
+
+    All backward compute until the operator's end, and what the compute after it slows the link down by.
+    """
+    until = np.cumsum(timeline.backward_seconds[::-1])[::-1][1::2]
+    after = timeline.backward_seconds.sum() - until
+    return np.asarray(until + (1 - settings.compute_overlap) * after)
 
 
 def _plain_saving(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:

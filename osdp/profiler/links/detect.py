@@ -23,12 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.allocator import keep_freed_memory
 from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
-from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes, fast_quartile, trimmed_mean
+from osdp.profiler.links.fsdp_probe import (
+    UNITS,
+    Probe,
+    StepTimes,
+    UnitTimes,
+    fast_quartile,
+    trimmed_mean,
+)
 from osdp.profiler.links.machine import (
     available_memory,
     device_kind,
@@ -39,16 +47,21 @@ from osdp.profiler.links.machine import (
     measure_flops,
     measure_host_link,
 )
-from osdp.profiler.links.overlap import measure_mixed_overlap, measure_overlap
+from osdp.profiler.links.overlap import measure_compute_overlap, measure_mixed_overlap, measure_overlap
 from osdp.text import parse_bytes
 from osdp.torch_private.distributed import backend_of
 
-#: Bytes of the measured units.
-SIZES = tuple(2**power for power in (16, 18, 20, 22, 24))
+#: Bytes of the measured units. The smallest is latency alone: beside 64 KiB, which a token bucket lets
+#: pass at once, the rate of the larger ones would leave no latency at all.
+SIZES = tuple(2**power for power in (10, 18, 20, 22, 24))
 #: Most samples of each.
 REPEATS = 12
 #: About how long each group of ranks is measured.
 SECONDS = 4.0
+
+#: Seconds of a step from which one unit is timed instead of several: the clock and the hooks weigh little
+#: there, and a size more says how fast a slow network is (what passes a token bucket at once does not).
+_LONG = 0.25
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
@@ -131,6 +144,8 @@ def _measure_groups(
     links: list[Link] = []
     overheads = {}
     world = groups["world"].mesh.get_group()
+    if where.type == "cpu":
+        keep_freed_memory()
     ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
     typical = trimmed_mean if contention < FOREIGN_LOAD else fast_quartile
@@ -154,6 +169,7 @@ def _measure_groups(
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     overlap = measure_overlap(world, where, nbytes=nbytes)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
+    hides = measure_compute_overlap(world, where, nbytes=nbytes)
     mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
@@ -168,6 +184,7 @@ def _measure_groups(
         copies_messages=backend_of(world, where) == "gloo",
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
+        compute_overlap=hides,
         unit_overhead=overheads["world"],
         copy_bandwidth=copy,
         flops=flops,
@@ -372,19 +389,24 @@ def _affordable_counts(
     costs: dict[Probe, float] = {}
     left = seconds
 
-    def warm(size: int) -> float:
-        probe = Probe(size, ranks.mesh, device, route, ranks.grid)
+    def warm(size: int, count: int = UNITS) -> float:
+        probe = Probe(size, ranks.mesh, device, route, ranks.grid, count)
         probe.step()
         start = time.perf_counter()
         probe.step()
         costs[probe] = _maximum(time.perf_counter() - start, world, device)
         return costs[probe]
 
-    spread = [sizes[0], *sizes[2:]]
+    spread, count = [sizes[0], *sizes[2:]], UNITS
     for size, larger in zip(spread, (*spread[1:], None), strict=True):
-        cost = warm(size)
+        cost = warm(size, count)
         left -= 2 * cost
-        if larger is None or (len(costs) > 1 and 4 * larger / size * cost > left):
+        if larger is None:
+            break
+        expected = larger / size * cost
+        if count > 1 and expected > _LONG:
+            expected, count = expected / count, 1
+        if len(costs) > 1 and 4 * expected > left:
             break
     if len(costs) < _FEWEST_SIZES:
         left -= 2 * warm(sizes[1])

@@ -25,7 +25,7 @@ from osdp.comm.groups import Grid
 from osdp.plan.sharding import Route
 
 #: Number of units timed together, so that the clock and the root's hooks weigh little.
-_UNITS = 4
+UNITS = 4
 
 #: Elements that a unit sweeps through in each pass: several times the size of a core's own caches; takes a
 #: few milliseconds.
@@ -79,23 +79,23 @@ class UnitTimes:
         # Forward: with the gather, less without it. Backward: after resharding, less without.
         gathers = (step.resharded_forward - step.again, step.resharded_backward - step.kept_backward)
         return cls(
-            unshard=max(sum(gathers) / 2, 0.0) / _UNITS,
-            hooks=step.again / _UNITS,
-            reduce=max(step.kept_backward - step.again, 0.0) / _UNITS,
-            all_reduce=step.all_reduce / _UNITS,
+            unshard=max(sum(gathers) / 2, 0.0),
+            hooks=step.again,
+            reduce=max(step.kept_backward - step.again, 0.0),
+            all_reduce=step.all_reduce,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of all units in one step, without compute.
+    """Seconds of a step for each of its units, without compute.
 
     Attributes:
         resharded_forward: Forward, with resharding after it.
         resharded_backward: Backward after that.
         again: A forward while all units are unsharded.
         kept_backward: Backward after that.
-        all_reduce: One all-reduce for each unit.
+        all_reduce: One all-reduce.
     """
 
     resharded_forward: float
@@ -221,18 +221,19 @@ class Probe:
         device: torch.device,
         route: Route = Route.FLAT,
         grid: Grid | None = None,
+        count: int = UNITS,
     ) -> None:
         self._device = device
         self._group = mesh.get_group()
         self._clock = _ComputeClock(device)
-        units = [_Unit(nbytes, device, self._clock) for _ in range(_UNITS)]
+        units = [_Unit(nbytes, device, self._clock) for _ in range(count)]
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in units[0].parameters())
         self._model = nn.Sequential(*units)
         for module in (*units, self._model):
             fully_shard(module, mesh=mesh)
             set_route(module, route, grid)
         self._input = torch.zeros(1, device=device, requires_grad=True)
-        self._buckets = [torch.zeros(self.nbytes // 4, device=device) for _ in range(_UNITS)]
+        self._buckets = [torch.zeros(self.nbytes // 4, device=device) for _ in range(count)]
 
     def step(self) -> StepTimes:
         """Time one step of all units on this rank; every rank of the group must call it."""
@@ -269,4 +270,4 @@ class Probe:
                 work.wait()
 
     def _time_communication(self, run: Callable[[], object]) -> float:
-        return time_run(run, self._device) - self._clock.take()
+        return (time_run(run, self._device) - self._clock.take()) / len(self._buckets)

@@ -1,4 +1,4 @@
-"""Measured overlap: the fraction of an asynchronous all-reduce that backward-like compute hides."""
+"""Measured overlap: what an asynchronous all-reduce and backward-like compute hide of each other."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -49,6 +49,25 @@ def measure_overlap(
     return _measure_hidden_part(compute, communicate, lambda: communicate(compute), group, device, repeats)
 
 
+def measure_compute_overlap(
+    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+) -> float:
+    """Measure the fraction of compute that a longer asynchronous all-reduce hides, from 0 to 1.
+
+    As :func:`measure_overlap`, with compute of about half the all-reduce's time: what the compute takes of
+    the cores, or of the memory's bandwidth, makes the collective longer.
+    """
+    bucket = torch.zeros(nbytes // 4, device=device)
+
+    def communicate(during: Callable[[], None] = lambda: None) -> None:
+        work = dist.all_reduce(bucket, group=group, async_op=True)
+        during()
+        _wait(work)
+
+    compute = _compute_lasting(0.5, communicate, group, device)
+    return _measure_hidden_part(communicate, compute, lambda: communicate(compute), group, device, repeats)
+
+
 def measure_mixed_overlap(
     group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
 ) -> float:
@@ -89,7 +108,7 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def _compute_lasting(
-    times: int, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
+    times: float, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], None]:
     """A function that computes matrix products for about ``times`` the duration of ``communicate``."""
     a = torch.rand(_SIDE, _SIDE, device=device)
@@ -106,15 +125,15 @@ def _compute_lasting(
 
 
 def _measure_hidden_part(
-    compute: Callable[[], None],
-    communicate: Callable[[], None],
+    long: Callable[[], None],
+    hidden: Callable[[], None],
     both: Callable[[], None],
     group: dist.ProcessGroup,
     device: torch.device,
     repeats: int,
 ) -> float:
-    """The hidden fraction of the mean times; all runs of a round are measured under similar conditions."""
-    rounds = _time_rounds((compute, communicate, both), group, device, repeats)
+    """The fraction of ``hidden`` behind ``long``, of mean times; a round's runs are under like conditions."""
+    rounds = _time_rounds((long, hidden, both), group, device, repeats)
     return hidden_part(*map(trimmed_mean, zip(*rounds, strict=True)))
 
 

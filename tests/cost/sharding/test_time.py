@@ -9,7 +9,7 @@ import pytest
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
-from osdp.cost.sharding.time import unit_seconds
+from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
 from osdp.cost.sharding.units import UnitCosts
 from tests.helpers.problems import random_problem
 
@@ -17,6 +17,7 @@ SETTINGS = StepSettings(
     blocking=True,
     overlap=0.75,
     mixed_overlap=0.25,
+    compute_overlap=0.5,
     unit_overhead=0.125,
     copy_bandwidth=math.inf,
     microbatches=1,
@@ -53,6 +54,20 @@ def test_beside_sharded_units_less_is_hidden() -> None:
     assert price.link.tolist() == [4.0, 1.0 + 2.0]
     assert price.link_after.tolist() == [1.0, 0.0]
     assert price.forward.tolist() == [0.0, 0.125 + 1.0]
+
+
+def test_compute_beside_a_busy_link_lengthens_it_by_what_is_not_hidden() -> None:
+    problem = random_problem(3, 3, 0)
+    timeline = problem.timeline
+    backward, forward = float(timeline.backward_seconds.sum()), float(timeline.forward_seconds.sum())
+    # From the start of backward on, all compute that is not before the cut runs beside the link: half counts.
+    ideal = dataclasses.replace(SETTINGS, compute_overlap=1.0)
+    until, after = compute_until(timeline, ideal), compute_after(timeline, ideal)
+    np.testing.assert_allclose(compute_until(timeline, SETTINGS), (until + backward) / 2)
+    np.testing.assert_allclose(compute_after(timeline, SETTINGS), (after + forward) / 2)
+    # A link that nothing is hidden behind is a third thing to do, after all compute.
+    serial = dataclasses.replace(SETTINGS, compute_overlap=0.0)
+    np.testing.assert_allclose(compute_until(timeline, serial), backward)
 
 
 def test_only_plans_that_shard_nothing_step_plain_tensors() -> None:

@@ -17,7 +17,12 @@ from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import fsdp_probe, machine
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes, fast_quartile, trimmed_mean
-from osdp.profiler.links.overlap import hidden_part, measure_mixed_overlap, measure_overlap
+from osdp.profiler.links.overlap import (
+    hidden_part,
+    measure_compute_overlap,
+    measure_mixed_overlap,
+    measure_overlap,
+)
 from tests.helpers.distributed import run
 
 SIZES = [2**power for power in (16, 18, 20, 22, 24)]
@@ -226,7 +231,7 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0)
     probe = Probe(2**20, mesh, cpu)
     times = UnitTimes.of([probe.step() for _ in range(5)], trimmed_mean)
-    measures = (measure_overlap, measure_mixed_overlap)
+    measures = (measure_overlap, measure_mixed_overlap, measure_compute_overlap)
     overlaps = [measure(dist.group.WORLD, cpu, repeats=2) for measure in measures]
     return [one.nbytes for one in counts], times, overlaps
 
@@ -238,7 +243,7 @@ def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() 
     assert all(abs(size / wanted - 1) < 0.1 for size, wanted in zip(sizes, SIZES, strict=False))
     assert min(times.unshard, times.reduce, times.all_reduce) > 0
     assert 0 < times.hooks < times.unshard + times.reduce
-    assert len(overlaps) == 2 and all(0 <= overlap <= 1 for overlap in overlaps)
+    assert len(overlaps) == 3 and all(0 <= overlap <= 1 for overlap in overlaps)
     assert answers[1][2] == overlaps, "all ranks know the same"
 
 
@@ -258,10 +263,9 @@ def _given_samples(group, *_) -> dict[Route, dict[int, list[StepTimes]]]:
 
 
 def _steps_of(times: UnitTimes) -> StepTimes:
-    """The passes of four units that take these times."""
+    """The passes of units that take these times."""
     forward, backward = times.hooks, times.hooks + times.reduce
-    passes = (forward + times.unshard, backward + times.unshard, forward, backward, times.all_reduce)
-    return StepTimes(*(4 * seconds for seconds in passes))
+    return StepTimes(forward + times.unshard, backward + times.unshard, forward, backward, times.all_reduce)
 
 
 def _detected_after_a_disturbance() -> DeviceInfo:
@@ -277,6 +281,7 @@ def _detected_after_a_disturbance() -> DeviceInfo:
         mock.patch.object(collectives, "measure_contention", lambda *_: 1.0),
         mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
         mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
+        mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
     ):
         return DeviceInfo.detect("1GiB", sizes=SIZES, repeats=2, seconds=0.1, cache_dir=None)
 
@@ -296,6 +301,8 @@ def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
             mock.patch.object(collectives, "_time_units", _given_samples),
             mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
             mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
+            mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
+            mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
         ):
             info = DeviceInfo.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
         found.append((info.world_size, {(link.group, link.size) for link in info.links}))

@@ -1,0 +1,30 @@
+"""Memory allocator of the C library: keeps what tensors on CPUs have freed, as CUDA's allocator does.
+
+A step frees its activations, gathered parameters and gradients and allocates them again in the next one.
+glibc returns large freed blocks to the system, so that each page is faulted in and zeroed anew: steps with
+sharded units took 15 to 25 % longer than their parts.
+"""
+
+import ctypes
+import os
+import platform
+
+# mallopt(3): parameters of glibc's malloc.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+#: Bytes up to which freed memory is kept, and from which a single block is still returned when it is freed.
+_KEPT, _HUGE = 2**31 - 1, 2**30
+#: What users set to choose for themselves (mallopt(3), ld.so(8)).
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep up to 2 GiB of freed memory in this process instead of returning it to the system.
+
+    It counts for the resident size, not for the live bytes that limits are about. Where the environment sets
+    glibc's allocator, and with any other C library, this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _CHOSEN):
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    library.mallopt(_MMAP_THRESHOLD, _HUGE)
