@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with one GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
 # process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results.
+# With --check it is the short way, to see whether what osdp promises holds on this machine: fewer rows, and the
+# results stay in a temporary folder, whose name is told.
 # Uses the torch and transformers that are there and installs nothing.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,9 +11,15 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # Blocks as large as what is asked for; by default each large one may be up to 1 MiB larger.
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
-"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
     { echo "error: $PYTHON sees no CUDA device" >&2; exit 3; }
 
+if [ "${1:-}" = --check ]; then
+    shift
+    OUT="$(mktemp -d)"
+    set -- --quick "$@"
+fi
+count="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 machine="$("$PYTHON" -c 'import re, torch; print(re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()))')"
 results="${OUT:-benchmarks/results}"
 mkdir -p "$results"
@@ -40,4 +48,6 @@ for claim in memory_accuracy time_accuracy; do
     rm "$result.txt"
     [ "$status" -eq 0 ] || worst=$status
 done
+[ "$count" -eq 1 ] || echo "not run: nccl between the $count GPUs of this machine; each figure is of one of them" >&2
+echo "results are in $results; exit status $worst (0: all claims hold)"
 exit "$worst"
