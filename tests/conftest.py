@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from osdp.allocator import keep_freed_memory
 from tests.helpers.load import slowdown
 
 
@@ -27,11 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was loaded stays: no collection of garbage walks through it. Nor are freed pages returned."""
+    """What was loaded stays: no collection of garbage walks through it, and there are fewer."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    keep_freed_memory()
 
 
 def pytest_report_header() -> str:

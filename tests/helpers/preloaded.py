@@ -6,10 +6,6 @@ A rank that a call leaves as it found it can take the next one.
 import tqdm
 import transformers
 
-from osdp.allocator import keep_freed_memory
-
-# Inherited by ranks: on some hosts a fresh page costs more than what is computed in it.
-keep_freed_memory()
 # The first model adds a method to torch.nn.Module.
 transformers.GPT2Model(transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
 # The first bar starts a thread that looks after slow ones, whether or not the bar is shown.
