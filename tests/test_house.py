@@ -70,10 +70,11 @@ SISTERS = {
     "cli.cluster": set(),
     "integrations.huggingface": set(),
 }  # fmt: skip
-#: Arrows against the table, each a convenience of a value and only inside a function (or for its type).
+#: Arrows against the table, each only inside a function (or for its type).
 LAZY = {
     ("osdp.model.description", "osdp.tracing.trace"): "ModelDesc.from_module",
     ("osdp.hardware.device_info", "osdp.profiler.links.detect"): "DeviceInfo.detect",
+    ("osdp.profiler.links.plan_probe", "osdp.runtime.running"): "it times the runtime itself",
     ("osdp.plan.plan", "osdp.report.plan_table"): "print(plan)",
 }
 

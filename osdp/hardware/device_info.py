@@ -125,6 +125,9 @@ class DeviceInfo(Savable):
         compute_overlap: Part of the compute beside a longer asynchronous collective that does not slow the
             collective down, from 0 to 1: on CPUs both need the cores.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
+        gradient_overhead: Seconds of hooks per gradient of a replicated parameter and backward, beyond the
+            copy into its bucket and the all-reduce.
+        pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
@@ -153,6 +156,8 @@ class DeviceInfo(Savable):
     mixed_overlap: float | None = None
     compute_overlap: float = 1.0
     unit_overhead: float = 0.0
+    gradient_overhead: float = 0.0
+    pass_overhead: float = 0.0
     copy_bandwidth: float = 1e10
     flops: float = 0.0
     memory_bandwidth: float = 0.0

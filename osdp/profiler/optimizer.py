@@ -1,5 +1,6 @@
 """Time of an optimizer step, measured on the kinds of parameters that the runtime makes."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from osdp.comm.groups import device_of
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.links.fsdp_probe import time_run, trimmed_mean
 from osdp.profiler.links.machine import hardware
+from osdp.profiler.links.timing import time_run, trimmed_mean
+from osdp.profiler.stopwatch import compute_clock
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
@@ -126,11 +128,12 @@ def _step_seconds(
     for _ in range(6 if training.optimizer == "RAdam" else 2):
         optimizer.step()
     group = None if mesh is None else mesh.get_group(mesh.ndim - 1)
-    first = time_run(optimizer.step, device, group)
+    clock = compute_clock() if device.type == "cpu" else time.perf_counter
+    first = time_run(optimizer.step, device, group, clock)
     if mesh is not None:
         # All ranks take as many steps.
         slowest = torch.tensor(first, dtype=torch.float64, device=device_of(mesh))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         first = float(slowest)
     count = min(50, max(3, int(seconds / max(first, 1e-9))))
-    return trimmed_mean([time_run(optimizer.step, device, group) for _ in range(count)])
+    return trimmed_mean([time_run(optimizer.step, device, group, clock) for _ in range(count)])

@@ -10,18 +10,23 @@ from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
 
 
-class Clock:
-    """Marks points in time on one device; the time between two of them is available once it is idle.
+def compute_clock() -> Callable[[], float]:
+    """The clock of a CPU that computes.
 
-    A CPU that computes with one thread is timed by that thread's CPU time, which stands still while other
-    processes have the core; with several threads by wall-clock time.
+    With one thread it is that thread's CPU time, which stands still while other processes have the core; with
+    several threads it is wall-clock time.
     """
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+class Clock:
+    """Marks points in time on one device; the time between two of them is available once it is idle."""
 
     def __init__(self, device: torch.device) -> None:
         """Make a clock for ``device``."""
         self._is_cuda = device.type == "cuda"
         self._device = device
-        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._now = compute_clock()
 
     def mark(self) -> Any:
         """Mark the current point in time, in the order of the device's work."""

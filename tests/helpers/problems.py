@@ -44,7 +44,8 @@ def random_problem(seed: int, num_blocks: int = 1, per_block: int = 2, **options
 
 def random_device(seed: int, **options: object) -> DeviceInfo:
     """A random device; with ``groups=G`` the links of groups of *G* are known, faster inside than across."""
-    rng = random.Random(seed + 2)
+    # What was added later draws from a generator of its own: the other numbers of a seed stay.
+    rng, own = random.Random(seed + 2), random.Random(f"device {seed}")
     groups = int(str(options.pop("groups", 0)))
     world_size = rng.choice([2, 3, 4, 8] if not groups else [2 * groups, 4 * groups])
     links = tuple(
@@ -62,6 +63,8 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
         "mixed_overlap": rng.uniform(0.0, 0.5),
         "compute_overlap": rng.uniform(0.5, 1.0),
         "unit_overhead": rng.uniform(0, 1e-3),
+        "gradient_overhead": own.uniform(0, 1e-4),
+        "pass_overhead": own.uniform(0, 1e-3),
         "host": HostLink(rng.uniform(1e8, 1e9), rng.uniform(1e8, 1e9), 2**40),
     }
     return DeviceInfo(**(facts | options))

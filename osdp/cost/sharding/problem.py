@@ -35,6 +35,9 @@ class StepSettings:
         mixed_overlap: The same in a plan that also has sharded units.
         compute_overlap: Fraction of the compute beside a longer collective that does not slow it down.
         unit_overhead: Seconds of hooks per sharded unit and pass.
+        gradient_overhead: Seconds of hooks per gradient of a replicated parameter and backward.
+        pass_overhead: Seconds of hooks per forward and backward of the model.
+        agreement: Seconds of the all-reduce by which ranks find unused sharded parameters.
         copy_bandwidth: Bytes per second of a copy into a gradient bucket.
         microbatches: Microbatches per step.
         reduce_each: Whether gradients are reduced after each microbatch.
@@ -45,6 +48,9 @@ class StepSettings:
     mixed_overlap: float
     compute_overlap: float
     unit_overhead: float
+    gradient_overhead: float
+    pass_overhead: float
+    agreement: float
     copy_bandwidth: float
     microbatches: int
     reduce_each: bool
@@ -116,6 +122,7 @@ class RootUnitCost:
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
         average_seconds: All-reduces of replicated operators.
+        num_gradients: Number of their gradients.
         step_seconds: Optimizer step of all of these operators.
         temporary: Temporaries of their optimizer step.
     """
@@ -134,6 +141,7 @@ class RootUnitCost:
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     average_seconds: float = 0.0
+    num_gradients: float = 0.0
     step_seconds: float = 0.0
     temporary: float = 0.0
     backward: Backward = field(default=_NO_BACKWARD, compare=False)
@@ -167,6 +175,9 @@ def build_problem(
             mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
             compute_overlap=device.compute_overlap,
             unit_overhead=device.unit_overhead,
+            gradient_overhead=device.gradient_overhead,
+            pass_overhead=device.pass_overhead,
+            agreement=device.link("all_reduce").latency,
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,
             reduce_each=reduce_each or training.microbatches == 1,
@@ -220,6 +231,7 @@ def cost_root(
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
         average_seconds=replicated_sum("reduce_seconds"),
+        num_gradients=replicated_sum("num_gradients"),
         step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),
         temporary=float(sum(temporaries) if problem.costs.temporaries_add else max(temporaries)),
         backward=problem.timeline.backward_with(arrivals),

@@ -69,12 +69,13 @@ def unit_seconds(
     regather = np.where(units.mode == UnitMode.FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
     hooks = np.where(sharded, settings.unit_overhead, 0.0)
+    per_gradient = np.where(replicated, settings.gradient_overhead * units.num_gradients, 0.0)
     # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
     #    reduction follows everything, so neither can be hidden. Slices wait for each other.
     held_up = np.where(units.in_root | units.sliced, 1.0, float(settings.blocking))
     # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
     copied = np.where(units.largest_gradient > 0, units.bucket / settings.copy_bandwidth, 0.0)
-    silent = hooks + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
+    silent = hooks + per_gradient + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
     if recompute is not None:
         silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
     awaited = np.where(replicated, 1 - overlap, np.where(units.sliced, 0.0, held_up)) * reduce
@@ -118,12 +119,12 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     ends = compute_until(timeline, settings)[units.start] + done + link_before + seconds_of.link_after
     device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
     backward, worst = _larger(ends, device_only)
-    root_forward, root_backward = _root_seconds(root, settings)
+    outside = _outside_seconds(units, root, settings)
     starts = units.start
     return Passes(
-        forward=forward + float(seconds_of.forward.sum()) + root_forward,
-        silent=float(timeline.backward_seconds.sum() + seconds_of.silent.sum()),
-        reducing=backward + root_backward,
+        forward=forward + float(seconds_of.forward.sum()) + outside.forward,
+        silent=float(timeline.backward_seconds.sum() + seconds_of.silent.sum()) + outside.silent,
+        reducing=backward + outside.reducing,
         cut=CriticalMoment(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
     )
 
@@ -173,12 +174,12 @@ def time_row(
         backward = np.where(units.start >= cut.backward, at, before)
         backward_constant = float(compute_until(timeline, settings)[cut.backward])
     m, reductions = settings.microbatches, settings.reductions
-    root_forward, root_backward = _root_seconds(root, settings)
+    outside = _outside_seconds(units, root, settings)
     row = m * forward + reductions * backward + (m - reductions) * seconds_of.silent + units.step_seconds
     constant = (
-        m * (forward_constant + root_forward)
-        + reductions * (backward_constant + root_backward)
-        + (m - reductions) * float(timeline.backward_seconds.sum())
+        m * (forward_constant + outside.forward)
+        + reductions * (backward_constant + outside.reducing)
+        + (m - reductions) * (float(timeline.backward_seconds.sum()) + outside.silent)
         + root.step_seconds
         - _plain_saving(problem, units, root)
     )
@@ -214,9 +215,23 @@ def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
     return root.has_unit or bool((units.sharded | units.sliced).any())
 
 
-def _root_seconds(root: RootUnitCost, settings: StepSettings) -> tuple[float, float]:
+class _Outside(NamedTuple):
+    """Seconds of each kind of pass beside the chain's units, as in :class:`Passes`."""
+
+    forward: float
+    silent: float
+    reducing: float
+
+
+def _outside_seconds(units: UnitCosts, root: RootUnitCost, settings: StepSettings) -> _Outside:
     hooks = settings.unit_overhead if root.has_unit else 0.0
-    return hooks + root.gather_seconds, hooks + root.reduce_seconds + root.average_seconds
+    silent = settings.gradient_overhead * root.num_gradients
+    agreement = settings.agreement if _shards(units, root) else 0.0
+    return _Outside(
+        forward=settings.pass_overhead + hooks + root.gather_seconds,
+        silent=silent,
+        reducing=silent + hooks + root.reduce_seconds + root.average_seconds + agreement,
+    )
 
 
 def _larger(values: Floats, floor: float) -> tuple[float, int]:

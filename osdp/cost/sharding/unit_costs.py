@@ -115,6 +115,7 @@ def _cost_units_in(
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
+        num_gradients=count,
         largest_gradient=np.where(
             # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
             own | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & ~casts_gradient))),

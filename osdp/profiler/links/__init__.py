@@ -3,7 +3,10 @@
 Start at :func:`osdp.profiler.links.detect.detect`.
 
 - ``detect``: FSDP2's collectives on the live process group
-- ``fsdp_probe``: the toy model they are measured with
+- ``fsdp_probe``: the units they are measured with
+- ``plan_probe``: what a replicated parameter and a pass cost beyond collectives
+- ``toy_model``: what both are made of
+- ``timing``: the clock, beside other programs as well
 - ``overlap``: how much of an all-reduce backward hides
 - ``machine``: memory limit, arithmetic and memory speed of a device
 - ``axis_links``: messages between neighbouring stages, and collectives of tensor-parallel ranks

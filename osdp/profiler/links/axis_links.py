@@ -13,9 +13,9 @@ from osdp.comm.groups import device_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.detect import fit
-from osdp.profiler.links.fsdp_probe import time_run
 from osdp.profiler.links.machine import find_ranks_per_core
 from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.profiler.links.timing import time_run
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: Bytes of messages between stages, and how often each is timed.

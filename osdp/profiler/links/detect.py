@@ -5,14 +5,15 @@ collective and group by least squares, weighted by one over the time: between th
 odd small message would decide, and the absolute one, which the largest would. The fit's largest relative
 error is kept in :class:`osdp.hardware.device_info.Link`.
 
-Other programs on the machine only ever add time. Where they compete for the cores, the fast samples count
-rather than the median ones; links whose times fit no line are measured again; and what is still in doubt is
-kept with the numbers, for the notes of plans (:attr:`osdp.hardware.device_info.DeviceInfo.doubts`).
+Other programs on the machine only ever add time. Where they compete for the cores, the CPU time of ranks that
+share a machine counts, and elsewhere the fast samples (:func:`osdp.profiler.links.timing.timing_beside`);
+links whose times fit no line are measured again; and what is still in doubt is kept with the numbers, for the
+notes of plans (:attr:`osdp.hardware.device_info.DeviceInfo.doubts`).
 """
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
@@ -34,8 +35,6 @@ from osdp.profiler.links.fsdp_probe import (
     Probe,
     StepTimes,
     UnitTimes,
-    fast_quartile,
-    trimmed_mean,
 )
 from osdp.profiler.links.machine import (
     available_memory,
@@ -46,8 +45,11 @@ from osdp.profiler.links.machine import (
     measure_copy,
     measure_flops,
     measure_host_link,
+    on_one_machine,
 )
 from osdp.profiler.links.overlap import measure_compute_overlap, measure_mixed_overlap, measure_overlap
+from osdp.profiler.links.plan_probe import measure_hooks
+from osdp.profiler.links.timing import timing_beside
 from osdp.text import parse_bytes
 from osdp.torch_private.distributed import backend_of
 
@@ -148,14 +150,17 @@ def _measure_groups(
         keep_freed_memory()
     ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
-    typical = trimmed_mean if contention < FOREIGN_LOAD else fast_quartile
+    timing = timing_beside(contention >= FOREIGN_LOAD, on_one_machine(world), ranks_per_core)
     for name, group in groups.items():
         attempts = []
         for _ in range(2):
-            samples = _time_units(group, world, where, sizes, repeats, seconds / len(group.routes))
+            samples = _time_units(
+                group, world, where, sizes, repeats, seconds / len(group.routes), timing.clock
+            )
             by_route = {
                 route: {
-                    nbytes: _slowest(UnitTimes.of(s, typical), world, where) for nbytes, s in seen.items()
+                    nbytes: _slowest(UnitTimes.of(s, timing.typical), world, where)
+                    for nbytes, s in seen.items()
                 }
                 for route, seen in samples.items()
             }
@@ -167,10 +172,14 @@ def _measure_groups(
         links += fitted
         overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
-    overlap = measure_overlap(world, where, nbytes=nbytes)
+    overlap = measure_overlap(world, where, nbytes=nbytes, timing=timing)
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
-    hides = measure_compute_overlap(world, where, nbytes=nbytes)
-    mixed = measure_mixed_overlap(world, where, nbytes=nbytes) if where.type == "cpu" else overlap
+    hides = measure_compute_overlap(world, where, nbytes=nbytes, timing=timing)
+    mixed = (
+        measure_mixed_overlap(world, where, nbytes=nbytes, timing=timing) if where.type == "cpu" else overlap
+    )
+    # Accelerators work through what is queued while hooks run.
+    hooks = measure_hooks(groups["world"].mesh, where, timing) if where.type == "cpu" else (0.0, 0.0)
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
@@ -186,6 +195,8 @@ def _measure_groups(
         mixed_overlap=min(overlap, mixed),
         compute_overlap=hides,
         unit_overhead=overheads["world"],
+        gradient_overhead=hooks[0],
+        pass_overhead=hooks[1],
         copy_bandwidth=copy,
         flops=flops,
         memory_bandwidth=2 * copy,
@@ -356,13 +367,16 @@ def _time_units(
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
+    clock: Callable[[], float],
 ) -> _Samples:
     """Steps of units of all sizes on all routes, each of which takes about ``seconds``."""
     samples: _Samples = {route: {} for route in ranks.routes}
     counts = {
         (route, probe): count
         for route in ranks.routes
-        for probe, count in _affordable_counts(ranks, route, world, device, sizes, repeats, seconds).items()
+        for probe, count in _affordable_counts(
+            ranks, route, world, device, sizes, repeats, seconds, clock
+        ).items()
     }
     # Routes and sizes take turns, so that a busy moment of the machine does not fall on one alone.
     for turn in range(repeats):
@@ -380,6 +394,7 @@ def _affordable_counts(
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
+    clock: Callable[[], float],
 ) -> dict[Probe, int]:
     """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each.
 
@@ -390,7 +405,7 @@ def _affordable_counts(
     left = seconds
 
     def warm(size: int, count: int = UNITS) -> float:
-        probe = Probe(size, ranks.mesh, device, route, ranks.grid, count)
+        probe = Probe(size, ranks.mesh, device, route, ranks.grid, count, clock)
         probe.step()
         start = time.perf_counter()
         probe.step()

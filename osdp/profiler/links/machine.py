@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from osdp.comm.objects import gather_objects
 from osdp.hardware.device_info import HostLink
-from osdp.profiler.links.fsdp_probe import time_run
+from osdp.profiler.links.timing import time_run
 
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
 #: Quota and period of the control group, in microseconds of CPU time (cgroup v2).
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+#: What names a running machine, and one of its network namespaces, better than its host name.
+_BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
 _COPY_BYTES = 2**26
 #: Long enough for the scheduler to share the cores evenly among ranks.
@@ -194,6 +196,13 @@ def cpu_quota(cpu_max: Path = _CPU_MAX) -> float | None:
         return None
     quota, period = cpu_max.read_text(encoding="utf8").split()
     return None if quota == "max" else int(quota) / int(period)
+
+
+def on_one_machine(group: dist.ProcessGroup) -> bool:
+    """Whether messages of ``group`` stay inside one machine, and inside one of its network namespaces."""
+    boot = _BOOT.read_text(encoding="utf8") if _BOOT.exists() else ""
+    network = os.readlink(_NETWORK) if _NETWORK.exists() else ""
+    return len(set(gather_objects((socket.gethostname(), boot, network), group))) == 1
 
 
 def measure_contention(device: torch.device, group: dist.ProcessGroup, expected: float) -> float:

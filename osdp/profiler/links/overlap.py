@@ -1,12 +1,12 @@
 """Measured overlap: what an asynchronous all-reduce and backward-like compute hide of each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from osdp.profiler.links.fsdp_probe import time_run, trimmed_mean
+from osdp.profiler.links.timing import WALL_CLOCK, Timing, time_rounds
 
 #: Side of the square matrices multiplied: small enough for compute of any duration.
 _SIDE = 256
@@ -24,7 +24,12 @@ def hidden_part(compute: float, communication: float, together: float) -> float:
 
 
 def measure_overlap(
-    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    nbytes: int = 2**20,
+    repeats: int = 11,
+    timing: Timing = WALL_CLOCK,
 ) -> float:
     """Measure the fraction of an asynchronous all-reduce that compute hides, from 0 to 1.
 
@@ -37,6 +42,7 @@ def measure_overlap(
         device: Device of the tensors.
         nbytes: Bytes reduced.
         repeats: Number of samples.
+        timing: How they are taken.
     """
     bucket = torch.zeros(nbytes // 4, device=device)
 
@@ -45,12 +51,19 @@ def measure_overlap(
         during()
         _wait(work)
 
-    compute = _compute_lasting(2, communicate, group, device)
-    return _measure_hidden_part(compute, communicate, lambda: communicate(compute), group, device, repeats)
+    compute = _compute_lasting(2, communicate, group, device, timing)
+    return _measure_hidden_part(
+        compute, communicate, lambda: communicate(compute), group, device, repeats, timing
+    )
 
 
 def measure_compute_overlap(
-    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    nbytes: int = 2**20,
+    repeats: int = 11,
+    timing: Timing = WALL_CLOCK,
 ) -> float:
     """Measure the fraction of compute that a longer asynchronous all-reduce hides, from 0 to 1.
 
@@ -64,12 +77,19 @@ def measure_compute_overlap(
         during()
         _wait(work)
 
-    compute = _compute_lasting(0.5, communicate, group, device)
-    return _measure_hidden_part(communicate, compute, lambda: communicate(compute), group, device, repeats)
+    compute = _compute_lasting(0.5, communicate, group, device, timing)
+    return _measure_hidden_part(
+        communicate, compute, lambda: communicate(compute), group, device, repeats, timing
+    )
 
 
 def measure_mixed_overlap(
-    group: dist.ProcessGroup, device: torch.device, *, nbytes: int = 2**20, repeats: int = 11
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    nbytes: int = 2**20,
+    repeats: int = 11,
+    timing: Timing = WALL_CLOCK,
 ) -> float:
     """As :func:`measure_overlap`, with concurrent collectives of sharded units, which block compute.
 
@@ -98,8 +118,8 @@ def measure_mixed_overlap(
         backward()
         _wait(work)
 
-    compute = _compute_lasting(1, communicate, group, device)
-    return _measure_hidden_part(backward, communicate, overlapped, group, device, repeats)
+    compute = _compute_lasting(1, communicate, group, device, timing)
+    return _measure_hidden_part(backward, communicate, overlapped, group, device, repeats, timing)
 
 
 def _wait(work: dist.Work | None) -> None:
@@ -108,7 +128,11 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def _compute_lasting(
-    times: float, communicate: Callable[[], None], group: dist.ProcessGroup, device: torch.device
+    times: float,
+    communicate: Callable[[], None],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timing: Timing,
 ) -> Callable[[], None]:
     """A function that computes matrix products for about ``times`` the duration of ``communicate``."""
     a = torch.rand(_SIDE, _SIDE, device=device)
@@ -118,7 +142,7 @@ def _compute_lasting(
         for _ in range(products):
             torch.mm(a, a, out=out)
 
-    rounds = _time_rounds((communicate, lambda: multiply(8)), group, device, 5)
+    rounds = time_rounds((communicate, lambda: multiply(8)), group, device, 5, timing.clock)
     goal, eight = (median(samples) for samples in zip(*rounds, strict=True))
     products = max(1, round(times * goal / eight * 8))
     return lambda: multiply(products)
@@ -131,20 +155,8 @@ def _measure_hidden_part(
     group: dist.ProcessGroup,
     device: torch.device,
     repeats: int,
+    timing: Timing,
 ) -> float:
-    """The fraction of ``hidden`` behind ``long``, of mean times; a round's runs are under like conditions."""
-    rounds = _time_rounds((long, hidden, both), group, device, repeats)
-    return hidden_part(*map(trimmed_mean, zip(*rounds, strict=True)))
-
-
-def _time_rounds(
-    runs: Sequence[Callable[[], None]], group: dist.ProcessGroup, device: torch.device, repeats: int
-) -> list[list[float]]:
-    """Seconds of all ``runs``, in turn, on the slowest rank: one list per round."""
-    for run in runs:
-        run()
-    samples = [[time_run(run, device, group) for run in runs] for _ in range(repeats)]
-    slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
-    dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
-    found: list[list[float]] = slowest.tolist()
-    return found
+    """The part of ``hidden`` behind ``long``, of typical times; a round's runs are under like conditions."""
+    rounds = time_rounds((long, hidden, both), group, device, repeats, timing.clock)
+    return hidden_part(*map(timing.typical, zip(*rounds, strict=True)))

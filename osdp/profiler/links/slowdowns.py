@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.profiler.links.fsdp_probe import synchronize
+from osdp.profiler.links.timing import synchronize
 
 #: Long enough to include the CPU time that a host takes away now and then.
 _SECONDS = 0.3

@@ -19,6 +19,9 @@ SETTINGS = StepSettings(
     mixed_overlap=0.25,
     compute_overlap=0.5,
     unit_overhead=0.125,
+    gradient_overhead=0.0,
+    pass_overhead=0.0,
+    agreement=0.0,
     copy_bandwidth=math.inf,
     microbatches=1,
     reduce_each=True,
@@ -54,6 +57,37 @@ def test_beside_sharded_units_less_is_hidden() -> None:
     assert price.link.tolist() == [4.0, 1.0 + 2.0]
     assert price.link_after.tolist() == [1.0, 0.0]
     assert price.forward.tolist() == [0.0, 0.125 + 1.0]
+
+
+def test_hooks_of_replicated_gradients_take_device_time() -> None:
+    some = dataclasses.replace(
+        units([NO_SHARD, FULL_SHARD], [0.0, 0.0], [0.0, 0.0]), num_gradients=np.full(2, 3.0)
+    )
+    hooked = dataclasses.replace(SETTINGS, unit_overhead=0.0, gradient_overhead=0.5)
+    price = unit_seconds(some, RootUnitCost(), hooked)
+    assert price.backward.tolist() == price.silent.tolist() == [1.5, 0.0]
+    assert price.link.tolist() == [0.0, 0.0]
+
+
+def test_what_a_pass_takes_outside_the_units() -> None:
+    problem = random_problem(3, 2, 2)
+    chain, outside = len(problem.timeline.chain), problem.timeline.root
+    settings = dataclasses.replace(problem.settings, gradient_overhead=0.0, pass_overhead=0.0, agreement=0.0)
+
+    def step_seconds(mode: UnitStrategy, **changed: float) -> float:
+        changed_problem = dataclasses.replace(problem, settings=dataclasses.replace(settings, **changed))
+        root = cost_root(changed_problem, (), outside, has_unit=False)
+        return simulate_units(changed_problem, [(0, chain, mode)], root).seconds
+
+    def more(mode: UnitStrategy, **changed: float) -> float:
+        return step_seconds(mode, **changed) - step_seconds(mode)
+
+    passes, reductions = settings.microbatches, settings.reductions
+    replicated = sum(p.trainable for operator in outside for p in operator.parameters)
+    assert more(NO_SHARD, pass_overhead=8.0) == pytest.approx(8.0 * passes)
+    assert more(FULL_SHARD, gradient_overhead=8.0) == pytest.approx(8.0 * replicated * passes)
+    assert more(FULL_SHARD, agreement=8.0) == pytest.approx(8.0 * reductions)
+    assert more(NO_SHARD, agreement=8.0) == 0
 
 
 def test_compute_beside_a_busy_link_lengthens_it_by_what_is_not_hidden() -> None:

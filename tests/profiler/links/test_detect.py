@@ -1,6 +1,7 @@
 """Measured collectives: the fit, the wiring, and real groups of two and four ranks."""
 
 import math
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,15 +15,16 @@ from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
-from osdp.profiler.links import fsdp_probe, machine
+from osdp.profiler.links import machine, toy_model
 from osdp.profiler.links.detect import fit
-from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes, fast_quartile, trimmed_mean
+from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.overlap import (
     hidden_part,
     measure_compute_overlap,
     measure_mixed_overlap,
     measure_overlap,
 )
+from osdp.profiler.links.timing import WALL_CLOCK, fast_quartile, timing_beside, trimmed_mean
 from tests.helpers.distributed import run
 
 SIZES = [2**power for power in (16, 18, 20, 22, 24)]
@@ -191,6 +193,8 @@ def test_two_ranks_agree() -> None:
     assert len(own) == 1 and len(info.links) == 3 + info.link("reduce_scatter").by_exchange
     assert all(link.latency + link.residual > 0 for link in info.links)
     assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
+    # Tens of microseconds, and below a millisecond: far from what a busy machine could make of them.
+    assert 0 < info.gradient_overhead < 1e-2 and 0 <= info.pass_overhead < 1.0
     assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
     assert len(refused) == 3 and "ascending" in refused[0] and "nodes of 3" in refused[2]
 
@@ -206,7 +210,7 @@ def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     except ValueError as error:
         refused = str(error)
     # Which links there are is asked, not how fast they are.
-    with mock.patch.object(fsdp_probe, "_SWEPT", 1):
+    with mock.patch.object(toy_model, "_SWEPT", 1):
         info = DeviceInfo.detect("64MiB", mesh=mesh, sizes=FEW, repeats=2, seconds=0.1)
     return info, [(name, group.mesh.size()) for name, group in told.items()], refused
 
@@ -228,7 +232,9 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
 
     mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
     group = mesh.get_group()
-    counts = collectives._affordable_counts(collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0)
+    counts = collectives._affordable_counts(
+        collectives._Group(mesh), Route.FLAT, group, cpu, SIZES, 5, 0.0, time.perf_counter
+    )
     probe = Probe(2**20, mesh, cpu)
     times = UnitTimes.of([probe.step() for _ in range(5)], trimmed_mean)
     measures = (measure_overlap, measure_mixed_overlap, measure_compute_overlap)
@@ -302,7 +308,6 @@ def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
             mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
             mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
             mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
-            mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
         ):
             info = DeviceInfo.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
         found.append((info.world_size, {(link.group, link.size) for link in info.links}))
@@ -318,3 +323,25 @@ def test_the_links_of_machines_told_by_name_join_all_ranks() -> None:
 def test_machines_are_told_by_their_names() -> None:
     answers = run(4, _on_all_named_hosts)
     assert all(answer == [(1, 4), (2, 2), (4, 1), (1, 4), (1, 4)] for answer in answers)
+
+
+def test_beside_other_programs_ranks_of_one_machine_count_their_cpu_time() -> None:
+    """Each message there waits for the scheduler: links were fitted to 14 ms and no bytes per second."""
+    assert timing_beside(False, True, 1) is WALL_CLOCK
+    alone = timing_beside(True, True, 1)
+    began = alone.clock()
+    time.sleep(0.3)
+    assert alone.clock() - began < 0.2, "it stands still while the process waits"
+    assert timing_beside(True, True, 3).clock() > 2 * alone.clock(), "a core works for all of its ranks"
+    between = timing_beside(True, False, 1)
+    assert between.clock is time.perf_counter and between.typical is fast_quartile
+
+
+def _where_ranks_are() -> tuple[bool, bool]:
+    with mock.patch("socket.gethostname", lambda: str(dist.get_rank())):
+        apart = machine.on_one_machine(dist.group.WORLD)
+    return machine.on_one_machine(dist.group.WORLD), apart
+
+
+def test_ranks_with_different_host_names_are_not_on_one_machine() -> None:
+    assert run(2, _where_ranks_are) == [(True, False)] * 2
