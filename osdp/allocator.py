@@ -11,8 +11,9 @@ import platform
 
 # mallopt(3): parameters of glibc's malloc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-#: Bytes up to which freed memory is kept, and from which a single block is still returned when it is freed.
-_KEPT, _HUGE = 2**31 - 1, 2**30
+#: Bytes up to which freed memory is kept, and from which a single block is still returned when it is freed,
+#: with an older glibc from fewer.
+_KEPT, _HUGE, _LARGE = 2**31 - 1, 2**30, 2**25
 #: What users set to choose for themselves (mallopt(3), ld.so(8)).
 _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -26,5 +27,7 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _CHOSEN):
         return
     library = ctypes.CDLL(None)
+    # Either ends glibc's own adjustment of the other. Before 2.35 it refuses more than 32 MiB.
+    if not library.mallopt(_MMAP_THRESHOLD, _HUGE):
+        library.mallopt(_MMAP_THRESHOLD, _LARGE)
     library.mallopt(_TRIM_THRESHOLD, _KEPT)
-    library.mallopt(_MMAP_THRESHOLD, _HUGE)
