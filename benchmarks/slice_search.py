@@ -14,6 +14,7 @@ is too much. The next limit that is not left out may be far off, so its answer c
     python -m benchmarks.slice_search [--quick] [--json FILE]
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.terapipe_numbers import BY_NUMBER, P3_16XLARGE
-from benchmarks.token_pipeline_paper import calibrate, tables
+from benchmarks.token_pipeline_paper import Curve, calibrate, tables
 from osdp.cost.token_slices.step import StepBound
 from osdp.search.token_slices.planner import TokenOutcome, TokenSliceProblem, solve_tokens
 from osdp.search.token_slices.slices import slice_grid
@@ -40,7 +41,11 @@ SHORT = 112
 #: Relative difference of two values that are one.
 SAME = 1e-9
 
-CURVE = calibrate()
+
+@functools.cache
+def curve() -> Curve:
+    """Times of a layer that the tables are made of."""
+    return calibrate()
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Problem:
         """Its tables: one layer to a stage, and microbatches of one, two or four sequences."""
         setting = replace(BY_NUMBER[self.setting], length=self.length, layers=self.stages, pp=self.stages)
         sizes = [size for size in (1, 2, 4) if self.batch % size == 0]
-        known = {size: tables(setting, CURVE, P3_16XLARGE, size) for size in sizes}
+        known = {size: tables(setting, curve(), P3_16XLARGE, size) for size in sizes}
         return TokenSliceProblem(known, self.batch, self.stages, self.schedule)
 
 
@@ -88,6 +93,7 @@ QUICK = tuple(problem for problem in PROBLEMS if problem.batch == 1 and problem.
 def timed(problem: Problem, repeats: int) -> tuple[TokenOutcome, list[float]]:
     """What is found, and the seconds of each repeat, tables included."""
     seconds = []
+    curve()
     for _ in range(repeats):
         begin = time.process_time()
         outcome = solve_tokens(problem.make())

@@ -1,5 +1,6 @@
 """Traces the dataflow between the modules of a model on fake tensors: from a module to its Flow."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,8 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
         one, draws = largest_run(twin, run, lambda found: len(found[0].steps))
         # A second run at twice the batch shows how sizes depend on it; a model that rejects it has one size.
         try:
-            two = _run(twin, batch.resized(2 * batch.local_batch), modules, draws)
+            with warnings.catch_warnings(action="ignore"):
+                two = _run(twin, batch.resized(2 * batch.local_batch), modules, draws)
         except ValueError:
             two = one
     alike = [v.step for v in two.values] == [v.step for v in one.values] and two.steps == one.steps

@@ -5,6 +5,7 @@ depend on the batch are the line through the two.
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -159,7 +160,9 @@ def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, tr
     """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
     try:
         draws = SingleDraws(twin, largest=trace.largest_draws)
-        double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
+        # A loss that keeps its targets warns of a batch that the user never runs.
+        with warnings.catch_warnings(action="ignore"):
+            double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
     except ValueError:
         return None
     same = [s.interval.key for s in double.segments] == [s.interval.key for s in trace.segments]

@@ -387,6 +387,13 @@ def test_the_loss_is_the_last_segment() -> None:
     assert (last.module, last.outputs[0].shape) == ("", ()) and last.saved_bytes(2) > 0
 
 
+def test_nothing_warns_of_a_batch_that_is_never_run(recwarn: pytest.WarningsRecorder) -> None:
+    """Sizes are read at twice the batch, where a loss that keeps its targets warned of wrong sizes."""
+    model, target = nn.Sequential(nn.Linear(4, 4)), torch.zeros(3, 4)
+    desc = describe(model, torch.zeros(3, 4), loss_fn=lambda out: nn.functional.mse_loss(out, target))
+    assert desc.local_batch == 3 and not recwarn.list
+
+
 def test_a_description_survives_json() -> None:
     desc = describe(Odd(), torch.zeros(2, 3, 4))
     assert codec.from_json(ModelDesc, codec.to_json(desc)) == desc
