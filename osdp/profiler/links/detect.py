@@ -47,7 +47,7 @@ from osdp.profiler.links.machine import (
     measure_host_link,
     on_one_machine,
 )
-from osdp.profiler.links.overlap import measure_compute_overlap, measure_mixed_overlap, measure_overlap
+from osdp.profiler.links.overlap import OverlapProbe
 from osdp.profiler.links.plan_probe import measure_hooks
 from osdp.profiler.links.timing import timing_beside
 from osdp.text import parse_bytes
@@ -172,12 +172,10 @@ def _measure_groups(
         links += fitted
         overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
-    overlap = measure_overlap(world, where, nbytes=nbytes, timing=timing)
+    probe = OverlapProbe(world, where, nbytes, timing)
+    overlap = probe.overlap()
     # Where collectives do not hold up compute, the link's own accounts say what shares it.
-    hides = measure_compute_overlap(world, where, nbytes=nbytes, timing=timing)
-    mixed = (
-        measure_mixed_overlap(world, where, nbytes=nbytes, timing=timing) if where.type == "cpu" else overlap
-    )
+    mixed = probe.mixed_overlap() if where.type == "cpu" else overlap
     # Accelerators work through what is queued while hooks run.
     hooks = measure_hooks(groups["world"].mesh, where, timing) if where.type == "cpu" else (0.0, 0.0)
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
@@ -193,7 +191,7 @@ def _measure_groups(
         copies_messages=backend_of(world, where) == "gloo",
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
-        compute_overlap=hides,
+        compute_overlap=probe.compute_overlap(),
         unit_overhead=overheads["world"],
         gradient_overhead=hooks[0],
         pass_overhead=hooks[1],

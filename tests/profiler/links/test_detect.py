@@ -18,12 +18,7 @@ from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import machine, toy_model
 from osdp.profiler.links.detect import fit
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
-from osdp.profiler.links.overlap import (
-    hidden_part,
-    measure_compute_overlap,
-    measure_mixed_overlap,
-    measure_overlap,
-)
+from osdp.profiler.links.overlap import OverlapProbe, hidden_part
 from osdp.profiler.links.timing import WALL_CLOCK, fast_quartile, timing_beside, trimmed_mean
 from tests.helpers.distributed import run
 
@@ -237,8 +232,8 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     )
     probe = Probe(2**20, mesh, cpu)
     times = UnitTimes.of([probe.step() for _ in range(5)], trimmed_mean)
-    measures = (measure_overlap, measure_mixed_overlap, measure_compute_overlap)
-    overlaps = [measure(dist.group.WORLD, cpu, repeats=2) for measure in measures]
+    beside = OverlapProbe(dist.group.WORLD, cpu, repeats=2)
+    overlaps = [beside.overlap(), beside.mixed_overlap(), beside.compute_overlap()]
     return [one.nbytes for one in counts], times, overlaps
 
 
@@ -285,9 +280,7 @@ def _detected_after_a_disturbance() -> DeviceInfo:
     with (
         mock.patch.object(collectives, "_time_units", time_units),
         mock.patch.object(collectives, "measure_contention", lambda *_: 1.0),
-        mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
-        mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
-        mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
+        mock.patch.object(OverlapProbe, "_hidden_part", lambda *_: 0.0),
     ):
         return DeviceInfo.detect("1GiB", sizes=SIZES, repeats=2, seconds=0.1, cache_dir=None)
 
@@ -305,9 +298,7 @@ def _detected_on_named_hosts() -> list[tuple[int, set[tuple[str, int]]]]:
         with (
             mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]),
             mock.patch.object(collectives, "_time_units", _given_samples),
-            mock.patch.object(collectives, "measure_overlap", lambda *_, **__: 0.0),
-            mock.patch.object(collectives, "measure_mixed_overlap", lambda *_, **__: 0.0),
-            mock.patch.object(collectives, "measure_compute_overlap", lambda *_, **__: 0.0),
+            mock.patch.object(OverlapProbe, "_hidden_part", lambda *_: 0.0),
         ):
             info = DeviceInfo.detect("1GiB", sizes=(1024, 2048, 4096), repeats=2, seconds=0.1)
         found.append((info.world_size, {(link.group, link.size) for link in info.links}))
