@@ -21,7 +21,8 @@ _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"
 def keep_freed_memory() -> None:
     """Have glibc keep up to 2 GiB of freed memory in this process instead of returning it to the system.
 
-    It counts for the resident size, not for the live bytes that limits are about. Where the environment sets
+    That is what lies at the end of the heap; holes between blocks in use stay as well. It counts for the
+    resident size, not for the live bytes that limits are about. Where the environment sets
     glibc's allocator, and with any other C library, this does nothing.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _CHOSEN):

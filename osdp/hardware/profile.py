@@ -74,6 +74,10 @@ class OptimizerProfile:
                 f"than that of a DTensor (per_dtensor={self.per_dtensor} s)"
             )
 
+    def shared_by(self, ranks: int) -> "OptimizerProfile":
+        """The time where ``ranks`` ranks share a core; like compute, it is measured in CPU time."""
+        return OptimizerProfile(ranks * self.per_tensor, ranks * self.per_dtensor, ranks * self.per_byte)
+
 
 @dataclass(frozen=True)
 class Profile(Savable):

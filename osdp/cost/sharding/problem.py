@@ -18,7 +18,7 @@ from osdp.cost.sharding.timeline import (
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
-from osdp.hardware.profile import Profile
+from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import ModelDesc, Operator
 from osdp.model.training import Training
 
@@ -164,7 +164,7 @@ def build_problem(
     operators = (*timeline.chain, *timeline.root)
     # Plain tensors save the optimizer's overhead per DTensor.
     trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
-    optimizer = profile.optimizer
+    optimizer = _optimizer(profile, device)
     return ShardingProblem(
         timeline=timeline,
         costs=_operator_costs(timeline.chain, device, training, profile),
@@ -177,7 +177,8 @@ def build_problem(
             unit_overhead=device.unit_overhead,
             gradient_overhead=device.gradient_overhead,
             pass_overhead=device.pass_overhead,
-            agreement=device.link("all_reduce").latency,
+            # Of accelerators the host waits for a gloo group of its own, whose latency is not known.
+            agreement=device.link("all_reduce").latency if device.blocking else 0.0,
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,
             reduce_each=reduce_each or training.microbatches == 1,
@@ -290,7 +291,11 @@ def _operator_costs(
         operators,
         shard_groups=shard_groups_of(device),
         training=training,
-        optimizer=profile.optimizer,
+        optimizer=_optimizer(profile, device),
         host_optimizer=profile.host_optimizer,
         device_kind=device.kind,
     )
+
+
+def _optimizer(profile: Profile, device: DeviceInfo) -> OptimizerProfile:
+    return profile.optimizer.shared_by(device.ranks_per_core if profile.measured else 1)

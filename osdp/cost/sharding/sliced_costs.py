@@ -114,6 +114,7 @@ class SlicedCosts:
             accumulated=chosen(zero, units.accumulated),
             gradient_kept=chosen(self.gradient_kept[k], units.gradient_kept),
             bucket=chosen(self.gradient_kept[k], units.bucket),
+            num_gradients=chosen((bias > 0).astype(np.float64), units.num_gradients),
             largest_gradient=chosen(backward, units.largest_gradient),
             gather_seconds=chosen(gather_seconds, units.gather_seconds),
             reduce_seconds=chosen(reduce_seconds, units.reduce_seconds),

@@ -69,7 +69,8 @@ def unit_seconds(
     regather = np.where(units.mode == UnitMode.FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
     hooks = np.where(sharded, settings.unit_overhead, 0.0)
-    per_gradient = np.where(replicated, settings.gradient_overhead * units.num_gradients, 0.0)
+    # Of a unit in slices only the bias is replicated.
+    per_gradient = np.where(replicated | units.sliced, settings.gradient_overhead * units.num_gradients, 0.0)
     # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
     #    reduction follows everything, so neither can be hidden. Slices wait for each other.
     held_up = np.where(units.in_root | units.sliced, 1.0, float(settings.blocking))
@@ -225,10 +226,12 @@ class _Outside(NamedTuple):
 
 def _outside_seconds(units: UnitCosts, root: RootUnitCost, settings: StepSettings) -> _Outside:
     hooks = settings.unit_overhead if root.has_unit else 0.0
-    silent = settings.gradient_overhead * root.num_gradients
+    # Hooks take about as long in forward as in backward.
+    half = settings.pass_overhead / 2
+    silent = half + settings.gradient_overhead * root.num_gradients
     agreement = settings.agreement if _shards(units, root) else 0.0
     return _Outside(
-        forward=settings.pass_overhead + hooks + root.gather_seconds,
+        forward=half + hooks + root.gather_seconds,
         silent=silent,
         reducing=silent + hooks + root.reduce_seconds + root.average_seconds + agreement,
     )

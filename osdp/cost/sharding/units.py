@@ -35,7 +35,7 @@ class UnitCosts:
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
-        num_gradients: Number of its gradients.
+        num_gradients: Number of its gradients; of a unit in slices those of replicated parameters.
         largest_gradient: Most bytes of gradients that are made at once if gradients are added to an existing
             buffer (a bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its
             backward needs.

@@ -62,7 +62,8 @@ REPEATS = 12
 SECONDS = 4.0
 
 #: Seconds of a step from which one unit is timed instead of several: the clock and the hooks weigh little
-#: there, and a size more says how fast a slow network is (what passes a token bucket at once does not).
+#: there, and a size more says how fast a slow network is (what passes a token bucket at once does not). As
+#: the smallest size foretells more than the next one takes, that is in practice all others.
 _LONG = 0.25
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
@@ -174,10 +175,12 @@ def _measure_groups(
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     probe = OverlapProbe(world, where, nbytes, timing)
     overlap = probe.overlap()
-    # Where collectives do not hold up compute, the link's own accounts say what shares it.
-    mixed = probe.mixed_overlap() if where.type == "cpu" else overlap
-    # Accelerators work through what is queued while hooks run.
-    hooks = measure_hooks(groups["world"].mesh, where, timing) if where.type == "cpu" else (0.0, 0.0)
+    mixed, beside_compute, gradient_hooks, pass_hooks = overlap, 1.0, 0.0, 0.0
+    # On accelerators collectives do not hold up compute, so the link's own accounts say what shares it; and
+    # they work through what is queued while hooks run.
+    if where.type == "cpu":
+        mixed, beside_compute = probe.mixed_overlap(), probe.compute_overlap()
+        gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
@@ -191,10 +194,10 @@ def _measure_groups(
         copies_messages=backend_of(world, where) == "gloo",
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
-        compute_overlap=probe.compute_overlap(),
+        compute_overlap=beside_compute,
         unit_overhead=overheads["world"],
-        gradient_overhead=hooks[0],
-        pass_overhead=hooks[1],
+        gradient_overhead=gradient_hooks,
+        pass_overhead=pass_hooks,
         copy_bandwidth=copy,
         flops=flops,
         memory_bandwidth=2 * copy,

@@ -90,7 +90,8 @@ def timing_beside(foreign: bool, on_one_machine: bool, ranks_per_core: float) ->
     Beside other programs a message between two ranks of a machine waits for the scheduler: a 1 KiB all-reduce
     that takes 0.14 ms took 14. What it makes the processes compute, their main threads and the backend's
     together, hardly changes: 0.13 to 0.2 ms (two ranks, gloo, a core each, one busy process on each; Linux
-    6.18, 2026-11). Messages to other machines wait for the network as well, so the fast samples count there.
+    6.18, 2026-11). In CPU time what overlaps adds up: beside programs that keep the cores busy nothing is
+    hidden. Messages to other machines wait for the network as well, so the fast samples count there.
 
     Args:
         foreign: Whether other programs compete for the cores.

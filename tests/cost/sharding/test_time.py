@@ -6,12 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from osdp.cost.sharding.problem import RootUnitCost, StepSettings, cost_root
+from osdp.cost.sharding.problem import RootUnitCost, StepSettings, build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
 from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
 from osdp.cost.sharding.units import UnitCosts
-from tests.helpers.problems import random_problem
+from osdp.model.training import Training
+from tests.helpers.problems import random_device, random_model, random_problem
 
 SETTINGS = StepSettings(
     blocking=True,
@@ -116,3 +117,17 @@ def test_only_plans_that_shard_nothing_step_plain_tensors() -> None:
     assert plain.optimizer_seconds == pytest.approx(expected)
     mixed = simulate_units(problem, [(0, 1, FULL_SHARD), (1, len(chain), NO_SHARD)], root)
     assert mixed.optimizer_seconds > optimizer.per_dtensor * len(trainable)
+
+
+def test_ranks_that_share_a_core_step_their_optimizers_one_after_the_other() -> None:
+    """An optimizer is measured in CPU time, as compute is."""
+    (desc, profile), devices, training = random_model(3, 2, 2), random_device(3), Training(optimizer="AdamW")
+    measured = dataclasses.replace(profile, measured=True)
+
+    def optimizer_seconds(ranks_per_core: int) -> float:
+        shared = dataclasses.replace(devices, ranks_per_core=ranks_per_core)
+        found = build_problem(desc, measured, shared, training)
+        root = cost_root(found, (), found.timeline.root, has_unit=False)
+        return simulate_units(found, [(0, len(found.timeline.chain), NO_SHARD)], root).optimizer_seconds
+
+    assert optimizer_seconds(3) == pytest.approx(3 * optimizer_seconds(1))
