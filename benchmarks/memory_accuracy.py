@@ -31,7 +31,7 @@ from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, SKEWED
 from osdp import DeviceInfo, Plan, Training
 from osdp.text import format_bytes
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
 #: Where searched plans have their limit, from the all-sharded (0) to the all-replicated (1) predicted peak.
 FRACTIONS = (0.1, 0.3, 0.6, 0.9)
 FAKE_FRACTIONS = (0.25, 0.5, 0.75)

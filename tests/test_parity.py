@@ -34,6 +34,12 @@ TOLERANCE = 1e-5
 LAYOUTS: dict[str, tuple[Any, dict[str, str]]] = {
     "replicate all": (Mode.NO_SHARD, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
     "replicate each": (Mode.NO_SHARD, {}),
+    "step in shards all": (Mode.SHARD_OPTIMIZER, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
+    "step in shards each": (Mode.SHARD_OPTIMIZER, {}),
+    "step in shards beside others": (
+        {"": Mode.SHARD_OPTIMIZER, "blocks.0": Mode.FULL_SHARD, "head": Mode.NO_SHARD},
+        {"blocks.0": "blocks.0"},
+    ),
     "shard all": (Mode.FULL_SHARD, {"blocks.0": "blocks.0", "blocks.1": "blocks.1", "": ROOT}),
     "shard each": (Mode.FULL_SHARD, {"embed": "ends", "head": "ends"}),
     "shard apart": (Mode.FULL_SHARD, {}),

@@ -48,6 +48,16 @@ class TwoStepAllGather(_Temporary, AllGather):
 
     def __init__(self, grid: Grid, *, by_exchange: bool) -> None:
         self._grid, self._by_exchange = grid, by_exchange
+        self._column: torch.Tensor | None = None
+
+    def free(self) -> None:
+        """Free the buffer between the steps, after the host has waited for both.
+
+        A thread of gloo may hold it until after the gathered parameters have been copied out.
+        """
+        if self._column is not None:
+            self._column.untyped_storage().resize_(0)
+            self._column = None
 
     def __call__(
         self,
@@ -60,6 +70,8 @@ class TwoStepAllGather(_Temporary, AllGather):
         rows, columns = self._grid.shape
         assert group.size() == rows * columns
         column = input_tensor.new_empty(rows, input_tensor.numel())
+        if backend_of(group, column.device) == "gloo":
+            self._column = column
         if self._by_exchange:
             _swap([input_tensor] * rows, list(column), self._grid.across)
         else:
@@ -207,6 +219,53 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
     received[mine].copy_(sent[mine])
     for work in works:
         work.wait()
+
+
+#: Shards of fewer elements are sent together: a message takes as long as this many bytes.
+_SMALL = 16384
+
+
+def gather_in_place(
+    parts: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, wait: Callable[[dist.Work], object]
+) -> None:
+    """Fill in the shards of the other ranks: each rank sends its own to every other.
+
+    Args:
+        parts: For each tensor the memory of every rank's shard, flat and in rank order; this rank's own has
+            its values.
+        group: The ranks.
+        wait: Waits for a message.
+    """
+    if group.size() == 1:
+        return
+    small = [shards for shards in parts if max(part.numel() for part in shards) < _SMALL]
+    large = [shards for shards in parts if max(part.numel() for part in shards) >= _SMALL]
+    # One message of all small shards, by dtype, instead of many.
+    packed = []
+    for dtype in {shards[0].dtype for shards in small}:
+        alike = [shards for shards in small if shards[0].dtype == dtype]
+        packed.append((alike, [torch.cat(column) for column in zip(*alike, strict=True)]))
+    mine, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
+    sent = [*large, *(buffers for _, buffers in packed)]
+    operations = [
+        dist.P2POp(dist.irecv, shards[rank], group=group, group_peer=rank)
+        for rank in others
+        for shards in sent
+        if shards[rank].numel()
+    ]
+    operations += [
+        dist.P2POp(dist.isend, shards[mine], group=group, group_peer=rank)
+        for rank in others
+        for shards in sent
+        if shards[mine].numel()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        wait(work)
+    for alike, buffers in packed:
+        for rank in others:
+            pieces = buffers[rank].split([shards[rank].numel() for shards in alike])
+            for shards, piece in zip(alike, pieces, strict=True):
+                shards[rank].copy_(piece)
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:

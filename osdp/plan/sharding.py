@@ -10,6 +10,9 @@ class Mode(StrEnum):
 
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
     SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
+    SHARD_OPTIMIZER keeps whole parameters on every rank and shards their optimizer states (ZeRO's stage 1, as
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` does by whole parameters): gradients are all-reduced
+    in buckets, each rank updates its shard, and shards are gathered once a step.
     HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
 
     What a mode means is written where it counts. A new one has to be added to the arrays in
@@ -19,18 +22,19 @@ class Mode(StrEnum):
     """
 
     NO_SHARD = "NO_SHARD"
+    SHARD_OPTIMIZER = "SHARD_OPTIMIZER"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
     FULL_SHARD = "FULL_SHARD"
     HYBRID_SHARD = "HYBRID_SHARD"
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank stores only a shard."""
-        return self is not Mode.NO_SHARD
+        """Whether each rank stores only a shard of the parameters."""
+        return self not in (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER)
 
 
 #: The modes that need no groups of ranks.
-UNGROUPED = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+UNGROUPED = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 
 
 class Route(StrEnum):
@@ -133,8 +137,8 @@ class Unit:
             )
         if self.route is not Route.FLAT and not self.mode.sharded:
             raise ValueError(
-                f"the unit of {', '.join(self.operators)} is NO_SHARD, which has no {self.route} route; only "
-                "sharded units have one"
+                f"the unit of {', '.join(self.operators)} is {self.mode}, which has no {self.route} route; "
+                "only sharded units have one"
             )
         if self.offloaded and (self.root or not self.mode.sharded):
             where = "the root's" if self.root else self.mode.value

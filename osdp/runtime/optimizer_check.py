@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from osdp.errors import NoGradientError, PlanMismatchError
 from osdp.model.training import Training, unsupported_step
@@ -64,13 +64,18 @@ class OptimizerCheck:
             self._known[optimizer] = _identities(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
-        if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
+        if self._is_over_mine(optimizer):
             self._running.free_copies()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
+        if self._is_over_mine(optimizer):
+            self._running.gather_changed()
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._replaced.exchange_in(optimizer, self._running.computing())
         self._refuse_added(optimizer)
-        if not any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
+        if not self._is_over_mine(optimizer):
             return
         reason = unsupported_step(optimizer)
         if reason is not None:
@@ -114,8 +119,11 @@ class OptimizerCheck:
         self._had_gradients = any(p.grad is not None for p in self._parameters.values())
         if self._had_gradients or not self._running.awaits_backward:
             return
-        if any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"]):
+        if self._is_over_mine(optimizer):
             raise NoGradientError
+
+    def _is_over_mine(self, optimizer: Optimizer) -> bool:
+        return any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"])
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._parameters
@@ -126,9 +134,9 @@ def _identities(optimizer: Optimizer) -> list[int]:
 
 
 def _hook_up(check: OptimizerCheck) -> None:
-    """Call ``check`` before every optimizer step for as long as it exists.
+    """Call ``check`` before and after every optimizer step for as long as it exists.
 
-    After that the hook stays registered and does nothing: a garbage collection may free ``check`` while torch
+    After that the hooks stay registered and do nothing: a garbage collection may free ``check`` while torch
     is iterating over its hooks.
     """
     reference = weakref.ref(check)
@@ -138,5 +146,11 @@ def _hook_up(check: OptimizerCheck) -> None:
         if living is not None:
             living.before_step(optimizer)
 
-    # Dynamo cannot trace it, and need not: it decides nothing about the step.
+    def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        living = reference()
+        if living is not None:
+            living.after_step(optimizer)
+
+    # Dynamo cannot trace them, and need not: they decide nothing about the step.
     register_optimizer_step_pre_hook(torch.compiler.disable(before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(after_step))

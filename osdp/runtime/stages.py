@@ -108,6 +108,10 @@ class ParameterStore(Protocol):
         """Free the copies that parameters were computed in, which backwards no longer need."""
         ...
 
+    def gather_changed(self) -> None:
+        """Gather the whole parameters of which the optimizer has updated shards; a collective call."""
+        ...
+
 
 class StageRuntime(ParameterStore, Protocol):
     """What stores the parameters of a stage and reduces their gradients: sharded or unsharded."""

@@ -39,16 +39,22 @@ SHARDING = SearchOptions()
 def stage_options(options: SearchOptions, schedule: Schedule, dims: ParallelDims) -> SearchOptions:
     """Search options of a pipeline stage.
 
-    On one rank nothing is sharded. Where several microbatches are in flight, SHARD_GRAD_OP would keep
-    parameters from the first forward to the last backward, as NO_SHARD does; so would kept slices. Both are
-    ruled out there.
+    On one rank nothing is sharded, and beside tensor parallelism no optimizer states alone. Where several
+    microbatches are in flight, SHARD_GRAD_OP would keep parameters from the first forward to the last
+    backward, as NO_SHARD does; so would kept slices. Both are ruled out there.
     """
     if dims.dp == 1 and len(options.allowed) > 1:
         return replace(options, allowed=(Mode.NO_SHARD,))
+    if dims.tp > 1:
+        options = _without(options, Mode.SHARD_OPTIMIZER)
     several = any(schedule.in_flight(stage) > 1 for stage in range(schedule.num_stages))
     if not several:
         return options
-    options = replace(options, keep=False)
+    return _without(replace(options, keep=False), Mode.SHARD_GRAD_OP)
+
+
+def _without(options: SearchOptions, mode: Mode) -> SearchOptions:
+    """``options`` without ``mode``, unless that is the only one."""
     if len(options.allowed) == 1:
         return options
-    return replace(options, allowed=tuple(mode for mode in options.allowed if mode is not Mode.SHARD_GRAD_OP))
+    return replace(options, allowed=tuple(other for other in options.allowed if other is not mode))

@@ -80,7 +80,9 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        reused = units.sliced | (~units.in_root & (units.unsharded == 0) & ~units.casts_gradient)
+        reused = units.sliced | (
+            ~units.in_root & ~units.steps_in_shards & (units.unsharded == 0) & ~units.casts_gradient
+        )
         return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
 

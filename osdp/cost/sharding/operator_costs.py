@@ -20,11 +20,13 @@ from osdp.plan.shard_math import padded_numel, shard_numel
 class OperatorCosts:
     """Prefix sums over a list of ``K`` operators, each of shape ``(K + 1,)``; bytes and seconds.
 
-    ``*_sharded`` is one rank's share of a sharded operator, ``*_whole`` that of a replicated one.
+    ``*_sharded`` is one rank's share of a sharded operator, ``*_whole`` that of a replicated one;
+    ``state_optimizer`` that of one whose optimizer states alone are sharded.
     """
 
     state_sharded: Floats
     state_whole: Floats
+    state_optimizer: Floats
     shard: Floats
     unsharded: Floats
     cast: Floats  # shards in the dtype of compute, where they are stored in another
@@ -96,6 +98,7 @@ def _cost_in(
         **columns,
         state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
         state_whole=_prefix(list(map(partial(_state, training, 1), operators, locals_whole))),
+        state_optimizer=_prefix(list(map(partial(_state, training, 1), operators, locals_sharded))),
         local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
         local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
         optimizer=optimizer,

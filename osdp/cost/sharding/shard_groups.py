@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from osdp.arrays import Floats
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.plan.sharding import Route
 
@@ -61,6 +62,14 @@ class ShardGroup:
         # Messages of an exchange are not copied; each row is gathered by the backend on every route.
         first = column if self.copies and not self.route.by_exchange else 0.0
         return column + max(first, row if self.copies else 0.0)
+
+    def exchange_seconds(self, nbytes: Floats) -> Floats:
+        """Seconds in which all ranks send each other their shards of tensors of ``nbytes`` in all.
+
+        A reduction by exchange sends the same messages, and adds them up.
+        """
+        link = self.reduce if self.route.by_exchange else self.gather
+        return link.latency + nbytes / link.bandwidth
 
     @property
     def reduce_latency(self) -> float:

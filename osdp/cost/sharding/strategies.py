@@ -16,7 +16,7 @@ class UnitMode:
     """How the parameters of a unit are stored; plain integers, since an ``IntEnum`` is slow in arrays.
 
     ``ROOT`` is a SHARD_GRAD_OP operator that joins the root unit, ``SLICED`` a FULL_SHARD operator that is
-    gathered slice by slice.
+    gathered slice by slice. Parameters of ``NO_SHARD`` and ``SHARD_OPTIMIZER`` are whole on every rank.
     """
 
     NO_SHARD: Final = 0
@@ -24,6 +24,7 @@ class UnitMode:
     FULL_SHARD: Final = 2
     ROOT: Final = 3
     SLICED: Final = 4
+    SHARD_OPTIMIZER: Final = 5
 
 
 class UnitStrategy(NamedTuple):
@@ -57,12 +58,16 @@ class UnitStrategy(NamedTuple):
 
 
 #: Mode in a plan, indexed by the constants of :class:`UnitMode`.
-_PLAN_MODES = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+_PLAN_MODES = (
+    Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD,
+    Mode.SHARD_OPTIMIZER,
+)  # fmt: skip
 
 #: A unit of a chain: first operator, one past the last, strategy.
 UnitSpan = tuple[int, int, UnitStrategy]
 
 NO_SHARD = UnitStrategy(UnitMode.NO_SHARD)
+SHARD_OPTIMIZER = UnitStrategy(UnitMode.SHARD_OPTIMIZER)
 SHARD_GRAD_OP = UnitStrategy(UnitMode.SHARD_GRAD_OP)
 FULL_SHARD = UnitStrategy(UnitMode.FULL_SHARD)
 ROOT = UnitStrategy(UnitMode.ROOT)
@@ -70,6 +75,7 @@ ROOT = UnitStrategy(UnitMode.ROOT)
 #: Strategy of a unit in each mode of a plan, without slices, recomputation, offload and groups.
 STRATEGY_OF = {
     Mode.NO_SHARD: NO_SHARD,
+    Mode.SHARD_OPTIMIZER: SHARD_OPTIMIZER,
     Mode.SHARD_GRAD_OP: SHARD_GRAD_OP,
     Mode.FULL_SHARD: FULL_SHARD,
     Mode.HYBRID_SHARD: FULL_SHARD,

@@ -208,7 +208,8 @@ def compute_until(timeline: Timeline, settings: StepSettings) -> Floats:
 
 
 def _plain_saving(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
-    return 0.0 if _shards(units, root) else problem.plain_saving
+    has_dtensors = _shards(units, root) or bool(units.steps_in_shards.any())
+    return 0.0 if has_dtensors else problem.plain_saving
 
 
 def _shards(units: UnitCosts, root: RootUnitCost) -> bool:

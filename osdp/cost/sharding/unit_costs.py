@@ -69,7 +69,9 @@ def _cost_units_in(
     mode, slices, num_kept, recomputed, offloads, group = strategies.T
     offloaded = offloads > 0
     keeps, reshards = mode == UnitMode.SHARD_GRAD_OP, mode == UnitMode.FULL_SHARD
-    sharded, own = mode != UnitMode.NO_SHARD, keeps | reshards
+    own, steps_in_shards = keeps | reshards, mode == UnitMode.SHARD_OPTIMIZER
+    in_shards = mode != UnitMode.NO_SHARD  # the optimizer's step
+    sharded = in_shards & ~steps_in_shards
 
     def span(prefix: Floats) -> Floats:
         return prefix[b] - prefix[a]
@@ -103,7 +105,11 @@ def _cost_units_in(
         slices=slices,
         recomputed=recomputed > 0,
         offloaded=offloaded,
-        state=np.where(sharded, span(costs.state_sharded), span(costs.state_whole)),
+        state=np.select(
+            [sharded, steps_in_shards],
+            [span(costs.state_sharded), span(costs.state_optimizer)],
+            span(costs.state_whole),
+        ),
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
         gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
@@ -125,12 +131,14 @@ def _cost_units_in(
         gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
         reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
         step_seconds=costs.optimizer.per_dtensor * count
-        + costs.optimizer.per_byte * np.where(sharded, span(costs.local_sharded), span(costs.local_whole)),
+        + costs.optimizer.per_byte * np.where(in_shards, span(costs.local_sharded), span(costs.local_whole))
+        # Updated shards are gathered, whichever way the backend does it faster.
+        + np.where(steps_in_shards & trains, shard_group.exchange_seconds(span(costs.local_whole)), 0.0),
         kept=np.where(keeps, unsharded, 0.0),
         num_kept=num_kept,
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),
-        temporary=np.where(offloaded, 0.0, np.where(sharded, *temporaries)),
+        temporary=np.where(offloaded, 0.0, np.where(in_shards, *temporaries)),
         group=group,
     )
     if offloaded.any():

@@ -84,6 +84,11 @@ class UnitCosts:
         return np.asarray((self.mode == UnitMode.SHARD_GRAD_OP) | (self.mode == UnitMode.FULL_SHARD))
 
     @property
+    def steps_in_shards(self) -> Bools:
+        """Units whose parameters are whole while their optimizer states are sharded, shape ``(U,)``."""
+        return np.asarray(self.mode == UnitMode.SHARD_OPTIMIZER)
+
+    @property
     def sliced(self) -> Bools:
         """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
         return np.asarray(self.mode == UnitMode.SLICED)

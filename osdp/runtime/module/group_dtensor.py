@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from osdp.torch_private.optimizers import treat_in_lists
+
 #: In the names of functions on lists of tensors, element by element.
 _ON_LISTS = ("_foreach_", "_fused_")
 #: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
@@ -75,6 +77,9 @@ class GroupDTensor(DTensor):
         return plain
 
 
+treat_in_lists(GroupDTensor)
+
+
 def compute_with_other_meshes(tensor: torch.Tensor | None) -> None:
     """Let a DTensor on a mesh of groups be a :class:`GroupDTensor` from now on; others stay what they are."""
     _as_group(tensor)
@@ -99,10 +104,14 @@ def _meshes(values: Any) -> Iterator[DeviceMesh]:
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
     """The operand that a function called ``name`` writes to, if it is a DTensor."""
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    in_place |= name.startswith("__i") and name not in _NOT_IN_PLACE
-    found = args[0] if in_place else kwargs.get("out")
+    found = args[0] if is_in_place(name) else kwargs.get("out")
     return found if isinstance(found, DTensor) else None
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function called ``name`` writes to its first operand."""
+    by_operator = name.startswith("__i") and name not in _NOT_IN_PLACE
+    return name == "__setitem__" or by_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def _settle(written: DTensor) -> None:

@@ -170,6 +170,11 @@ class PipelinedModel:
         for running in self.stages.values():
             running.runtime.free_copies()
 
+    def gather_changed(self) -> None:
+        """Gather the whole parameters of all stages of which the optimizer has updated shards."""
+        for running in self.stages.values():
+            running.runtime.gather_changed()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Not supported for stages.
 

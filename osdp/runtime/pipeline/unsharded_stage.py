@@ -36,6 +36,9 @@ class UnshardedStage:
     def free_copies(self) -> None:
         """No effect: modules compute with the stored parameters themselves."""
 
+    def gather_changed(self) -> None:
+        """No effect: nothing is sharded."""
+
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself."""
         return parameter

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.collectives import ReduceOp, scatter_sum
+from osdp.comm.collectives import ReduceOp, TwoStepAllGather, scatter_sum
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
@@ -308,6 +308,8 @@ class _OrderedGather(_Ordered, AllGather):
         if not waits:
             return start()
         order.run(start, index, GATHER)
+        if isinstance(self._inner, TwoStepAllGather):
+            self._inner.free()
         return None
 
 

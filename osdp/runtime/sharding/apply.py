@@ -77,13 +77,17 @@ def apply_sharding(
     policy = _policy(plan.training)
     storage = ParameterStorage.of(model, sharding)
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
-    if whole_mesh is not mesh and any(unit.mode is Mode.HYBRID_SHARD for unit in sharding.units):
-        raise ValueError("HYBRID_SHARD does not go with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP")
+    alone = {unit.mode for unit in sharding.units} & {Mode.HYBRID_SHARD, Mode.SHARD_OPTIMIZER}
+    if whole_mesh is not mesh and alone:
+        raise ValueError(
+            f"{' and '.join(sorted(alone))}: not with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP"
+        )
     # 2. Replicated parameters and buffers: rank 0's values everywhere.
     exchange_modules(model, sharding, policy)
     owned = owned_parameters(model)
+    stored_on = whole_mesh if storage.has_dtensors or whole_mesh is not mesh else None
     replicated = {
-        replicate(entry, mesh, device, whole_mesh if storage.shards_any or whole_mesh is not mesh else None)
+        replicate(entry, mesh, device, None if name in storage.stepped_in_shards else stored_on)
         for name, entry in owned.items()
         if storage.is_replicated(name)
     }
@@ -101,8 +105,9 @@ def apply_sharding(
         materialise(model, owned, mesh, device, offloaded=storage.offloaded)
     _check_unused(model, storage, backwards)
     # 5. The handle. Where something is sharded, replicated gradients have a group of their own.
-    parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype)
+    parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
     lockstep = Lockstep(control, model, participants_of(model, sharding))
+    parameters.replicated.wait = lambda work: lockstep.wait(work, "the gather of updated parameters")
     group = gradient_group(mesh, beside_shards=storage.shards_any and len(parameters.replicated) > 0)
     applied = ShardedModel(
         model,

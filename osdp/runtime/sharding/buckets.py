@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.sharding.gradients import AllReduceHook
-from osdp.runtime.sharding.replicated import ReplicatedParameter
+from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 from osdp.torch_private.dtensor import wrap_like
 
 
@@ -90,6 +90,10 @@ class Bucket:
         self._dtype = dtype
         self._stored_dtype = parameters[0].stored.dtype
         self._reduction = reduction
+        #: Of a shard of a gradient nothing can be reduced again.
+        self._reuses = self._dtype == self._stored_dtype and not any(
+            isinstance(parameter, ParameterSteppedInShards) for parameter in parameters
+        )
         sizes = [parameter.compute.numel() for parameter in parameters]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self._gradient_numel = sum(sizes)
@@ -190,7 +194,7 @@ class Bucket:
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
                 held = earlier[index]() if index in earlier else None
-                _hand_over(parameter, None if missing else views[index], held)
+                _hand_over(parameter, None if missing else parameter.own_part(views[index]), held)
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -264,14 +268,13 @@ class Bucket:
     def _open(self) -> None:
         """Allocate the bucket: reuse the memory of gradients of an earlier backward, or take new memory."""
         grads = [parameter.local_grad for parameter in self.parameters]
-        keeps = self._dtype == self._stored_dtype
-        self._flat = self._joint_memory(grads) if keeps else None
+        self._flat = self._joint_memory(grads) if self._reuses else None
         if self._flat is not None:
             self._content = [_Content.REDUCED] * len(grads)
         else:
             self._flat = torch.empty(self._numel, dtype=self._dtype, device=self.parameters[0].compute.device)
         for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-            if not keeps or grad is None:
+            if not self._reuses or grad is None:
                 continue
             if self._content[index] is _Content.NOTHING:
                 self._view(index).copy_(grad)

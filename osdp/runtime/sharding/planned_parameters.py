@@ -4,12 +4,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle
 
 from osdp.plan.sharding import ShardingPlan
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.fsdp_units import ShardedParameter, ShardedParameters, ShardedUnit
-from osdp.runtime.sharding.replicated import ReplicatedParameter, ReplicatedParameters
+from osdp.runtime.sharding.replicated import (
+    ParameterSteppedInShards,
+    ReplicatedParameter,
+    ReplicatedParameters,
+)
 from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
 from osdp.runtime.sharding.storage import ParameterStorage
 from osdp.torch_private.fsdp import initialise_root
@@ -50,6 +55,7 @@ class PlannedParameters:
         storage: ParameterStorage,
         owned: Mapping[str, ParameterSites],
         compute_dtype: torch.dtype | None,
+        mesh: DeviceMesh,
     ) -> "PlannedParameters":
         """The parameters of ``model``, which is stored under ``plan`` as ``storage`` says.
 
@@ -59,12 +65,15 @@ class PlannedParameters:
             storage: How each parameter is stored.
             owned: The places where each is registered, by first FQN.
             compute_dtype: Dtype that replicated ones are computed in; their own if ``None``.
+            mesh: The mesh of the data-parallel ranks.
         """
         initialise_root(model)
         sharded = [ShardedParameter(owned[name], unit) for name, unit in storage.in_shards.items()]
         in_slices = [SlicedParameter(owned[name]) for name in storage.in_slices]
         replicated = ReplicatedParameters(
-            ReplicatedParameter(entry, compute_dtype)
+            ParameterSteppedInShards(entry, compute_dtype, mesh)
+            if name in storage.stepped_in_shards
+            else ReplicatedParameter(entry, compute_dtype)
             for name, entry in owned.items()
             if storage.is_replicated(name)
         )
@@ -126,6 +135,7 @@ class PlannedParameters:
             for parameter in self.of(module, recurse=True):
                 if isinstance(parameter, SlicedParameter):
                     parameter.gather()
+        self.replicated.gather_changed()
         self.replicated.swap_in()
         return _Gathering(units) if async_op else None
 

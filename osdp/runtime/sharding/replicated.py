@@ -12,15 +12,25 @@ Both share one storage; only with ``param_dtype`` the compute parameter is a cop
 in and freed before the optimizer steps: until then another backward may reach it, through a graph that was
 retained or that of another forward. Where nothing is sharded, plain parameters are stored: optimizers then
 cost the same as without osdp.
+
+A SHARD_OPTIMIZER parameter is stored as a ``Shard(0)`` DTensor, whose local part is a part of the whole
+parameter's memory. The optimizer updates it, and keeps states of it alone; after its step the ranks send each
+other what they have updated, right into place::
+
+    whole on rank 0   [ stored | of rank 1 ]  ⇄  [ of rank 0 | stored ]   whole on rank 1
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from osdp.comm.collectives import gather_in_place
+from osdp.plan.shard_math import shard_numel
+from osdp.runtime.module.counted_dtensor import CountedDTensor, count_changes
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
 from osdp.torch_private.autograd import version_of
@@ -61,6 +71,14 @@ class ReplicatedParameter:
         with torch.no_grad():
             return self.stored.to_local() if isinstance(self.stored, DTensor) else self.stored.detach()
 
+    def _pointer(self) -> int:
+        """Address of :attr:`local`, without the view that it would create."""
+        return data_pointer(self.stored)
+
+    def own_part(self, reduced: torch.Tensor) -> torch.Tensor:
+        """What the optimizer is to see of a reduced gradient of the whole parameter."""
+        return reduced
+
     @property
     def local_grad(self) -> torch.Tensor | None:
         """The gradient that the optimizer sees at present, as a plain tensor."""
@@ -77,7 +95,7 @@ class ReplicatedParameter:
         if self._casts:
             _allocate(self.compute)
             self._copy()
-        elif self.compute.data_ptr() != data_pointer(self.stored):
+        elif self.compute.data_ptr() != self._pointer():
             self.compute.data = self.local  # the stored parameter was given other storage
         self.owned.register(self.compute)
 
@@ -103,24 +121,129 @@ class ReplicatedParameter:
             _free(self.compute)
 
 
+class ParameterSteppedInShards(ReplicatedParameter):
+    """A parameter that every rank holds whole and updates a shard of.
+
+    Args:
+        owned: A plain parameter with the same values on all ranks.
+        compute_dtype: Dtype that it is computed in; its own if ``None``.
+        mesh: The mesh of the data-parallel ranks.
+
+    Attributes:
+        group: These ranks.
+        is_counted: Whether changes by the optimizer have been seen; by a compiled one they are not.
+    """
+
+    def __init__(self, owned: ParameterSites, compute_dtype: torch.dtype | None, mesh: DeviceMesh) -> None:
+        plain = owned.parameter
+        self.group: dist.ProcessGroup = mesh.get_group()
+        rows = shard_numel(plain.shape[:1], mesh.size())
+        self._bounds = [min(rank * rows, len(plain)) for rank in range(mesh.size() + 1)]
+        self._rank = mesh.get_local_rank()
+        self._whole = plain.detach()
+        if not _is_dense_by_rows(self._whole):
+            self._whole = self._whole.contiguous()
+        value = DTensor.from_local(
+            self.own_part(self._whole),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=plain.shape,
+            stride=self._whole.stride(),
+        )
+        owned.register(nn.Parameter(value, requires_grad=plain.requires_grad))
+        super().__init__(owned, compute_dtype)
+        count_changes(self.stored)
+        self._gathered = self._state()
+        self.is_counted = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The values of the whole parameter."""
+        return self._whole
+
+    def _pointer(self) -> int:
+        return self._whole.data_ptr()
+
+    def own_part(self, reduced: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank."""
+        return self._part(reduced, self._rank)
+
+    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        start, stop = self._bounds[rank : rank + 2]
+        return whole[start:stop]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the stored shard has changed since the whole parameter was gathered."""
+        return self._gathered != self._state()
+
+    def parts(self) -> list[torch.Tensor]:
+        """The memory of each rank's shard, one after the other, with this rank's own values in it."""
+        shard = super().local
+        if shard.dtype != self._whole.dtype or shard.device != self._whole.device:
+            self._whole = self._whole.to(shard.device, shard.dtype)
+        mine = self.own_part(self._whole)
+        if not isinstance(self.stored, CountedDTensor):
+            count_changes(self.stored)  # ``module.to`` has exchanged it for another
+        if shard.data_ptr() != mine.data_ptr():
+            mine.copy_(shard)  # the stored parameter was given other storage
+        # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
+        whole = self._whole.data
+        shards = [self._part(whole, rank) for rank in range(len(self._bounds) - 1)]
+        return [part.as_strided((part.numel(),), (1,)) for part in shards]
+
+    def note_gathered(self) -> None:
+        """Record that the whole parameter is made of the present shards."""
+        self._gathered = self._state()
+
+    def _state(self) -> tuple[object, ...]:
+        counted = getattr(self.stored, "changes", None)
+        return None if counted is None else counted.count, version_of(self.stored), data_pointer(self.stored)
+
+
 class ReplicatedParameters:
     """All replicated parameters of a model, swapped together.
 
     Attributes:
         parameters: The parameters, in the order they were given.
         swapped_in: Whether modules register the compute parameters at present.
+        has_gradients: Whether gradients were handed out since parameters were last gathered.
+        wait: Waits for a message between ranks.
     """
 
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.swapped_in = False
+        self.has_gradients = False
+        self.wait: Callable[[dist.Work], object] = lambda work: work.wait()
         self._has_copies = False
+        self._in_shards = [p for p in self.parameters if isinstance(p, ParameterSteppedInShards)]
 
     def __iter__(self) -> Iterator[ReplicatedParameter]:
         return iter(self.parameters)
 
     def __len__(self) -> int:
         return len(self.parameters)
+
+    def gather_changed(self) -> None:
+        """Gather the parameters whose shards have changed, or may have; a collective call.
+
+        Optimizers change the shards on all ranks, as do state dicts that are loaded.
+        """
+        changed = [
+            parameter
+            for parameter in self._in_shards
+            if parameter.has_changed or (self.has_gradients and not parameter.is_counted)
+        ]
+        stepped, self.has_gradients = self.has_gradients, False
+        if not changed:
+            return
+        with torch.no_grad():
+            gather_in_place([parameter.parts() for parameter in changed], changed[0].group, self.wait)
+        for parameter in changed:
+            parameter.is_counted |= stepped and parameter.has_changed
+            parameter.note_gathered()
 
     def swap_in(self) -> bool:
         """Register the compute parameters; returns whether they were swapped out before."""
@@ -165,7 +288,7 @@ def replicate(
         local = old.to_local() if isinstance(old, DTensor) else old.detach()
         if not local.is_meta:
             local = local.to(device)
-            torch.distributed.broadcast(local, group=mesh.get_group(), group_src=0)
+            dist.broadcast(local, group=mesh.get_group(), group_src=0)
         value = local if stored_on is None else _stored(local, old, stored_on)
     # A new object even where the values keep their storage: see osdp.runtime.module.replaced.
     new = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -186,6 +309,12 @@ def _stored(local: torch.Tensor, old: torch.Tensor, mesh: DeviceMesh) -> DTensor
         shape=old.shape,
         stride=old.stride(),
     )
+
+
+def _is_dense_by_rows(tensor: torch.Tensor) -> bool:
+    """Whether its rows lie one after the other in memory, each without gaps."""
+    by_channels = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_contiguous() or by_channels
 
 
 def _allocate(tensor: torch.Tensor) -> None:

@@ -253,6 +253,10 @@ class ShardedModel:
         self._replicated.free_copies()
         self._has_graphs = False
 
+    def gather_changed(self) -> None:
+        """Gather the whole parameters of which the optimizer has updated shards."""
+        self._replicated.gather_changed()
+
     def recover(self, *, drop_gradients: bool) -> None:
         """Reset to the state between steps after an exception; also called automatically.
 
@@ -327,6 +331,7 @@ class ShardedModel:
         self._sharded.prepare_for_inference_mode()
         self._sharded.reshard_stale()
         self._lockstep.enter(self._names[module])
+        self._replicated.gather_changed()
         self._replicated.swap_in()
         self._in_slices.reshard()
         self._watch_replicated()
@@ -512,6 +517,7 @@ class ShardedModel:
             self._accumulation.end_backward([p for p in self.parameters if p.name in self._used])
 
     def _hand_out(self, absent: Collection[str]) -> None:
+        self._replicated.has_gradients = True
         self._reducer.finish(absent)
         for parameter in self.parameters:
             path, stored = parameter.path, parameter.stored

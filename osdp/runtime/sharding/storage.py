@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from osdp.plan.sharding import ShardingPlan
+from osdp.plan.sharding import Mode, ShardingPlan
 from osdp.runtime.sharding.sliced import sharded_weights
 
 
@@ -17,11 +17,13 @@ class ParameterStorage:
             ``ShardingPlan.fsdp_units``. Those without elements are replicated: FSDP2 cannot reduce them, and
             they cost nothing.
         in_slices: Sharded weights of operators in slices, with the dimension each is sharded along.
+        stepped_in_shards: Replicated parameters of which optimizers see a shard (``SHARD_OPTIMIZER``).
         offloaded: Sharded parameters that are kept in host memory.
     """
 
     in_shards: dict[str, int]
     in_slices: dict[str, int]
+    stepped_in_shards: frozenset[str]
     offloaded: frozenset[str]
 
     @classmethod
@@ -36,6 +38,13 @@ class ParameterStorage:
                 if name not in empty
             },
             in_slices=sharded_weights(model, plan),
+            stepped_in_shards=frozenset(
+                name
+                for decision in plan.decisions
+                if decision.mode is Mode.SHARD_OPTIMIZER
+                for name in decision.parameters
+                if name not in empty
+            ),
             offloaded=frozenset(
                 name for unit in plan.units if unit.offloaded for name in plan.parameters_of(unit)
             ),
@@ -49,3 +58,8 @@ class ParameterStorage:
     def shards_any(self) -> bool:
         """Whether any parameter is sharded."""
         return bool(self.in_shards or self.in_slices)
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether optimizers see shards of any parameter, and then DTensors of all."""
+        return self.shards_any or bool(self.stepped_in_shards)

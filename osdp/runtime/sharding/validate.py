@@ -9,7 +9,7 @@ from osdp.model.fqn import is_inside
 from osdp.nn.embeddings import check_embeddings
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import wrap_order
-from osdp.plan.sharding import ShardingPlan, Unit
+from osdp.plan.sharding import Mode, ShardingPlan, Unit
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.sharding.sliced import slice_faults
@@ -117,6 +117,12 @@ def _unit_differences(plan: ShardingPlan, owned: dict[str, ParameterSites]) -> I
     by_operator = {operator: unit for unit in plan.units for operator in unit.operators}
     for decision in plan.decisions:
         unit = by_operator[decision.operator]
+        if unit.mode is Mode.SHARD_OPTIMIZER:
+            yield from (
+                f"parameter {name!r} has no dimension to shard, but its unit is {unit.mode}"
+                for name in decision.parameters
+                if not owned[name].parameter.shape
+            )
         if not unit.mode.sharded or decision.slices > 1 or not decision.nbytes:
             continue
         for name in decision.parameters:

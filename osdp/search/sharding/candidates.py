@@ -32,6 +32,7 @@ from osdp.cost.sharding.strategies import (
     NO_SHARD,
     ROOT,
     SHARD_GRAD_OP,
+    SHARD_OPTIMIZER,
     UnitMode,
     UnitSpan,
     UnitStrategy,
@@ -141,8 +142,13 @@ def build_space(
     """
     bounds, allowed, two_step = item_bounds(chain), options.allowed, options.two_step
     # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
-    flat = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
-    unsliced = [strategy for strategy in flat if strategy.plan_mode in allowed]
+    flat = (NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
+    alone = bool(groups) and groups[0].num_shards == 1  # where SHARD_OPTIMIZER is NO_SHARD
+    unsliced = [
+        strategy
+        for strategy in flat
+        if strategy.plan_mode in allowed and not (alone and strategy == SHARD_OPTIMIZER and len(allowed) > 1)
+    ]
     unsliced += [
         strategy
         for number, group in enumerate(groups[1:], start=1)
@@ -221,8 +227,8 @@ def _recomputable(strategy: UnitStrategy, *, whole: bool) -> bool:
 
     FSDP2 would gather a part twice; kept slices would be gathered twice, too, for no gain.
     """
-    in_slices_or_replicated = strategy.mode in (UnitMode.NO_SHARD, UnitMode.SLICED)
-    return (in_slices_or_replicated or whole) and not strategy.kept
+    in_slices_or_whole = strategy.mode in (UnitMode.NO_SHARD, UnitMode.SHARD_OPTIMIZER, UnitMode.SLICED)
+    return (in_slices_or_whole or whole) and not strategy.kept
 
 
 def _cuts(chain: Sequence[Operator], keep: bool, slices: Sequence[int]) -> list[tuple[UnitStrategy, ...]]:

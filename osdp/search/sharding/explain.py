@@ -7,7 +7,7 @@ from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import FULL_SHARD, STRATEGY_OF, UnitSpan, UnitStrategy, sliced
 from osdp.model.description import Operator
-from osdp.plan.sharding import Mode
+from osdp.plan.sharding import UNGROUPED, Mode
 from osdp.search.options import SearchOptions
 from osdp.text import format_bytes, format_seconds
 
@@ -110,7 +110,7 @@ class Explainer:
 
 def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:
     """Strategies of unsliced units, with their names for people."""
-    flat = (Mode.NO_SHARD,) if options.two_step else (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+    flat = (Mode.NO_SHARD,) if options.two_step else UNGROUPED
     yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in options.allowed)
     for number, costs in enumerate(problem.costs.by_group[1:], start=1):
         group = costs.shard_group

@@ -13,6 +13,7 @@ from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
     SHARD_GRAD_OP,
+    SHARD_OPTIMIZER,
     UnitMode,
     UnitSpan,
     UnitStrategy,
@@ -22,7 +23,7 @@ from osdp.search.sharding.candidates import CandidateUnits
 
 UnitTuples = tuple[UnitSpan, ...]
 
-_MODES = (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD)
+_MODES = (NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD)
 
 
 def best_initial_plan(

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
-from osdp.cost.sharding.strategies import NO_SHARD, UnitSpan
+from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitSpan, UnitStrategy
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.initial_plans import item_patterns
 
@@ -112,18 +112,18 @@ def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator
 def share_buckets(
     problem: ShardingProblem, root: RootUnitCost, limit: float, chosen: UnitTuples, outcome: StepEstimate
 ) -> tuple[StepEstimate, UnitTuples]:
-    """Join neighbouring replicated units, across blocks too, wherever the simulated step is no slower.
+    """Join neighbouring units of whole parameters, across blocks too, where the step is no slower.
 
     This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start.
     """
     units, place = list(chosen), 0
     for _ in range(LOOKS):
-        while place + 1 < len(units) and (units[place][2], units[place + 1][2]) != (NO_SHARD, NO_SHARD):
+        while place + 1 < len(units) and not _share(units[place][2], units[place + 1][2]):
             place += 1
         if place + 1 >= len(units):
             break
         # A joined unit stays at the same place, so that it may take in the next one, too.
-        joint = (units[place][0], units[place + 1][1], NO_SHARD)
+        joint = (units[place][0], units[place + 1][1], units[place][2])
         trial = (*units[:place], joint, *units[place + 2 :])
         seen = simulate_units(problem, trial, root)
         if seen.peak <= limit and seen.seconds <= outcome.seconds:
@@ -131,3 +131,8 @@ def share_buckets(
         else:
             place += 1
     return outcome, tuple(units)
+
+
+def _share(strategy: UnitStrategy, following: UnitStrategy) -> bool:
+    """Whether gradients of two units may share a bucket."""
+    return strategy == following and strategy in (NO_SHARD, SHARD_OPTIMIZER)

@@ -160,10 +160,13 @@ def min_peak_solution(
 
 
 def _families(options: SearchOptions) -> tuple[SearchOptions, ...]:
-    """Search options of plans that shard nothing and of all others.
+    """Search options of plans that shard nothing, of those that shard no parameters, and of all others.
 
-    The rows of each family are lower bounds of the steps in it only.
+    The rows of each family are lower bounds of the steps in it only: what is sharded decides whether the
+    optimizer steps on plain tensors, and how much of an all-reduce is hidden.
     """
-    if Mode.NO_SHARD not in options.allowed or len(options.allowed) == 1:
+    if Mode.NO_SHARD not in options.allowed:
         return (options,)
-    return replace(options, allowed=(Mode.NO_SHARD,)), options
+    whole = tuple(mode for mode in options.allowed if not mode.sharded)
+    families = dict.fromkeys(((Mode.NO_SHARD,), whole, options.allowed))
+    return tuple(replace(options, allowed=allowed) for allowed in families)

@@ -1,4 +1,4 @@
-"""The six plans that every habit runs under, made of a description alone: the same in every process."""
+"""The seven plans that every habit runs under, made of a description alone: the same in every process."""
 
 from dataclasses import replace
 from itertools import cycle
@@ -15,9 +15,14 @@ from osdp.profiler.roofline import estimate
 #: By name: searched at the limit halfway between all sharded and all replicated; one mode for all; each
 #: operator a unit of its own, in alternating modes; each operator that can be cut in two slices, each block
 #: that can be recomputed.
-PLANS = ("searched", "replicated", "full_shard", "shard_grad_op", "mixed", "sliced")
+PLANS = ("searched", "replicated", "shard_optimizer", "full_shard", "shard_grad_op", "mixed", "sliced")
 
-_ONE_MODE = {"replicated": "NO_SHARD", "full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP"}
+_ONE_MODE = {
+    "replicated": "NO_SHARD",
+    "shard_optimizer": "SHARD_OPTIMIZER",
+    "full_shard": "FULL_SHARD",
+    "shard_grad_op": "SHARD_GRAD_OP",
+}
 
 
 def plan_of(name: str, desc: ModelDesc, training: Training, world_size: int) -> Plan:
@@ -61,7 +66,7 @@ def device_of(world_size: int) -> DeviceInfo:
 
 def _mixed(plan: Plan, desc: ModelDesc) -> Plan:
     hybrid = [Mode.HYBRID_SHARD] if plan.world_size == 4 else []
-    modes = cycle([Mode.FULL_SHARD, Mode.NO_SHARD, Mode.SHARD_GRAD_OP, *hybrid])
+    modes = cycle([Mode.FULL_SHARD, Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, *hybrid])
     return _apart(plan, desc, {op.name: next(modes) for op in desc.operators if can_shard(op)})
 
 

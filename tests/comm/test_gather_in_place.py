@@ -1,0 +1,42 @@
+"""Each rank's shards reach every other rank, right in place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from osdp.comm.collectives import gather_in_place
+from tests.helpers.distributed import run
+
+#: Sizes of the ranks' shards of each tensor: small and large, even and not, some of them empty.
+SIZES = ([4, 4, 4, 4], [3, 3, 1, 0], [20000, 20000, 20000, 20000], [30000, 30000, 7, 0], [1, 0, 0, 0])
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def faults() -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found, wholes, parts, waited = [], [], [], []
+    for dtype in DTYPES:
+        for number, sizes in enumerate(SIZES):
+            whole = torch.full((sum(sizes[:size]),), -1.0, dtype=dtype)
+            shards = list(whole.split(sizes[:size]))
+            shards[rank].fill_(rank + 10 * number)
+            wholes.append((number, sizes, whole))
+            parts.append(shards)
+
+    def wait(work: dist.Work) -> None:
+        waited.append(work)
+        work.wait()
+
+    gather_in_place(parts, dist.group.WORLD, wait)
+    for number, sizes, whole in wholes:
+        for other, shard in enumerate(whole.split(sizes[:size])):
+            if not torch.equal(shard, torch.full_like(shard, other + 10 * number)):
+                found.append(f"{whole.dtype} {sizes}: the shard of rank {other} is {shard[:3]}")
+    # Small shards of a dtype share a message: to each rank at most one, and one for each large tensor.
+    most = (size - 1) * 2 * len(DTYPES) * 3
+    return found + [f"{len(waited)} messages, more than {most}"] * (len(waited) > most)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_fill_in_each_others_shards(world_size: int) -> None:
+    assert run(world_size, faults) == [[]] * world_size

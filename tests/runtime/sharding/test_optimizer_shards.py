@@ -1,0 +1,208 @@
+"""SHARD_OPTIMIZER: whole parameters, of which each rank updates a shard and keeps its optimizer states.
+
+That it trains as a single process does is in tests/test_parity.py and the habits; here is what is its own.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from osdp import PlanMismatchError
+from osdp.plan.sharding import Mode
+from osdp.runtime import ShardedModel, apply
+from osdp.runtime.sharding.replicated import ParameterSteppedInShards
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    # Of 3 and of 5 rows some ranks have fewer than others, or none.
+    return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def applied(model: nn.Module) -> ShardedModel:
+    running = apply(model, plan_by_hand(model, Mode.SHARD_OPTIMIZER, dist.get_world_size()))
+    assert isinstance(running, ShardedModel)
+    return running
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.rand(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    out: torch.Tensor = model(batch(rank, step))
+    return out.square().mean()
+
+
+def whole(running: ShardedModel) -> list[torch.Tensor]:
+    return [parameter.local.clone() for parameter in running.parameters.replicated]
+
+
+def shards() -> list[tuple[int, int]]:
+    """Rows of each stored parameter and of its optimizer state, and whether both are in the whole one."""
+    model = build()
+    running = applied(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loss_of(model, dist.get_rank()).backward()
+    optimizer.step()
+    found = []
+    for parameter in running.parameters.replicated:
+        assert isinstance(parameter, ParameterSteppedInShards)
+        assert isinstance(parameter.stored, DTensor)
+        local = parameter.stored.to_local()
+        state = optimizer.state[parameter.stored]["exp_avg"].to_local()
+        memory = parameter.local.untyped_storage()
+        assert local.untyped_storage().data_ptr() == memory.data_ptr()
+        assert memory.nbytes() == parameter.local.nbytes
+        found.append((len(local), len(state)))
+    return found
+
+
+def test_each_rank_has_the_states_of_its_rows_and_the_memory_of_one_whole_parameter() -> None:
+    # Rows of the weights and biases, of 5 and of 3.
+    assert run(4, shards) == [
+        [(2, 2), (2, 2), (1, 1), (1, 1)],
+        [(2, 2), (2, 2), (1, 1), (1, 1)],
+        [(1, 1), (1, 1), (1, 1), (1, 1)],
+        [(0, 0), (0, 0), (0, 0), (0, 0)],
+    ]
+
+
+def _swap_and_restore(model: nn.Module) -> None:
+    """As averages of weights are tried out: through ``data``, which autograd does not count."""
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        model(batch(0))
+    for parameter, values in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(values)
+
+
+def _clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def _scale_lists(model: nn.Module) -> None:
+    torch._foreach_mul_([parameter.detach() for parameter in model.parameters()], 0.9)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "clamped through data": _clamp,
+    "swapped for an evaluation": _swap_and_restore,
+    "scaled as a list": _scale_lists,
+}
+
+
+def trained(name: str) -> float:
+    """Greatest difference of a weight from a single process that trains on all batches."""
+    ranks = range(dist.get_world_size())
+    model, reference = build(), build()
+    running = applied(model)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1, foreach=True) for net in (model, reference)]
+    for step in range(3):
+        loss_of(model, dist.get_rank(), step).backward()
+        (sum(loss_of(reference, rank, step) for rank in ranks) / len(ranks)).backward()
+        for optimizer, net in zip(optimizers, (model, reference), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                CHANGES[name](net)
+    model(batch(0))
+    pairs = zip(whole(running), reference.parameters(), strict=True)
+    return max((got - want).abs().max().item() for got, want in pairs)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_between_steps_reach_all_ranks(name: str) -> None:
+    assert max(run(2, trained, name)) < 1e-12
+
+
+def gathers() -> list[int]:
+    """Messages after each forward: of a step, of microbatches without one, of evaluations."""
+    model = build()
+    running = applied(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    waited: list[dist.Work] = []
+
+    def wait(work: dist.Work) -> None:
+        waited.append(work)
+        work.wait()
+
+    running.parameters.replicated.wait = wait
+
+    def count() -> None:
+        counts.append(len(waited))
+        waited.clear()
+
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+    optimizer.step()
+    waited.clear()
+    # A step, then two microbatches, then two evaluations.
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+        count()
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch(0))
+        count()
+    return counts
+
+
+def test_parameters_are_gathered_once_a_step() -> None:
+    first, *others = run(2, gathers)[0]
+    assert first > 0
+    assert others == [0, 0, 0]
+
+
+def evaluated_alone() -> float:
+    """Rank 0 alone evaluates after a step, as it may where nothing is sharded."""
+    model = build()
+    running = applied(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        running.gather_changed()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                loss_of(model, 0)
+        dist.barrier()
+    return float(sum(part.sum() for part in whole(running)))
+
+
+def test_one_rank_may_evaluate_alone_after_a_step() -> None:
+    first, *others = run(2, evaluated_alone)
+    assert others == [first]
+
+
+def refusal() -> str:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    model = nn.Sequential(nn.Linear(2, 2), Scaled())
+    try:
+        applied(model)
+    except PlanMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_without_dimensions_is_refused() -> None:
+    assert "'1.scale' has no dimension to shard, but its unit is SHARD_OPTIMIZER" in run(2, refusal)[0]
