@@ -1,9 +1,9 @@
 """Claim: what trains right under DDP or FSDP2 trains right under every plan, or is refused by name.
 
-Every training habit (``tests/habits/``) under DDP, FSDP2 and seven plans of OSDP on two ranks, and with groups
-on four, against a single process: in float64 to 1e-9, and with parameters computed in bfloat16. A case that
-hangs, crashes or differs takes no other down: the others go on in new processes. In the summary each habit
-counts once, with its worst outcome under OSDP.
+Every training habit (``tests/habits/``) under DDP, FSDP2 and seven plans of OSDP on two ranks, and with
+groups on four, against a single process: in float64 to 1e-9, and with parameters computed in bfloat16. A case
+that hangs, crashes or differs takes no other down: the others go on in new processes. In the summary each
+habit counts once, with its worst outcome under OSDP.
 
     python -m benchmarks.habits [--quick] [--json FILE] [--only PATTERN] [--plan NAME] [--ranks 2|4]
 """

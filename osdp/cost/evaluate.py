@@ -83,6 +83,7 @@ def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, 
     chained: list[UnitSpan] = []
     sharded: list[Operator] = []
     replicated: list[Operator] = []
+    stepped: list[Operator] = []
     for unit in plan.units:
         places = sorted(position[name] for name in unit.operators if name in position)
         beside = [outside[name] for name in unit.operators if name in outside]
@@ -96,7 +97,8 @@ def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, 
                 faults.append(
                     f"unit {', '.join(unit.operators)} has operators of the root unit and cannot be offloaded"
                 )
-            (sharded if unit.mode.sharded else replicated).extend(beside)
+            whole = stepped if unit.mode is Mode.SHARD_OPTIMIZER else replicated
+            (sharded if unit.mode.sharded else whole).extend(beside)
             chained.extend((k, k + 1, problem.root_strategy) for k in places)
         elif places and places[-1] - places[0] + 1 != len(places):
             faults.append(f"unit {', '.join(unit.operators)} is not contiguous in the trace")
@@ -119,7 +121,8 @@ def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, 
     chained.sort()
     # 4. Costs of the units and of the root.
     has_unit = bool(sharded) or any(strategy.mode == UnitMode.ROOT for _, _, strategy in chained)
-    return cost_spans(problem, chained), cost_root(problem, sharded, replicated, has_unit=has_unit)
+    root = cost_root(problem, sharded, replicated, stepped=stepped, has_unit=has_unit)
+    return cost_spans(problem, chained), root
 
 
 def _strategy_of(problem: ShardingProblem, unit: Unit) -> UnitStrategy:

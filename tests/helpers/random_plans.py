@@ -3,9 +3,8 @@
 import random
 
 from osdp.api import make_plan
-from osdp.cost.sharding.problem import build_problem, cost_root
+from osdp.cost.sharding.problem import build_problem
 from osdp.cost.sharding.simulate import simulate_units
-from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import UnitMode, UnitSpan
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.description import ModelDesc
@@ -52,13 +51,12 @@ def random_plan(model_desc: ModelDesc, world_size: int, seed: int) -> Plan:
     info = device(world_size)
     profile = estimate(model_desc, info, training)
     problem = build_problem(model_desc, profile, info, training, reduce_each=True)
-    sharded, replicated, has_unit = rng.choice(root_choices(problem.timeline.root, _RULES))
-    space = CostedCandidates.of(problem, _RULES, root_unit=has_unit).space
+    choice = rng.choice(root_choices(problem.timeline.root, _RULES))
+    space = CostedCandidates.of(problem, _RULES, root_unit=choice.has_unit).space
     units = [unit for item in range(space.num_items) for unit in _path(space, item, rng)]
     joins = any(strategy.mode == UnitMode.ROOT for *_, strategy in units)
-    root = cost_root(problem, sharded, replicated, has_unit=bool(sharded) or joins)
-    outcome = simulate_units(problem, units, root)
-    found = ShardingSolution(tuple(units), sharded, replicated, outcome, num_rows=0, bound=0.0)
+    root = choice._replace(has_unit=bool(choice.sharded) or joins).cost(problem)
+    found = choice.solution(units, simulate_units(problem, units, root), num_rows=0, bound=0.0)
     return whole_plan(model_desc, problem, found, _RULES, gap=1.0)
 
 

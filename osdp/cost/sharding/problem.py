@@ -7,7 +7,7 @@ import numpy as np
 
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
 from osdp.cost.sharding.shard_groups import shard_groups_of
-from osdp.cost.sharding.strategies import NO_SHARD, ROOT, UnitStrategy, strategy_table
+from osdp.cost.sharding.strategies import NO_SHARD, ROOT, SHARD_OPTIMIZER, UnitStrategy, strategy_table
 from osdp.cost.sharding.timeline import (
     Backward,
     GradientArrivals,
@@ -106,6 +106,7 @@ class RootUnitCost:
     Attributes:
         state: Parameters and optimizer states.
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
+        steps_in_shards: Whether optimizer states of replicated operators are sharded.
         unsharded: The root unit's unsharded parameters.
         low_precision: Low-precision copies of replicated parameters.
         carried: Gradients left by earlier microbatches.
@@ -128,6 +129,7 @@ class RootUnitCost:
     """
 
     has_unit: bool = False
+    steps_in_shards: bool = False
     state: float = 0.0
     unsharded: float = 0.0
     low_precision: float = 0.0
@@ -192,7 +194,12 @@ def build_problem(
 
 
 def cost_root(
-    problem: ShardingProblem, sharded: Sequence[Operator], replicated: Sequence[Operator], *, has_unit: bool
+    problem: ShardingProblem,
+    sharded: Sequence[Operator],
+    replicated: Sequence[Operator],
+    *,
+    stepped: Sequence[Operator] = (),
+    has_unit: bool,
 ) -> RootUnitCost:
     """Memory and time of the operators outside the chain: one root unit, one bucket per replicated operator.
 
@@ -200,12 +207,14 @@ def cost_root(
         problem: The step to plan.
         sharded: Operators in the root unit.
         replicated: Operators that are replicated.
+        stepped: Operators that are replicated, with sharded optimizer states.
         has_unit: Whether there is a root unit, even one formed only by chain operators that join it.
     """
     # 1. Costs of the root unit (sharded together) and of the replicated operators (one bucket each).
     unit, unit_temporary = _cost_group(problem, sharded, problem.root_strategy)
     shard_group = problem.costs.by_group[problem.root_group].shard_group
-    whole = [_cost_group(problem, [operator], NO_SHARD) for operator in replicated]
+    buckets = [*((op, NO_SHARD) for op in replicated), *((op, SHARD_OPTIMIZER) for op in stepped)]
+    whole = [_cost_group(problem, [operator], strategy) for operator, strategy in buckets]
 
     def replicated_sum(name: str) -> float:
         return float(sum(getattr(units, name).sum() for units, _ in whole))
@@ -214,11 +223,12 @@ def cost_root(
     last = sorted(trained, key=lambda op: op.first)[-1:]
     costs = _operator_costs(last, problem.device, problem.training, problem.profile)
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
-    buckets = [(operator, units) for operator, (units, _) in zip(replicated, whole, strict=True)]
-    arrivals = _gradient_arrivals(problem, sharded, buckets)
+    arriving = [(operator, units) for (operator, _), (units, _) in zip(buckets, whole, strict=True)]
+    arrivals = _gradient_arrivals(problem, sharded, arriving)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
     return RootUnitCost(
         has_unit=has_unit,
+        steps_in_shards=len(stepped) > 0,
         state=float(unit.state.sum()) + replicated_sum("state"),
         unsharded=float(unit.unsharded.sum()),
         low_precision=replicated_sum("unsharded"),
@@ -259,7 +269,10 @@ def _gradient_arrivals(
 
     def arriving(units: UnitCosts) -> float:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        opened = units.bucket * (not again or (units.unsharded > 0) | units.casts_gradient)
+        anew = (units.unsharded > 0) | units.casts_gradient
+        if problem.settings.reduce_each:
+            anew = anew | units.steps_in_shards
+        opened = units.bucket * (not again or anew)
         return float((opened + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]

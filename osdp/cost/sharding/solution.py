@@ -17,6 +17,7 @@ class ShardingSolution:
         units: Units of the chain, in trace order: (first operator, one past the last, strategy).
         root_sharded: Operators outside the chain that form the root unit.
         root_replicated: Operators outside the chain that are replicated.
+        root_stepped: Operators outside the chain that are replicated, with sharded optimizer states.
         outcome: The simulated step.
         num_rows: Number of rows (linear bounds on time or memory) that the search used.
         bound: Lower bound of the seconds of any assignment; equal to the outcome's seconds if proven best.
@@ -25,6 +26,7 @@ class ShardingSolution:
     units: tuple[UnitSpan, ...]
     root_sharded: tuple[Operator, ...]
     root_replicated: tuple[Operator, ...]
+    root_stepped: tuple[Operator, ...]
     outcome: StepEstimate
     num_rows: int
     bound: float
@@ -47,6 +49,15 @@ class ShardingSolution:
 
 def solution_costs(problem: ShardingProblem, found: ShardingSolution) -> tuple[UnitCosts, RootUnitCost]:
     """Costs of the units and of the root of an assignment, as the simulator takes them."""
-    units = cost_spans(problem, found.units)
-    root = cost_root(problem, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
-    return units, root
+    return cost_spans(problem, found.units), solution_root(problem, found)
+
+
+def solution_root(problem: ShardingProblem, found: ShardingSolution) -> RootUnitCost:
+    """Costs of the operators outside the chain."""
+    return cost_root(
+        problem,
+        found.root_sharded,
+        found.root_replicated,
+        stepped=found.root_stepped,
+        has_unit=found.has_root_unit,
+    )

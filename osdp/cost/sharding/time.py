@@ -208,7 +208,7 @@ def compute_until(timeline: Timeline, settings: StepSettings) -> Floats:
 
 
 def _plain_saving(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
-    has_dtensors = _shards(units, root) or bool(units.steps_in_shards.any())
+    has_dtensors = _shards(units, root) or root.steps_in_shards or bool(units.steps_in_shards.any())
     return 0.0 if has_dtensors else problem.plain_saving
 
 

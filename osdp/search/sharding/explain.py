@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
-from osdp.cost.sharding.solution import ShardingSolution
+from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import FULL_SHARD, STRATEGY_OF, UnitSpan, UnitStrategy, sliced
 from osdp.model.description import Operator
 from osdp.plan.sharding import UNGROUPED, Mode
@@ -22,8 +22,7 @@ class Explainer:
         self._limit = problem.device.memory_limit
         self._strategies = list(_named_strategies(problem, options))
         self._forced, self._keep = len(options.allowed) == 1, options.keep
-        sharded, replicated = found.root_sharded, found.root_replicated
-        self._root = cost_root(problem, sharded, replicated, has_unit=found.has_root_unit)
+        self._root = solution_root(problem, found)
         self._known: dict[tuple[object, ...], str] = {}
 
     def of_unit(self, index: int) -> str:
@@ -87,23 +86,28 @@ class Explainer:
 
     def of_root(self, operator: Operator) -> str:
         """The reason of an operator in the root unit."""
-        others = tuple(op for op in self._found.root_sharded if op != operator)
-        return self._root_difference(Mode.NO_SHARD, others, (*self._found.root_replicated, operator))
+        return self._root_difference(operator, Mode.NO_SHARD)
 
     def of_replicated(self, operator: Operator) -> str:
         """The reason of a replicated operator outside the chain."""
         if any(not parameter.shape for parameter in operator.parameters):
             return "a 0-dim parameter cannot be sharded"
-        others = tuple(op for op in self._found.root_replicated if op != operator)
-        return self._root_difference(Mode.SHARD_GRAD_OP, (*self._found.root_sharded, operator), others)
+        return self._root_difference(operator, Mode.SHARD_GRAD_OP)
 
-    def _root_difference(
-        self, mode: Mode, sharded: tuple[Operator, ...], replicated: tuple[Operator, ...]
-    ) -> str:
+    def _root_difference(self, operator: Operator, mode: Mode) -> str:
+        """What it would cost if an operator outside the chain were replicated, or in the root unit."""
         if self._forced:
             return "forced"
-        has_unit = bool(sharded) or self._found.chain_joins_root
-        root = cost_root(self._problem, sharded, replicated, has_unit=has_unit)
+        found = self._found
+        sharded, replicated, stepped = (
+            tuple(op for op in operators if op != operator)
+            for operators in (found.root_sharded, found.root_replicated, found.root_stepped)
+        )
+        sharded, replicated = (
+            ((*sharded, operator), replicated) if mode.sharded else (sharded, (*replicated, operator))
+        )
+        has_unit = bool(sharded) or found.chain_joins_root
+        root = cost_root(self._problem, sharded, replicated, stepped=stepped, has_unit=has_unit)
         seen = simulate_units(self._problem, self._found.units, root)
         return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
 

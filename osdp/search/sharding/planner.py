@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from osdp.cost.evaluate import cost_plan, prediction
-from osdp.cost.sharding.problem import ShardingProblem, build_problem, cost_root
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import simulate_step
-from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import NO_SHARD, UnitMode, UnitStrategy
+from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
@@ -129,7 +129,7 @@ def with_shared_buckets(problem: ShardingProblem, found: ShardingSolution) -> Sh
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
-    root = cost_root(problem, found.root_sharded, found.root_replicated, has_unit=found.has_root_unit)
+    root = solution_root(problem, found)
     limit = problem.device.memory_limit
     outcome, units = share_buckets(problem, root, limit, found.units, found.outcome)
     return replace(found, units=units, outcome=outcome)
@@ -271,9 +271,11 @@ def sharding_plan(
         else:
             units.append(_unit(model_desc, problem, chain[start:stop], strategy))
     # 2. Operators outside the chain: replicated, or in the root unit, which comes first.
-    for operator in found.root_replicated:
-        units.append(Unit(Mode.NO_SHARD, (operator.name,), operator.modules))
-    of_operator |= {op.name: (NO_SHARD, reasons.of_replicated(op)) for op in found.root_replicated}
+    replicated = [*((op, NO_SHARD) for op in found.root_replicated)]
+    replicated += [(op, SHARD_OPTIMIZER) for op in found.root_stepped]
+    for operator, strategy in replicated:
+        units.append(Unit(strategy.plan_mode, (operator.name,), operator.modules))
+        of_operator[operator.name] = strategy, reasons.of_replicated(operator)
     of_operator |= {op.name: (problem.root_strategy, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
         group, mode = _group_and_mode(problem, problem.root_strategy)

@@ -1,9 +1,13 @@
 """Choices for the root unit: which operators outside the chain it has, and its shard group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
-from osdp.cost.sharding.problem import ShardingProblem
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, cost_root
+from osdp.cost.sharding.simulate import StepEstimate
+from osdp.cost.sharding.solution import ShardingSolution
+from osdp.cost.sharding.strategies import UnitSpan
 from osdp.model.description import Operator
 from osdp.plan.shard_math import can_shard
 from osdp.plan.sharding import Mode
@@ -13,8 +17,34 @@ from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
 #: Operators outside the chain that are decided one by one; smaller ones beyond follow the last of them.
 _ROOT_CHOICES = 3
 
-#: Operators in the root unit, replicated operators, and whether there is a root unit.
-RootChoice = tuple[tuple[Operator, ...], tuple[Operator, ...], bool]
+
+class RootChoice(NamedTuple):
+    """What becomes of the operators outside the chain.
+
+    Attributes:
+        sharded: Those in the root unit.
+        replicated: Those that are replicated.
+        stepped: Those that are replicated, with sharded optimizer states.
+        has_unit: Whether there is a root unit, which chain operators may join.
+    """
+
+    sharded: tuple[Operator, ...]
+    replicated: tuple[Operator, ...]
+    stepped: tuple[Operator, ...]
+    has_unit: bool
+
+    def cost(self, problem: ShardingProblem) -> RootUnitCost:
+        """Their memory and time."""
+        sharded, replicated, stepped, has_unit = self
+        return cost_root(problem, sharded, replicated, stepped=stepped, has_unit=has_unit)
+
+    def solution(
+        self, units: Sequence[UnitSpan], outcome: StepEstimate, num_rows: int, bound: float
+    ) -> ShardingSolution:
+        """A solution with this choice."""
+        return ShardingSolution(
+            tuple(units), self.sharded, self.replicated, self.stepped, outcome, num_rows, bound
+        )
 
 
 def root_group(problem: ShardingProblem, options: SearchOptions) -> int:
@@ -38,7 +68,10 @@ def root_group(problem: ShardingProblem, options: SearchOptions) -> int:
 
 
 def root_choices(operators: Sequence[Operator], options: SearchOptions) -> list[RootChoice]:
-    """All splits of the operators outside the chain into root unit and replicated ones."""
+    """All splits of the operators outside the chain into root unit and replicated ones.
+
+    Of the replicated ones all optimizer states that can be are sharded, or none.
+    """
     shards = any(mode.sharded for mode in options.allowed)
     dtype = root_dtype(operators)
     fitting = [op for op in operators if can_shard(op) and trainable_dtypes(op) <= {dtype}]
@@ -54,9 +87,20 @@ def root_choices(operators: Sequence[Operator], options: SearchOptions) -> list[
             if forced and len(sharded) < len(free):
                 continue
             replicated = tuple(op for op in operators if op not in sharded)
-            choices += (
-                [(sharded, replicated, True)]
-                if sharded
-                else [((), replicated, shards), ((), replicated, False)]
-            )
+            for whole, stepped in _steps(replicated, options):
+                units = (True,) if sharded else (shards, False)
+                choices += [RootChoice(sharded, whole, stepped, has_unit) for has_unit in units]
     return list(dict.fromkeys(choices))
+
+
+def _steps(
+    replicated: tuple[Operator, ...], options: SearchOptions
+) -> Iterator[tuple[tuple[Operator, ...], tuple[Operator, ...]]]:
+    """Replicated operators with whole optimizer states, and with sharded ones."""
+    can = tuple(op for op in replicated if can_shard(op) and trainable_dtypes(op))
+    if Mode.SHARD_OPTIMIZER not in options.allowed or len(can) == 0:
+        yield replicated, ()
+        return
+    if Mode.NO_SHARD in options.allowed:
+        yield replicated, ()
+    yield tuple(op for op in replicated if op not in can), can

@@ -23,8 +23,8 @@ from functools import cache
 
 import numpy as np
 
-from osdp.cost.sharding.problem import ShardingProblem, cost_root
-from osdp.cost.sharding.solution import ShardingSolution
+from osdp.cost.sharding.problem import ShardingProblem
+from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.plan.sharding import Mode
 from osdp.search.options import SHARDING, SearchOptions
 from osdp.search.sharding.chain import solve_chain
@@ -74,14 +74,14 @@ def solve_bounded(
     best: ShardingSolution | None = None
     bound, undecided = np.inf, False
     # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
-    for search, (root_sharded, root_replicated, _) in _searches(problem, limit, options, solver):
+    for search, choice in _searches(problem, limit, options, solver):
         found = search.fastest(upper)
         bound = min(bound, search.bound)
         undecided |= found is None and not search.impossible
         if found is not None:
             outcome, units = search.improved(*found)
             upper = outcome.seconds
-            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_rows, bound)
+            best = choice.solution(units, outcome, search.num_rows, bound)
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
@@ -106,8 +106,7 @@ def _searches(
 
     for family in _families(options):
         for choice in root_choices(problem.timeline.root, family):
-            sharded, replicated, has_unit = choice
-            root = cost_root(problem, sharded, replicated, has_unit=has_unit)
+            root = choice.cost(problem)
             yield CuttingPlaneSearch(problem, root, limit, space(family, root.has_unit), solver), choice
 
 
@@ -119,7 +118,7 @@ def _without_kept_slices(
     best: ShardingSolution,
 ) -> ShardingSolution:
     """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
-    root = cost_root(problem, best.root_sharded, best.root_replicated, has_unit=best.has_root_unit)
+    root = solution_root(problem, best)
     space = CostedCandidates.of(problem, replace(options, keep=False), root_unit=root.has_unit)
     search = CuttingPlaneSearch(problem, root, limit, space, solver)
     found = search.fastest(best.outcome.seconds)
@@ -145,15 +144,15 @@ def min_peak_solution(
 ) -> ShardingSolution:
     """The assignment with the lowest peak that was found; the search stops at a peak of ``enough`` bytes."""
     best: ShardingSolution | None = None
-    for root_sharded, root_replicated, has_unit in root_choices(problem.timeline.root, options):
+    for choice in root_choices(problem.timeline.root, options):
         if best is not None and best.outcome.peak <= enough:
             break
-        root = cost_root(problem, root_sharded, root_replicated, has_unit=has_unit)
+        root = choice.cost(problem)
         space = CostedCandidates.of(problem, options, root_unit=root.has_unit)
         search = CuttingPlaneSearch(problem, root, np.inf, space, solver)
         outcome, units = search.min_peak(enough)
         if best is None or outcome.peak < best.outcome.peak:
-            best = ShardingSolution(units, root_sharded, root_replicated, outcome, search.num_rows, 0.0)
+            best = choice.solution(units, outcome, search.num_rows, 0.0)
     if best is None:
         raise RuntimeError("root_choices() returned nothing; every model has at least one choice of root")
     return best

@@ -35,9 +35,9 @@ def test_every_moment_of_backward_above_a_limit_is_so_in_its_row(
     """Moments that are not the highest of their kind are the same in both readers, too."""
     problem = random_problem(seed, 2, 3, **variant)
     rng = random.Random(seed)
-    sharded, replicated, has_unit = rng.choice(root_choices(problem.timeline.root, SearchOptions()))
-    root = cost_root(problem, sharded, replicated, has_unit=has_unit)
-    space = space_of(problem, has_unit, rules)
+    choice = rng.choice(root_choices(problem.timeline.root, SearchOptions()))
+    root = choice.cost(problem)
+    space = space_of(problem, choice.has_unit, rules)
     path = random_path(space, rng)
     every = units_of(problem, space)
     units = units_of(problem, space, path)

@@ -70,9 +70,9 @@ def space_of(problem: ShardingProblem, has_unit: bool, rules: SearchOptions):
 
 def brute_force(problem: ShardingProblem, rules: SearchOptions) -> list[tuple[StepEstimate, tuple]]:
     found = []
-    for sharded, replicated, has_unit in root_choices(problem.timeline.root, rules):
-        root = cost_root(problem, sharded, replicated, has_unit=has_unit)
-        space = space_of(problem, has_unit, rules)
+    for choice in root_choices(problem.timeline.root, rules):
+        root = choice.cost(problem)
+        space = space_of(problem, choice.has_unit, rules)
         for path in all_paths(space):
             found.append(simulate_step(problem, units_of(problem, space, path), root))
     return found
@@ -174,13 +174,13 @@ def test_rows_bound_the_judge_and_are_tight(seed: int, variant: dict, rules: Sea
     """A row taken at one plan equals the judge there and never exceeds it at another."""
     problem = random_problem(seed, 2, 3, **variant)
     rng = random.Random(seed)
-    sharded, replicated, has_unit = rng.choice(root_choices(problem.timeline.root, SearchOptions()))
-    root = cost_root(problem, sharded, replicated, has_unit=has_unit)
-    space = space_of(problem, has_unit, rules)
+    choice = rng.choice(root_choices(problem.timeline.root, SearchOptions()))
+    root = choice.cost(problem)
+    space = space_of(problem, choice.has_unit, rules)
     every = units_of(problem, space)
     paths = [random_path(space, rng) for _ in range(6)]
     # Plans that shard nothing have rows of their own, and a test of their own.
-    paths = [path for path in paths if has_unit or (every.sharded | every.sliced)[path].any()]
+    paths = [path for path in paths if choice.has_unit or (every.sharded | every.sliced)[path].any()]
     outcomes = []
     for path in paths:
         outcomes.append(simulate_step(problem, units_of(problem, space, path), root))
