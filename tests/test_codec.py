@@ -215,7 +215,7 @@ def test_what_is_no_value_is_refused(text: str, message: str) -> None:
 
 def test_enums_name_their_members() -> None:
     decision = json.loads(codec.to_json(Decision("a", (), (), 1, Mode.FULL_SHARD)))
-    with pytest.raises(ValueError, match=r"Decision.mode must be one of NO_SHARD, SHARD_GRAD_OP, FULL_SHARD"):
+    with pytest.raises(ValueError, match=r"Decision.mode must be one of NO_SHARD, SHARD_OPTIMIZER, "):
         codec.from_json(Decision, json.dumps(decision | {"mode": "ZDP"}))
 
 

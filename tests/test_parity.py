@@ -25,7 +25,7 @@ from osdp.plan.sharding import Mode, Route
 from osdp.runtime import apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
-from tests.helpers.plans import ROOT, in_groups, offload, plan_by_hand, split
+from tests.helpers.plans import ROOT, in_groups, offload, plan_by_hand, split, step_by_exchange
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -34,9 +34,9 @@ TOLERANCE = 1e-5
 LAYOUTS: dict[str, tuple[Any, dict[str, str]]] = {
     "replicate all": (Mode.NO_SHARD, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
     "replicate each": (Mode.NO_SHARD, {}),
-    "step in shards all": (Mode.SHARD_OPTIMIZER, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
-    "step in shards each": (Mode.SHARD_OPTIMIZER, {}),
-    "step in shards beside others": (
+    "step sharded all": (Mode.SHARD_OPTIMIZER, {"blocks.0": "a", "blocks.1": "b", "embed": "ends"}),
+    "step sharded each": (Mode.SHARD_OPTIMIZER, {}),
+    "step sharded beside others": (
         {"": Mode.SHARD_OPTIMIZER, "blocks.0": Mode.FULL_SHARD, "head": Mode.NO_SHARD},
         {"blocks.0": "blocks.0"},
     ),
@@ -105,6 +105,16 @@ def cases(chosen: Chosen) -> list[Case]:
         Case(layout, tied, recompute, accumulate, dtypes)
         for layout, dtypes, accumulate, tied, recompute in chosen(
             LAYOUTS, DTYPES, ACCUMULATE, (True, False), (False, True)
+        )
+    ]
+    grid += [
+        Case(layout, tied, recompute, accumulate, dtypes, grouping=step_by_exchange)
+        for layout, dtypes, accumulate, tied, recompute in chosen(
+            [layout for layout in LAYOUTS if "step sharded" in layout],
+            DTYPES,
+            ACCUMULATE,
+            (True, False),
+            (False, True),
         )
     ]
     grid += [

@@ -13,7 +13,7 @@ instead of once per rank; a two-step reduce-scatter runs the two steps in revers
 placed as by the flat collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -224,48 +224,102 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
 #: Shards of fewer elements are sent together: a message takes as long as this many bytes.
 _SMALL = 16384
 
+#: For each tensor the part of every rank, flat and in rank order.
+Parts = Sequence[Sequence[torch.Tensor]]
 
-def gather_in_place(
-    parts: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, wait: Callable[[dist.Work], object]
-) -> None:
-    """Fill in the shards of the other ranks: each rank sends its own to every other.
+
+class _Packed:
+    """Parts for few messages: large ones as they are, small ones of a dtype together."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._small: dict[torch.dtype, list[Sequence[torch.Tensor]]] = {}
+        self.messages: list[Sequence[torch.Tensor]] = []
+        for of_ranks in parts:
+            if max(part.numel() for part in of_ranks) >= _SMALL:
+                self.messages.append(of_ranks)
+            else:
+                self._small.setdefault(of_ranks[0].dtype, []).append(of_ranks)
+        self._joint = [[torch.cat(column) for column in zip(*alike, strict=True)] for alike in self._packs]
+        self.messages += self._joint
+
+    @property
+    def _packs(self) -> Iterable[list[Sequence[torch.Tensor]]]:
+        return self._small.values()
+
+    def unpack(self, rank: int) -> None:
+        """Copy the small parts of a rank back to where they came from."""
+        for alike, joint in zip(self._packs, self._joint, strict=True):
+            pieces = joint[rank].split([of_ranks[rank].numel() for of_ranks in alike])
+            for of_ranks, piece in zip(alike, pieces, strict=True):
+                of_ranks[rank].copy_(piece)
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> list[dist.Work]:
+    """Start the messages that have elements, receives first: see :func:`_swap`."""
+    operations = [operation for operation in (*receives, *sends) if operation.tensor.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def gather_in_place(parts: Parts, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]) -> None:
+    """Fill in the parts of the other ranks: each rank sends its own to every other.
 
     Args:
-        parts: For each tensor the memory of every rank's shard, flat and in rank order; this rank's own has
-            its values.
+        parts: The memory of every rank's part; this rank's own has its values.
         group: The ranks.
         wait: Waits for a message.
     """
-    if group.size() == 1:
-        return
-    small = [shards for shards in parts if max(part.numel() for part in shards) < _SMALL]
-    large = [shards for shards in parts if max(part.numel() for part in shards) >= _SMALL]
-    # One message of all small shards, by dtype, instead of many.
-    packed = []
-    for dtype in {shards[0].dtype for shards in small}:
-        alike = [shards for shards in small if shards[0].dtype == dtype]
-        packed.append((alike, [torch.cat(column) for column in zip(*alike, strict=True)]))
-    mine, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
-    sent = [*large, *(buffers for _, buffers in packed)]
-    operations = [
-        dist.P2POp(dist.irecv, shards[rank], group=group, group_peer=rank)
-        for rank in others
-        for shards in sent
-        if shards[rank].numel()
-    ]
-    operations += [
-        dist.P2POp(dist.isend, shards[mine], group=group, group_peer=rank)
-        for rank in others
-        for shards in sent
-        if shards[mine].numel()
-    ]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+    packed, mine, others = _Packed(parts), group.rank(), _others(group)
+    pairs = [(rank, of_ranks) for rank in others for of_ranks in packed.messages]
+    works = _start(
+        (dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank, parts in pairs),
+        (dist.P2POp(dist.isend, parts[mine], group=group, group_peer=rank) for rank, parts in pairs),
+    )
+    for work in works:
         wait(work)
-    for alike, buffers in packed:
-        for rank in others:
-            pieces = buffers[rank].split([shards[rank].numel() for shards in alike])
-            for shards, piece in zip(alike, pieces, strict=True):
-                shards[rank].copy_(piece)
+    for rank in others:
+        packed.unpack(rank)
+
+
+class PartExchange:
+    """A sum over ranks under way, of which each rank gets its own part, in place.
+
+    Each rank sends every other rank its part, and adds up what it receives. The parts of other ranks stay as
+    they are.
+
+    Args:
+        parts: The part for every rank. The same tensor for all of them is summed as a whole.
+        group: The ranks.
+    """
+
+    def __init__(self, parts: Parts, group: dist.ProcessGroup) -> None:
+        self._packed, self._mine = _Packed(parts), group.rank()
+        messages, others = self._packed.messages, _others(group)
+        self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
+        incoming = list(zip(others, self._received, strict=True))
+        self._works = _start(
+            (dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, own in incoming for part in own),
+            (dist.P2POp(dist.isend, m[r], group=group, group_peer=r) for r in others for m in messages),
+        )
+
+    def is_completed(self) -> bool:
+        """Whether all messages have arrived."""
+        return all(work.is_completed() for work in self._works)
+
+    def finish(self, wait: Callable[[dist.Work], object]) -> None:
+        """Wait for all messages, and add up; later calls have no effect."""
+        for work in self._works:
+            wait(work)
+        self._works = []
+        for received in self._received:
+            for of_ranks, part in zip(self._packed.messages, received, strict=True):
+                of_ranks[self._mine].add_(part)
+        if self._received:
+            self._packed.unpack(self._mine)
+        self._received = []
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:

@@ -144,7 +144,7 @@ def _group_of(problem: ShardingProblem, unit: Unit) -> int:
             index
             for index, group in enumerate(groups)
             if (group.hybrid, group.group_size, group.route) == (hybrid, unit.group_size, unit.route)
-            or (not unit.mode.sharded and index == 0)
+            or (unit.mode is Mode.NO_SHARD and index == 0)
         ),
         None,
     )

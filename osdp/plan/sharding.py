@@ -43,7 +43,7 @@ class Route(StrEnum):
     The paper's communication with groups is ``TWO_STEP``: shards are sent to the other groups once and are
     gathered inside each group; gradients are reduced inside the groups first. ``EXCHANGE`` replaces the
     backend's reduce-scatter by an exchange of shards and local sums, and the first step of a two-step
-    all-gather by an exchange.
+    all-gather by an exchange. Gradients of SHARD_OPTIMIZER are all-reduced (``FLAT``) or exchanged.
     """
 
     FLAT = "flat"
@@ -135,10 +135,13 @@ class Unit:
                 f"and route {self.route}: HYBRID_SHARD and two-step routes need groups of 2 or more ranks "
                 "and exclude each other; every other unit has group_size=0"
             )
-        if self.route is not Route.FLAT and not self.mode.sharded:
+        routes = tuple(Route)
+        if not self.mode.sharded:
+            routes = (Route.FLAT, Route.EXCHANGE) if self.mode is Mode.SHARD_OPTIMIZER else (Route.FLAT,)
+        if self.route not in routes:
             raise ValueError(
-                f"the unit of {', '.join(self.operators)} is {self.mode}, which has no {self.route} route; "
-                "only sharded units have one"
+                f"the unit of {', '.join(self.operators)} is {self.mode}, which has no {self.route} route, "
+                f"only {' and '.join(routes)}"
             )
         if self.offloaded and (self.root or not self.mode.sharded):
             where = "the root's" if self.root else self.mode.value

@@ -37,11 +37,14 @@ def equal_to_flat(group_size: int) -> None:
         all_gather(want, mine)
         for is_async, by_exchange in itertools.product((False, True), repeat=2):
             got.zero_()
-            work = TwoStepAllGather(grid, by_exchange=by_exchange)(
-                output_tensor=got, input_tensor=mine, group=world, async_op=is_async
-            )
+            gather = TwoStepAllGather(grid, by_exchange=by_exchange)
+            work = gather(output_tensor=got, input_tensor=mine, group=world, async_op=is_async)
             if work is not None:
                 work.wait()
+            between = gather._column
+            assert between is not None
+            gather.free()  # whatever a thread of gloo holds
+            assert between.untyped_storage().nbytes() == 0
             assert torch.equal(got, want)
         whole = (torch.arange(size * numel) % 7 + rank).to(dtype)
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

@@ -111,6 +111,15 @@ def in_groups(plan: Plan, mode: Mode, group_size: int, route: Route, root: bool 
     return _with_units(plan, tuple(map(unit_of, plan.units)))
 
 
+def step_by_exchange(plan: Plan) -> Plan:
+    """``plan`` with gradients of SHARD_OPTIMIZER exchanged, instead of all-reduced."""
+    units = (
+        replace(unit, route=Route.EXCHANGE) if unit.mode is Mode.SHARD_OPTIMIZER else unit
+        for unit in plan.units
+    )
+    return _with_units(plan, tuple(units))
+
+
 def in_different_groups(plan: Plan, group_size: int) -> Plan:
     """``plan`` with its sharded units, but the root's, in turn in groups, in two steps, and as they are."""
     kinds = itertools.cycle(

@@ -75,16 +75,17 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
-    nothing = np.zeros_like(unreduced)
     if settings.microbatches == 1:
-        return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced))
+        nothing = np.zeros_like(unreduced)
+        return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced + units.received))
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         reused = units.sliced | (
             ~units.in_root & ~units.steps_in_shards & (units.unsharded == 0) & ~units.casts_gradient
         )
-        return Gradients(units.gradient_kept, np.where(units.sharded | reused, 0.0, unreduced))
-    return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), nothing)
+        added = np.where(reused, 0.0, unreduced + units.received)
+        return Gradients(units.gradient_kept, np.where(units.sharded, 0.0, added))
+    return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), units.received)
 
 
 def always(units: UnitCosts, problem: ShardingProblem, gradients: Gradients) -> Floats:
@@ -242,7 +243,8 @@ def _running(
     Those of a replicated unit are what ``arrived`` makes of its bucket; a slice is on its way beside them.
     """
     units = view.units
-    own = view.inside(np.where(units.sharded, units.unsharded, view.gradients.after))
+    # What an exchange receives comes when all gradients of the unit are there.
+    own = view.inside(np.where(units.sharded, units.unsharded, view.gradients.after - units.received))
     slices = own + view.inside(units.largest_gradient)
     replicated = np.where(view.inside(units.sliced), slices, arrived(own))
     return np.where(view.inside(units.sharded), own + more(), replicated)

@@ -273,7 +273,7 @@ def _gradient_arrivals(
         if problem.settings.reduce_each:
             anew = anew | units.steps_in_shards
         opened = units.bucket * (not again or anew)
-        return float((opened + units.largest_gradient).sum())
+        return float((opened + units.received + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]
     strategy = problem.root_strategy

@@ -39,6 +39,11 @@ class ShardGroup:
         return self.across is not None
 
     @property
+    def is_flat(self) -> bool:
+        """Whether it is all ranks, by the backend's own collectives."""
+        return not self.hybrid and self.route is Route.FLAT
+
+    @property
     def reduce_buffers(self) -> float:
         """Bytes of a reduction's buffers in addition to its input, as a fraction of the input.
 

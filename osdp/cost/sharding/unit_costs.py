@@ -91,7 +91,9 @@ def _cost_units_in(
     reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
     if shard_group.across is not None:
         reduce_sharded = reduce_sharded + reduce_input / costs.world_size / shard_group.across.bandwidth
-    reduce_whole = np.where(trains, average.latency + bucket / average.bandwidth, 0.0)
+    by_exchange = steps_in_shards & shard_group.route.by_exchange
+    exchanged, averaged = (link.latency + bucket / link.bandwidth for link in (reduce, average))
+    reduce_whole = np.where(trains, np.where(by_exchange, exchanged, averaged), 0.0)
     # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
     #    elsewhere.
     additive = costs.temporaries_add
@@ -121,6 +123,7 @@ def _cost_units_in(
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
+        received=np.where(by_exchange, (1 - 1 / costs.world_size) * reduce_input, 0.0),
         num_gradients=count,
         largest_gradient=np.where(
             # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.

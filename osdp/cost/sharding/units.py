@@ -35,6 +35,7 @@ class UnitCosts:
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
         bucket: Bytes of the gradient bucket if replicated, else 0.
+        received: Bytes that an exchange of a replicated unit's gradients receives, until backward has ended.
         num_gradients: Number of its gradients; of a unit in slices those of replicated parameters.
         largest_gradient: Most bytes of gradients that are made at once if gradients are added to an existing
             buffer (a bucket, or gradients of earlier microbatches), else 0; of a unit in slices all that its
@@ -66,6 +67,7 @@ class UnitCosts:
     accumulated: Floats
     gradient_kept: Floats
     bucket: Floats
+    received: Floats
     num_gradients: Floats
     largest_gradient: Floats
     gather_seconds: Floats

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.collectives import PartExchange
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 from osdp.torch_private.dtensor import wrap_like
@@ -60,12 +61,28 @@ class Reduction:
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._alone = size == 1
 
-    def start(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Start averaging ``tensor`` in place; ``None`` if this is the only rank."""
+    def start(
+        self, tensor: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]] | None = None
+    ) -> dist.Work | PartExchange | None:
+        """Start averaging ``tensor`` in place; ``None`` if this is the only rank.
+
+        Args:
+            tensor: What is averaged.
+            parts: Its parts, if each rank needs its own alone and these are to be exchanged.
+        """
         if self._alone:
             return None
+        if parts is not None:
+            return PartExchange(parts, self.group)
         work: dist.Work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
         return work
+
+    def finish(self, work: dist.Work | PartExchange) -> None:
+        """Wait until what :meth:`start` returned has ended."""
+        if isinstance(work, PartExchange):
+            work.finish(self.wait)
+        else:
+            self.wait(work)
 
 
 class Bucket:
@@ -90,10 +107,10 @@ class Bucket:
         self._dtype = dtype
         self._stored_dtype = parameters[0].stored.dtype
         self._reduction = reduction
-        #: Of a shard of a gradient nothing can be reduced again.
-        self._reuses = self._dtype == self._stored_dtype and not any(
-            isinstance(parameter, ParameterSteppedInShards) for parameter in parameters
-        )
+        #: Those of SHARD_OPTIMIZER, of which the optimizer sees a shard; nothing of it can be reduced again.
+        self._in_shards = [p for p in parameters if isinstance(p, ParameterSteppedInShards)]
+        self._reuses = self._dtype == self._stored_dtype and not self._in_shards
+        self._by_exchange = any(p.by_exchange for p in self._in_shards)
         sizes = [parameter.compute.numel() for parameter in parameters]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self._gradient_numel = sum(sizes)
@@ -104,7 +121,7 @@ class Bucket:
         self._earlier: dict[int, weakref.ref[torch.Tensor]] = {}
         self._content = [_Content.NOTHING] * len(sizes)
         self._arrived: set[int] = set()
-        self._work: dist.Work | None = None
+        self._work: dist.Work | PartExchange | None = None
         self.started = False
 
     @property
@@ -159,14 +176,22 @@ class Bucket:
                 sent = self._flat[self._gradient_numel :].fill_(self._reduction.scale)
                 if flags:
                     sent.mul_(torch.tensor(flags, device=sent.device))
-        self._work = self._reduction.start(self._flat)
+        self._work = self._reduction.start(self._flat, self._parts() if self._by_exchange else None)
         self.started = True
+
+    def _parts(self) -> list[list[torch.Tensor]]:
+        """The part of each rank of each gradient, and the flags, which all ranks get."""
+        assert self._flat is not None
+        parts = [p.parts_of(self._view(index)) for index, p in enumerate(self._in_shards)]
+        if self._num_flags:
+            parts.append([self._flat[self._gradient_numel :]] * self._reduction.group.size())
+        return parts
 
     def flags_of_any(self) -> list[bool]:
         """Wait for the all-reduce; returns which of its flags are set on any rank."""
         assert self._flat is not None
         if self._work is not None:
-            self._reduction.wait(self._work)
+            self._reduction.finish(self._work)
         return [flag > 0 for flag in self._flat[self._gradient_numel :].tolist()]
 
     def finish(self, without_gradient: Collection[str]) -> None:
@@ -178,7 +203,7 @@ class Bucket:
         flat = self._flat
         assert flat is not None
         if self._work is not None:
-            self._reduction.wait(self._work)
+            self._reduction.finish(self._work)
         with torch.no_grad():
             gradients = flat[: self._gradient_numel]
             hook = self._joint_hook
@@ -199,7 +224,7 @@ class Bucket:
     def reset(self) -> None:
         """Drop everything that has arrived."""
         if self._work is not None and not self._work.is_completed():
-            self._reduction.wait(self._work)
+            self._reduction.finish(self._work)
         self._flat = None
         self._views.clear()
         self._earlier = {}
@@ -245,6 +270,8 @@ class Bucket:
     @property
     def _joint_hook(self) -> AllReduceHook | None:
         """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
+        if self._by_exchange:
+            return None
         hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
         return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
 

@@ -71,7 +71,9 @@ class PlannedParameters:
         sharded = [ShardedParameter(owned[name], unit) for name, unit in storage.in_shards.items()]
         in_slices = [SlicedParameter(owned[name]) for name in storage.in_slices]
         replicated = ReplicatedParameters(
-            ParameterSteppedInShards(entry, compute_dtype, mesh)
+            ParameterSteppedInShards(
+                entry, compute_dtype, mesh, by_exchange=storage.stepped_in_shards[name].by_exchange
+            )
             if name in storage.stepped_in_shards
             else ReplicatedParameter(entry, compute_dtype)
             for name, entry in owned.items()

@@ -128,13 +128,23 @@ class ParameterSteppedInShards(ReplicatedParameter):
         owned: A plain parameter with the same values on all ranks.
         compute_dtype: Dtype that it is computed in; its own if ``None``.
         mesh: The mesh of the data-parallel ranks.
+        by_exchange: Whether ranks exchange parts of its gradient, and each adds up its own.
 
     Attributes:
-        group: These ranks.
+        group: The data-parallel ranks.
+        by_exchange: As given.
         is_counted: Whether changes by the optimizer have been seen; by a compiled one they are not.
     """
 
-    def __init__(self, owned: ParameterSites, compute_dtype: torch.dtype | None, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        owned: ParameterSites,
+        compute_dtype: torch.dtype | None,
+        mesh: DeviceMesh,
+        *,
+        by_exchange: bool,
+    ) -> None:
+        self.by_exchange = by_exchange
         plain = owned.parameter
         self.group: dist.ProcessGroup = mesh.get_group()
         rows = shard_numel(plain.shape[:1], mesh.size())
@@ -167,11 +177,16 @@ class ParameterSteppedInShards(ReplicatedParameter):
 
     def own_part(self, reduced: torch.Tensor) -> torch.Tensor:
         """The rows of this rank."""
-        return self._part(reduced, self._rank)
+        return self._rows(reduced, self._rank)
 
-    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def _rows(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         start, stop = self._bounds[rank : rank + 2]
         return whole[start:stop]
+
+    def parts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each rank, flat; ``whole`` has the layout of the whole parameter."""
+        rows = [self._rows(whole, rank) for rank in range(len(self._bounds) - 1)]
+        return [part.as_strided((part.numel(),), (1,)) for part in rows]
 
     @property
     def has_changed(self) -> bool:
@@ -189,9 +204,7 @@ class ParameterSteppedInShards(ReplicatedParameter):
         if shard.data_ptr() != mine.data_ptr():
             mine.copy_(shard)  # the stored parameter was given other storage
         # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
-        whole = self._whole.data
-        shards = [self._part(whole, rank) for rank in range(len(self._bounds) - 1)]
-        return [part.as_strided((part.numel(),), (1,)) for part in shards]
+        return self.parts_of(self._whole.data)
 
     def note_gathered(self) -> None:
         """Record that the whole parameter is made of the present shards."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from osdp.plan.sharding import Mode, ShardingPlan
+from osdp.plan.sharding import Mode, Route, ShardingPlan
 from osdp.runtime.sharding.sliced import sharded_weights
 
 
@@ -17,13 +17,14 @@ class ParameterStorage:
             ``ShardingPlan.fsdp_units``. Those without elements are replicated: FSDP2 cannot reduce them, and
             they cost nothing.
         in_slices: Sharded weights of operators in slices, with the dimension each is sharded along.
-        stepped_in_shards: Replicated parameters of which optimizers see a shard (``SHARD_OPTIMIZER``).
+        stepped_in_shards: Replicated parameters of which optimizers see a shard (``SHARD_OPTIMIZER``), each
+            with the route of its gradient.
         offloaded: Sharded parameters that are kept in host memory.
     """
 
     in_shards: dict[str, int]
     in_slices: dict[str, int]
-    stepped_in_shards: frozenset[str]
+    stepped_in_shards: dict[str, Route]
     offloaded: frozenset[str]
 
     @classmethod
@@ -38,13 +39,13 @@ class ParameterStorage:
                 if name not in empty
             },
             in_slices=sharded_weights(model, plan),
-            stepped_in_shards=frozenset(
-                name
-                for decision in plan.decisions
-                if decision.mode is Mode.SHARD_OPTIMIZER
-                for name in decision.parameters
+            stepped_in_shards={
+                name: unit.route
+                for unit in plan.units
+                if unit.mode is Mode.SHARD_OPTIMIZER
+                for name in plan.parameters_of(unit)
                 if name not in empty
-            ),
+            },
             offloaded=frozenset(
                 name for unit in plan.units if unit.offloaded for name in plan.parameters_of(unit)
             ),

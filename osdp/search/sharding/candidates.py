@@ -155,6 +155,12 @@ def build_space(
         if group.searched and (group.hybrid or two_step is not False)
         for strategy in _strategies_in(group, number, allowed)
     ]
+    # An exchange of gradients is the faster where the first group has it, and takes memory beside the bucket.
+    unsliced += [
+        SHARD_OPTIMIZER._replace(group=number)
+        for number, group in enumerate(groups[1:], start=1)
+        if SHARD_OPTIMIZER in unsliced and group.is_flat
+    ]
     # 2. What decides the candidates of each operator.
     cuts = _cuts(chain, options.keep, options.slices if Mode.FULL_SHARD in allowed else ())
     facts = [

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
-from osdp.cost.sharding.strategies import FULL_SHARD, STRATEGY_OF, UnitSpan, UnitStrategy, sliced
+from osdp.cost.sharding.strategies import (
+    FULL_SHARD,
+    SHARD_OPTIMIZER,
+    STRATEGY_OF,
+    UnitSpan,
+    UnitStrategy,
+    sliced,
+)
 from osdp.model.description import Operator
 from osdp.plan.sharding import UNGROUPED, Mode
 from osdp.search.options import SearchOptions
@@ -118,6 +125,8 @@ def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Itera
     yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in options.allowed)
     for number, costs in enumerate(problem.costs.by_group[1:], start=1):
         group = costs.shard_group
+        if group.is_flat and not options.two_step and Mode.SHARD_OPTIMIZER in options.allowed:
+            yield "SHARD_OPTIMIZER by all-reduces", SHARD_OPTIMIZER._replace(group=number)
         if group.hybrid and Mode.HYBRID_SHARD in options.allowed:
             yield f"HYBRID_SHARD over {group.group_size}", FULL_SHARD._replace(group=number)
         if group.searched and not group.hybrid and options.two_step is not False:

@@ -274,7 +274,7 @@ def sharding_plan(
     replicated = [*((op, NO_SHARD) for op in found.root_replicated)]
     replicated += [(op, SHARD_OPTIMIZER) for op in found.root_stepped]
     for operator, strategy in replicated:
-        units.append(Unit(strategy.plan_mode, (operator.name,), operator.modules))
+        units.append(_unit(model_desc, problem, [operator], strategy))
         of_operator[operator.name] = strategy, reasons.of_replicated(operator)
     of_operator |= {op.name: (problem.root_strategy, reasons.of_root(op)) for op in found.root_sharded}
     if in_root:
@@ -313,7 +313,7 @@ def _unit(
         unit_modules(operators, model_desc.operators, model_desc.modules),
         offloaded=strategy.offloaded,
         group_size=group.group_size,
-        route=group.route if mode.sharded else Route.FLAT,
+        route=Route.FLAT if mode is Mode.NO_SHARD else group.route,
     )
 
 

@@ -3,7 +3,7 @@
 That it trains as a single process does is in tests/test_parity.py and the habits; here is what is its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards
 from tests.helpers.distributed import run
-from tests.helpers.plans import plan_by_hand
+from tests.helpers.plans import plan_by_hand, step_by_exchange
 
 
 def build() -> nn.Sequential:
@@ -25,8 +25,9 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def applied(model: nn.Module) -> ShardedModel:
-    running = apply(model, plan_by_hand(model, Mode.SHARD_OPTIMIZER, dist.get_world_size()))
+def applied(model: nn.Module, *, by_exchange: bool = False) -> ShardedModel:
+    plan = plan_by_hand(model, Mode.SHARD_OPTIMIZER, dist.get_world_size())
+    running = apply(model, step_by_exchange(plan) if by_exchange else plan)
     assert isinstance(running, ShardedModel)
     return running
 
@@ -102,11 +103,11 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def trained(name: str) -> float:
+def trained(name: str, by_exchange: bool) -> float:
     """Greatest difference of a weight from a single process that trains on all batches."""
     ranks = range(dist.get_world_size())
     model, reference = build(), build()
-    running = applied(model)
+    running = applied(model, by_exchange=by_exchange)
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.1, foreach=True) for net in (model, reference)]
     for step in range(3):
         loss_of(model, dist.get_rank(), step).backward()
@@ -121,9 +122,40 @@ def trained(name: str) -> float:
     return max((got - want).abs().max().item() for got, want in pairs)
 
 
+@pytest.mark.parametrize("by_exchange", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_between_steps_reach_all_ranks(name: str) -> None:
-    assert max(run(2, trained, name)) < 1e-12
+def test_changes_between_steps_reach_all_ranks(name: str, by_exchange: bool) -> None:
+    assert max(run(4, trained, name, by_exchange)) < 1e-12
+
+
+class Choices(nn.Module):
+    """The sum of some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        return torch.stack([self.layers[i](x) for i in which]).sum(0)
+
+
+def unused_on_some() -> list[list[bool]]:
+    """Which parameters have a gradient: by the flags that travel with the exchange, equal on all ranks."""
+    model = Choices()
+    applied(model, by_exchange=True)
+    rank, found = dist.get_rank(), []
+    for which in ((0, rank), (rank,), (0, 1, 2)):
+        model(torch.ones(2, 4), which).sum().backward()
+        found.append([parameter.grad is not None for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad = None
+    return found
+
+
+def test_ranks_agree_on_what_none_of_them_used() -> None:
+    used = [True, True]
+    want = [[*used, *used, False, False], [*used, *used, False, False], [*used, *used, *used]]
+    assert run(2, unused_on_some) == [want, want]
 
 
 def gathers() -> list[int]:
