@@ -12,5 +12,6 @@ Start at :func:`osdp.runtime.module.plain.check_plain`.
 - ``unused``: parameters that got no gradient
 - ``plain_states``: whole state dicts into parameters stored as a plan has them
 - ``group_dtensor``: parameters sharded within groups, next to those sharded over all ranks
+- ``counted_dtensor``: parameters that count their changes
 - ``checkpointed_regions``: gathers inside regions that a user checkpoints selectively
 """
