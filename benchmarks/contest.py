@@ -124,14 +124,7 @@ class Contest:
 
     def measure(self, make: Callable[[], TrainStep]) -> tuple[int, float]:
         """Peak of true bytes on the worst rank, and seconds of a step, of what ``make()`` returns."""
-        gc.collect()
-        before = self.live.now
-        self.live.start()
-        step = make()
-        seconds = alternate({"": lambda: step(0)}, rounds=2, warmup=1, synchronize=dist.barrier)[""]
-        worst = torch.tensor([self.live.peak - before, min(seconds)], dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return int(worst[0]), float(worst[1])
+        return measure_step(self.live, make)[:2]
 
     def screen(self) -> dict[Rival, tuple[int, float]]:
         """Bytes and seconds of the rivals; more microbatches only where fewer exceed some limit."""
@@ -143,6 +136,25 @@ class Contest:
                 continue
             found[rival] = self.measure(partial(self.step_of_rival, rival))
         return found
+
+
+def measure_step(live: LiveBytes, make: Callable[[], TrainStep]) -> tuple[int, float, float]:
+    """Three steps of what ``make()`` returns, on one batch.
+
+    Returns:
+        The peak of true bytes and the least seconds of a step, on the worst rank; the mean of the last loss.
+    """
+    gc.collect()
+    before = live.now
+    live.start()
+    step = make()
+    losses: list[float] = []
+    seconds = alternate({"": lambda: losses.append(step(0))}, rounds=2, warmup=1, synchronize=dist.barrier)[
+        ""
+    ]
+    worst = torch.tensor([live.peak - before, min(seconds)], dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return int(worst[0]), float(worst[1]), mean_loss(losses[-1])
 
 
 def compete(
