@@ -175,6 +175,7 @@ def compete(
         row: dict[str, Any] = {
             "limit": limit,
             "fitting": [rival.name for rival in fitting],
+            "screened_seconds": {rival.name: screened[rival][1] for rival in fitting},
             "finalists": [rival.name for rival in fitting[:FINALISTS]],
             "fsdp2": compared.name,
         }
