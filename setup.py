@@ -26,7 +26,7 @@ KEYWORDS = [
 
 # A package index has no files beside the README: links to them become the names that they show.
 README = (ROOT / "README.md").read_text(encoding="utf8")
-DESCRIPTION = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", README)
+DESCRIPTION = re.sub(r"!?\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", README)
 
 setup(
     name="osdp",

@@ -6,7 +6,7 @@ python -m benchmarks.results_page [--folder FOLDER]
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -84,6 +84,110 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
+#: Kinds of rivals of the contest that are drawn as one curve, by the first word of their names.
+FAMILIES = {
+    "DDP": ("ddp",),
+    "ZeRO-1": ("zero",),
+    "FSDP2, HSDP": ("fsdp2", "fsdp2-keep", "fsdp2-root", "hsdp"),
+}
+
+
+def over_limits(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Samples per second of each family's fastest rival that fits, over OSDP's: each row, and their median.
+
+    Rivals that were not among the fastest in the screening have its seconds.
+    """
+    networks: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        _, network, _, limit = row["name"].split(", ")
+        networks.setdefault(network, {}).setdefault(limit, []).append(row)
+    figure = Figure(figsize=(4 * len(networks), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(networks), sharey=True, squeeze=False)[0]
+    for axis, (network, by_limit) in zip(axes, sorted(networks.items(), reverse=True), strict=True):
+        limits = sorted(by_limit)  # "no limit" comes after numbers
+        axis.axhline(1, color="black", label="OSDP")
+        for number, (family, kinds) in enumerate(FAMILIES.items()):
+            found = {
+                place: [speed for row in by_limit[limit] if (speed := _relative_speed(row, kinds))]
+                for place, limit in enumerate(limits)
+            }
+            middles = [median(speeds) if speeds else float("nan") for speeds in found.values()]
+            axis.plot(list(found), middles, "o-", color=f"C{number}", label=family)
+            dots = [(place, speed) for place, speeds in found.items() for speed in speeds]
+            axis.plot(*zip(*dots, strict=True) if dots else ([], []), ".", color=f"C{number}", alpha=0.3)
+        axis.set_xticks(range(len(limits)), limits)
+        axis.set_title(network, fontsize=9)
+        axis.set_xlabel("memory limit, from all sharded (0) to all replicated (1)", fontsize=8)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("samples/s over OSDP's", fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def _relative_speed(row: dict[str, Any], kinds: Sequence[str]) -> float | None:
+    """Samples per second of the fastest fitting rival of these kinds, over OSDP's; ``None`` if none fits."""
+    seconds = row.get("screened_seconds", {}) | {
+        name: median(values) for name, values in row["rival_seconds"].items()
+    }
+    inside = [value for name, value in seconds.items() if name.split()[0] in kinds]
+    return median(row["seconds"]) / min(inside) if inside else None
+
+
+def contest_table(rows: Sequence[dict[str, Any]]) -> str:
+    """How many times as fast as the best rival OSDP is, by network and number of ranks."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        _, network, ranks, _ = row["name"].split(", ")
+        groups.setdefault(f"{network}, {ranks}", []).append(row)
+    ordered = {name: groups[name] for name in sorted(groups)} | {"all": list(rows)}
+    ordered["models held back"] = [row for row in rows if row.get("held_back")]
+    return _table(
+        ("network and ranks", "rows", "worst over the best rival", "median", "median over FSDP2"),
+        (
+            (name, len(inside), *(f"{figure:.2f}" for figure in _figures(inside)))
+            for name, inside in ordered.items()
+            if inside
+        ),
+    )
+
+
+def free_batch_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The most samples per second at each limit, with any batch."""
+    lines = []
+    for row in rows:
+        low, high = row["throughput_interval"]
+        lines.append(
+            (
+                row["name"],
+                f"{row['osdp_rate']:.2f}",
+                f"{row['microbatches']} x {row['best_batch']}",
+                row["best_rival"],
+                f"{row['rival_rate']:.2f}",
+                f"{row['throughput_ratio']:.2f} [{low:.2f}, {high:.2f}]",
+            )
+        )
+    heads = (
+        "model, network, limit",
+        "OSDP, samples/s",
+        "its batch",
+        "best rival",
+        "samples/s",
+        "ratio, 95 %",
+    )
+    return _table(heads, lines)
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    over = [row["over_best_rival"] for row in rows]
+    return min(over), median(over), median(row["over_fsdp2"] for row in rows)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [f"| {' | '.join(map(str, line))} |" for line in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
+
+
 def predicted_over_measured(rows: Sequence[dict[str, Any]], unit: str, scale: float) -> Figure:
     """Each prediction over its measurement, on logarithmic axes beside the diagonal."""
     figure = Figure(figsize=(5, 4), layout="constrained")
@@ -106,7 +210,18 @@ def predicted_over_measured(rows: Sequence[dict[str, Any]], unit: str, scale: fl
 
 
 def sections() -> Iterator[Section]:
-    """The parts of the page, as far as there are results."""
+    """The parts of the page, as far as there are results; the first plot is the README's, too."""
+    if (found := results_of("contest")) and (rows := [row for row in found["rows"] if "best_rival" in row]):
+        yield Section(
+            "Any model, limit and network",
+            f"{len(rows)} rows drawn by a seed from models, memory limits, networks and numbers of ranks. "
+            "Each rival trains the same batch as it pleases (recomputation, microbatches, buckets), and is "
+            "drawn where its true peak fits: lines are medians over models, dots are rows. "
+            f"{sum(row['too_noisy'] for row in rows)} rows were too noisy to be judged.",
+            "contest",
+            over_limits(rows),
+            contest_table(rows),
+        )
     if found := results_of("throughput"):
         summary = found["summary"]
         yield Section(
@@ -116,6 +231,17 @@ def sections() -> Iterator[Section]:
             f"that fits, or faster, and up to {summary['best_over_fsdp2']:.2f} times as fast as FSDP2.",
             "throughput",
             throughput(found["rows"]),
+        )
+    if (found := results_of("batch_size")) and (
+        rows := [row for row in found["rows"] if "best_rival" in row]
+    ):
+        yield Section(
+            "Any batch at a memory limit",
+            "OSDP and each rival at the batch, recomputation and microbatches with which it trains the most "
+            "samples a second under the limit. On the slow link OSDP's model computes its loss in slices of "
+            "the vocabulary.",
+            "batch_size",
+            table=free_batch_table(rows),
         )
     if found := results_of("memory_accuracy"):
         rows = [row | {"kind": row.get("backend", "")} for row in found["rows"] if "measured" in row]
@@ -142,21 +268,24 @@ def sections() -> Iterator[Section]:
             predicted_over_measured(rows, "ms", 1e-3),
         )
     if found := results_of("published_cases"):
-        lines = [
-            "| case | OSDP over the best FSDP2 | its setup | bound | published |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {row['name']} | {row['over_fsdp2']:.2f} | {row['fsdp2']} | {row['bound']:.2f} | "
-            f"{row['published']:.2f} |"
-            for row in found["rows"]
-        ]
         yield Section(
             "The published cases",
             "Predicted on 8 simulated RTX TITAN; no such machine was at hand. The published ratios compare "
             "with FSDP that wraps each linear layer alone, the second one at half the batch.",
             "published_cases",
-            table="\n".join(lines),
+            table=_table(
+                ("case", "OSDP over the best FSDP2", "its setup", "bound", "published"),
+                (
+                    (
+                        row["name"],
+                        f"{row['over_fsdp2']:.2f}",
+                        row["fsdp2"],
+                        f"{row['bound']:.2f}",
+                        f"{row['published']:.2f}",
+                    )
+                    for row in found["rows"]
+                ),
+            ),
         )
 
 

@@ -261,6 +261,27 @@ def transformer(name: str, *, layers: int, width: int, heads: int, length: int, 
     return Case(name, build, partial(_pairs, vocab, length), blocks)
 
 
+def t5(name: str, *, layers: int, width: int, heads: int, length: int, vocab: int = 256) -> Case:
+    """A T5: one embedding for both halves and the head, and one attention bias for the blocks of a half."""
+    options = {
+        "vocab_size": vocab, "d_model": width, "d_kv": width // heads, "d_ff": 4 * width,
+        "num_layers": layers, "num_decoder_layers": layers, "num_heads": heads, "dropout_rate": 0.0,
+        "use_cache": False, "pad_token_id": 0, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    build = partial(_hub, "T5ForConditionalGeneration", options)
+    return Case(name, build, partial(_tokens, vocab, length), ("encoder.block", "decoder.block"))
+
+
+def mamba(name: str, *, layers: int, width: int, length: int, vocab: int = 256) -> Case:
+    """A Mamba, whose state spaces are scanned token by token."""
+    options = {
+        "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers, "use_cache": False,
+        "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    build = partial(_hub, "MambaForCausalLM", options)
+    return Case(name, build, partial(_tokens, vocab, length), ("backbone.layers",))
+
+
 #: The vocabulary of Llama 2 (Touvron et al., arXiv 2307.09288, section 2.2) over a small body.
 _LARGE_VOCABULARY = llama("llama-32k", layers=6, width=256, heads=4, length=64, vocab=32000)
 
@@ -285,6 +306,8 @@ _CASES = (
     _LARGE_VOCABULARY,
     with_sliced_head("llama-32k sliced head", _LARGE_VOCABULARY),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
+    t5("t5", layers=3, width=192, heads=4, length=48, vocab=4000),
+    mamba("mamba", layers=4, width=256, length=16, vocab=4000),
 )
 _FULL_SIZE = (
     gpt2("gpt2-124m", layers=12, width=768, heads=12, length=1024, vocab=50257),

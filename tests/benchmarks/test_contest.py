@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import pytest
 
-from benchmarks.contest import CASE_NAMES, NUM_ROWS, is_narrow, over_best_rival, summarize
+from benchmarks.contest import CASE_NAMES, HELD_BACK, NUM_ROWS, is_narrow, over_best_rival, summarize
 from benchmarks.support.candidates import given_device
 from benchmarks.support.contest.design import FRACTIONS, NETWORKS, WORLD_SIZES, draw, pairs
 from benchmarks.support.contest.greedy import greedy_prediction
@@ -17,19 +17,20 @@ from tests.helpers.settings import setting_of
 
 
 def test_the_rows_cover_every_pair_of_factors_and_nobody_chooses_them() -> None:
-    launches = draw(CASE_NAMES, NUM_ROWS)
+    names = CASE_NAMES + HELD_BACK
+    launches = draw(names, NUM_ROWS)
     rows = [(at.case, f, at.network, at.world_size) for at in launches for f in at.fractions]
     assert len(rows) == len(set(rows)) == NUM_ROWS
-    factors = (CASE_NAMES, FRACTIONS, NETWORKS, WORLD_SIZES)
+    factors = (names, FRACTIONS, NETWORKS, WORLD_SIZES)
     wanted = {
         pair
         for first, second in combinations(enumerate(factors), 2)
         for pair in product(product([first[0]], first[1]), product([second[0]], second[1]))
     }
     assert set().union(*map(pairs, rows)) == wanted
-    assert draw(CASE_NAMES, NUM_ROWS) == launches != draw(CASE_NAMES, NUM_ROWS, seed=1)
+    assert draw(names, NUM_ROWS) == launches != draw(names, NUM_ROWS, seed=1)
     with pytest.raises(ValueError, match=r"20 rows leave .* pairs of factors uncovered"):
-        draw(CASE_NAMES, 20)
+        draw(names, 20)
 
 
 def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:
@@ -75,4 +76,7 @@ def test_a_row_over_its_limit_and_a_wrong_loss_are_counted() -> None:
     assert (found["over_limit"], found["losses_wrong"], found["rows_too_noisy"]) == (1, 1, 1)
     assert found["worst_over_best_rival"] == 0.9
     assert found["median_over_best_rival_limited"] == pytest.approx(1.05)
-    assert found["exact_over_greedy_median"] is None
+    assert found["exact_over_greedy_median"] is found["held_back_worst_over_best_rival"] is None
+    marked = summarize([row, wrong | {"held_back": True}])
+    assert marked["worst_over_best_rival"] == 0.9
+    assert marked["held_back_worst_over_best_rival"] == marked["held_back_median_over_best_rival"] == 1.2
