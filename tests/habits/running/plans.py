@@ -9,7 +9,7 @@ from osdp.hardware.device_info import COLLECTIVES
 from osdp.model.description import Operator
 from osdp.model.fqn import is_inside
 from osdp.plan.shard_math import can_shard
-from osdp.plan.sharding import Decision, Mode, Unit
+from osdp.plan.sharding import Decision, Mode, Route, Unit
 from osdp.profiler.roofline import estimate
 
 #: By name: searched at the limit halfway between all sharded and all replicated; one mode for all; each
@@ -85,9 +85,9 @@ def _apart(plan: Plan, desc: ModelDesc, modes: dict[str, Mode]) -> Plan:
             in_root.append(operator.name)
         else:
             group_size = 2 if mode is Mode.HYBRID_SHARD else 0
-            units.append(
-                Unit(mode=mode, operators=(operator.name,), modules=operator.modules, group_size=group_size)
-            )
+            # All-reduces are in the plan that has this mode alone.
+            route = Route.EXCHANGE if mode is Mode.SHARD_OPTIMIZER else Route.FLAT
+            units.append(Unit(mode, (operator.name,), operator.modules, group_size=group_size, route=route))
         decisions.append(_decided(decision, mode))
     if in_root:
         units.insert(0, Unit(Mode.SHARD_GRAD_OP, tuple(in_root), ("",), root=True))
