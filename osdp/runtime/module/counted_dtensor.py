@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place
+from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, operands
 from osdp.torch_private.optimizers import treat_in_lists
 
 
@@ -40,15 +39,16 @@ class CountedDTensor(GroupDTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func``; count its operands as changed if it writes to any, else count its views with them."""
+        kwargs = kwargs or {}
         found = super().__torch_function__(func, types, args, kwargs)
-        counted = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CountedDTensor)]
-        if is_in_place(func.__name__) or "out" in (kwargs or {}):
-            for tensor in counted:
-                tensor.changes.count += 1
-        elif type(found) is DTensor:
-            for tensor in counted:
-                if _memory_of(tensor) == _memory_of(found):
-                    _count(found, tensor.changes)
+        changed = is_in_place(func.__name__) or "out" in kwargs
+        if changed or type(found) is DTensor:
+            for tensor in operands(args, kwargs):
+                if isinstance(tensor, CountedDTensor):
+                    if changed:
+                        tensor.changes.count += 1
+                    elif _memory_of(tensor) == _memory_of(found):
+                        _count(found, tensor.changes)
         return found
 
 

@@ -7,13 +7,13 @@ parameters, and their gradients, are therefore DTensors that bring the operands 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from osdp.torch_private.optimizers import treat_in_lists
 
@@ -42,7 +42,7 @@ class GroupDTensor(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _AS_THEY_ARE:
                 return _results(func(*args, **kwargs))
-            meshes = list(dict.fromkeys(_meshes((args, kwargs))))
+            meshes = list(dict.fromkeys(tensor.device_mesh for tensor in operands(args, kwargs)))
             if len(meshes) == 1:
                 return _results(func(*args, **kwargs))
             if any(part in name for part in _ON_LISTS):
@@ -98,8 +98,16 @@ def _results(found: Any) -> Any:
     return _as_group(found)
 
 
-def _meshes(values: Any) -> Iterator[DeviceMesh]:
-    return (leaf.device_mesh for leaf in tree_leaves(values) if isinstance(leaf, DTensor))
+def operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[DTensor]:
+    """The DTensors among the arguments of a function of torch, and in lists and tuples of them.
+
+    Several times as fast as ``torch.utils._pytree``: an optimizer calls functions by the hundred in a step.
+    """
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from operands(value, {})
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
