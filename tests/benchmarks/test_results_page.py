@@ -51,11 +51,14 @@ def test_contest_and_free_batches_are_shown_with_as_few_rows_as_there_are(
     }  # fmt: skip
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     for claim, rows in (("contest", contest), ("batch_size", [batches, {"name": "?", "reason": "?"}])):
-        (tmp_path / f"{claim}_{results_page.MEASURED}.json").write_text(json.dumps({"rows": rows}))
+        (tmp_path / f"{claim}_{results_page.MEASURED}.json").write_text(
+            json.dumps({"rows": rows, "complete": False})
+        )
     results_page.write(tmp_path)
     page = (tmp_path / "results.md").read_text(encoding="utf8")
     assert "| loopback, 2 ranks | 1 | 1.50 | 1.50 | 1.60 |" in page and "held back" not in page
     assert "| mlp loopback, 8 MiB | 4.00 | 2 x 8 | ddp 25 MiB, batch 4 | 2.00 | 2.00 [1.90, 2.10] |" in page
+    assert "was ended before the others" in page
     assert "images/contest.svg" in page and (tmp_path / "images" / "contest.svg").exists()
     (axis,) = results_page.over_limits(contest[:1]).axes
     lines = {str(line.get_label()): list(line.get_ydata()) for line in axis.lines}
