@@ -70,7 +70,8 @@ class OptimizerCheck:
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
         if self._is_over_mine(optimizer):
-            self._running.gather_changed()
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._running.after_step({id(p) for p in parameters if p.grad is not None})
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._replaced.exchange_in(optimizer, self._running.computing())

@@ -3,7 +3,7 @@
 A model that is not cut is one stage, the :class:`WholeModel`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,8 +108,12 @@ class ParameterStore(Protocol):
         """Free the copies that parameters were computed in, which backwards no longer need."""
         ...
 
-    def gather_changed(self) -> None:
-        """Gather the whole parameters of which the optimizer has updated shards; a collective call."""
+    def after_step(self, stepped: Collection[int]) -> None:
+        """Take over what an optimizer has made of parameters; a collective call.
+
+        Args:
+            stepped: Identities of the stored parameters that it had gradients of.
+        """
         ...
 
 

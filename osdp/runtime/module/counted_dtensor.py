@@ -38,18 +38,25 @@ class CountedDTensor(GroupDTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``; count its operands as changed if it writes to any, else count its views with them."""
+        """Run ``func``; count changes of what it writes to, and those of its views from now on."""
         kwargs = kwargs or {}
         found = super().__torch_function__(func, types, args, kwargs)
-        changed = is_in_place(func.__name__) or "out" in kwargs
-        if changed or type(found) is DTensor:
+        for tensor in operands(_written(func.__name__, args, kwargs), {}):
+            if isinstance(tensor, CountedDTensor):
+                tensor.changes.count += 1
+        views = [view for view in operands((found,), {}) if type(view) is DTensor]
+        if views:
             for tensor in operands(args, kwargs):
                 if isinstance(tensor, CountedDTensor):
-                    if changed:
-                        tensor.changes.count += 1
-                    elif _memory_of(tensor) == _memory_of(found):
-                        _count(found, tensor.changes)
+                    for view in views:
+                        _count_view(view, tensor)
         return found
+
+    def _plain(self) -> DTensor:
+        # The storage of its local part is that of the whole parameter.
+        plain = DTensor(self._local_tensor.clone(), self._spec, requires_grad=self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "changes"})
+        return plain
 
 
 def count_changes(tensor: Any) -> None:
@@ -60,6 +67,23 @@ def count_changes(tensor: Any) -> None:
 def _count(tensor: Any, changes: Changes) -> None:
     tensor.__class__ = CountedDTensor
     tensor.changes = changes
+
+
+def _count_view(view: Any, tensor: Any) -> None:
+    if _memory_of(view) == _memory_of(tensor):
+        _count(view, tensor.changes)
+        own, local = view._local_tensor, tensor._local_tensor
+        if (own.data_ptr(), own.shape, own.stride()) == (local.data_ptr(), local.shape, local.stride()):
+            # Whoever writes to the local part of this view, as torch.distributed.checkpoint does to what a
+            # state dict holds, raises the version of the tensor's own.
+            view._local_tensor = local
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The operands that a function called ``name`` writes to."""
+    if "_fused_" in name:
+        return args
+    return (*args[: is_in_place(name)], kwargs.get("out"))
 
 
 def _memory_of(tensor: DTensor) -> int:

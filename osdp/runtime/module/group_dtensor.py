@@ -21,8 +21,8 @@ from osdp.torch_private.optimizers import treat_in_lists
 _ON_LISTS = ("_foreach_", "_fused_")
 #: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
 _AS_THEY_ARE = frozenset(("__get__", "__set__", "__delete__", "grad", "backward"))
-#: Methods whose names look like those of in-place operators.
-_NOT_IN_PLACE = frozenset(("__init__", "__int__", "__index__", "__invert__", "__iter__"))
+#: Methods whose names look like those of in-place operations, which change no values.
+_NOT_IN_PLACE = frozenset(("__init__", "__int__", "__index__", "__invert__", "__iter__", "requires_grad_"))
 
 
 class GroupDTensor(DTensor):
@@ -118,7 +118,10 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTens
 
 def is_in_place(name: str) -> bool:
     """Whether a function called ``name`` writes to its first operand."""
-    by_operator = name.startswith("__i") and name not in _NOT_IN_PLACE
+    if name in _NOT_IN_PLACE:
+        return False
+    name = name.partition(".")[0]  # of an overload, such as ``mul_.Tensor``
+    by_operator = name.startswith("__i")
     return name == "__setitem__" or by_operator or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -1,7 +1,7 @@
 """``apply_pipeline``: run a model that is cut into stages, each sharded by its own plan."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -170,10 +170,10 @@ class PipelinedModel:
         for running in self.stages.values():
             running.runtime.free_copies()
 
-    def gather_changed(self) -> None:
-        """Gather the whole parameters of all stages of which the optimizer has updated shards."""
+    def after_step(self, stepped: Collection[int]) -> None:
+        """Take over what an optimizer has made of the parameters of all stages."""
         for running in self.stages.values():
-            running.runtime.gather_changed()
+            running.runtime.after_step(stepped)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Not supported for stages.

@@ -1,5 +1,7 @@
 """A stage without data parallelism: parameters are unsharded, and gradients are not reduced."""
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +38,7 @@ class UnshardedStage:
     def free_copies(self) -> None:
         """No effect: modules compute with the stored parameters themselves."""
 
-    def gather_changed(self) -> None:
+    def after_step(self, stepped: Collection[int]) -> None:
         """No effect: nothing is sharded."""
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:

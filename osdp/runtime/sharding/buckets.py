@@ -182,7 +182,11 @@ class Bucket:
     def _parts(self) -> list[list[torch.Tensor]]:
         """The part of each rank of each gradient, and the flags, which all ranks get."""
         assert self._flat is not None
-        parts = [p.parts_of(self._view(index)) for index, p in enumerate(self._in_shards)]
+        parts = [
+            parameter.parts_of(self._view(index))
+            for index, parameter in enumerate(self.parameters)
+            if isinstance(parameter, ParameterSteppedInShards)
+        ]
         if self._num_flags:
             parts.append([self._flat[self._gradient_numel :]] * self._reduction.group.size())
         return parts

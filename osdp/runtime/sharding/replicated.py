@@ -20,7 +20,7 @@ other what they have updated, right into place::
     whole on rank 0   [ stored | of rank 1 ]  ⇄  [ of rank 0 | stored ]   whole on rank 1
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,10 @@ class ReplicatedParameter:
         """Register the stored parameter."""
         self.owned.register(self.stored)
 
+    def forget_copy(self) -> None:
+        """Copy the values anew at the next use: an optimizer may have changed them uncounted."""
+        self._copied = -1
+
     def free_copy(self) -> None:
         """Free the compute parameter if it is a copy."""
         if self._casts:
@@ -133,7 +137,6 @@ class ParameterSteppedInShards(ReplicatedParameter):
     Attributes:
         group: The data-parallel ranks.
         by_exchange: As given.
-        is_counted: Whether changes by the optimizer have been seen; by a compiled one they are not.
     """
 
     def __init__(
@@ -165,7 +168,6 @@ class ParameterSteppedInShards(ReplicatedParameter):
         super().__init__(owned, compute_dtype)
         count_changes(self.stored)
         self._gathered = self._state()
-        self.is_counted = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -209,6 +211,7 @@ class ParameterSteppedInShards(ReplicatedParameter):
     def note_gathered(self) -> None:
         """Record that the whole parameter is made of the present shards."""
         self._gathered = self._state()
+        self.forget_copy()
 
     def _state(self) -> tuple[object, ...]:
         counted = getattr(self.stored, "changes", None)
@@ -221,14 +224,12 @@ class ReplicatedParameters:
     Attributes:
         parameters: The parameters, in the order they were given.
         swapped_in: Whether modules register the compute parameters at present.
-        has_gradients: Whether gradients were handed out since parameters were last gathered.
         wait: Waits for a message between ranks.
     """
 
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.swapped_in = False
-        self.has_gradients = False
         self.wait: Callable[[dist.Work], object] = lambda work: work.wait()
         self._has_copies = False
         self._in_shards = [p for p in self.parameters if isinstance(p, ParameterSteppedInShards)]
@@ -239,24 +240,31 @@ class ReplicatedParameters:
     def __len__(self) -> int:
         return len(self.parameters)
 
-    def gather_changed(self) -> None:
-        """Gather the parameters whose shards have changed, or may have; a collective call.
+    def after_step(self, stepped: Collection[int]) -> None:
+        """Take over what an optimizer has made of parameters; a collective call.
 
-        Optimizers change the shards on all ranks, as do state dicts that are loaded.
+        Args:
+            stepped: Identities of the stored parameters that it had gradients of. They are gathered whether
+                or not changes were counted: kernels of other libraries change memory unseen.
         """
-        changed = [
-            parameter
-            for parameter in self._in_shards
-            if parameter.has_changed or (self.has_gradients and not parameter.is_counted)
-        ]
-        stepped, self.has_gradients = self.has_gradients, False
-        if not changed:
-            return
-        with torch.no_grad():
-            gather_in_place([parameter.parts() for parameter in changed], changed[0].group, self.wait)
-        for parameter in changed:
-            parameter.is_counted |= stepped and parameter.has_changed
-            parameter.note_gathered()
+        for parameter in self.parameters:
+            parameter.forget_copy()
+        self._gather(p for p in self._in_shards if id(p.stored) in stepped or p.has_changed)
+
+    def gather_changed(self) -> None:
+        """Gather the parameters whose shards have changed; a collective call.
+
+        All ranks change them: by an optimizer, or by a state dict that is loaded.
+        """
+        self._gather(p for p in self._in_shards if p.has_changed)
+
+    def _gather(self, parameters: Iterable[ParameterSteppedInShards]) -> None:
+        gathered = list(parameters)
+        if gathered:
+            with torch.no_grad():
+                gather_in_place([p.parts() for p in gathered], gathered[0].group, self.wait)
+            for parameter in gathered:
+                parameter.note_gathered()
 
     def swap_in(self) -> bool:
         """Register the compute parameters; returns whether they were swapped out before."""

@@ -253,9 +253,13 @@ class ShardedModel:
         self._replicated.free_copies()
         self._has_graphs = False
 
-    def gather_changed(self) -> None:
-        """Gather the whole parameters of which the optimizer has updated shards."""
-        self._replicated.gather_changed()
+    def after_step(self, stepped: Collection[int]) -> None:
+        """Take over what an optimizer has made of parameters; a collective call.
+
+        Args:
+            stepped: Identities of the stored parameters that it had gradients of.
+        """
+        self._replicated.after_step(stepped)
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Reset to the state between steps after an exception; also called automatically.
@@ -517,7 +521,6 @@ class ShardedModel:
             self._accumulation.end_backward([p for p in self.parameters if p.name in self._used])
 
     def _hand_out(self, absent: Collection[str]) -> None:
-        self._replicated.has_gradients = True
         self._reducer.finish(absent)
         for parameter in self.parameters:
             path, stored = parameter.path, parameter.stored

@@ -20,6 +20,8 @@ CHANGES: dict[str, Callable[[nn.Parameter, DTensor], object]] = {
     "through data of a list": lambda p, other: torch._foreach_mul_([p.data], 0.5),
     "of columns": lambda p, other: p.data[:, :2].zero_(),
     "of a view": lambda p, other: p.data.t().clamp_(-1, 1),
+    "of a part of columns": lambda p, other: p.data.split(2, dim=1)[0].mul_(0.5),
+    "by an overload": lambda p, other: torch.ops.aten.mul_.Tensor(p.data, 0.5),
     "of what was detached": lambda p, other: p.detach().zero_(),
     "by AdamW": lambda p, other: _step(p, other, torch.optim.AdamW, foreach=False),
     "by AdamW of lists": lambda p, other: _step(p, other, torch.optim.AdamW, foreach=True),
@@ -29,6 +31,8 @@ CHANGES: dict[str, Callable[[nn.Parameter, DTensor], object]] = {
 
 READS: dict[str, Callable[[nn.Parameter, DTensor], object]] = {
     "arithmetic": lambda p, other: p + other,
+    "an average of another": lambda p, other: torch._foreach_lerp_([other], [p], 0.5),
+    "requires_grad_": lambda p, other: p.requires_grad_(True),
     "norms of a list": lambda p, other: torch._foreach_norm([p]),
     "a copy": lambda p, other: p.detach().clone().zero_(),
     "a deep copy": lambda p, other: copy.deepcopy(p).data.zero_(),

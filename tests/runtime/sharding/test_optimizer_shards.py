@@ -3,15 +3,18 @@
 That it trains as a single process does is in tests/test_parity.py and the habits; here is what is its own.
 """
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp import PlanMismatchError
+from osdp import OSDP, PlanMismatchError
 from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards
@@ -158,6 +161,111 @@ def test_ranks_agree_on_what_none_of_them_used() -> None:
     assert run(2, unused_on_some) == [want, want]
 
 
+class Uncounted(torch.optim.Optimizer):
+    """SGD through numpy, as a kernel of another library: torch sees no change."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            value, gradient = (
+                t.detach().to_local() if isinstance(t, DTensor) else t.detach()
+                for t in (parameter, parameter.grad)
+            )
+            array = value.numpy()
+            array -= 0.1 * gradient.numpy()
+
+
+def stepped_uncounted() -> float:
+    """Two such optimizers, beside an edit that is counted."""
+    model, reference = build(), build()
+    running = OSDP(model, plan=plan_by_hand(model, Mode.SHARD_OPTIMIZER, dist.get_world_size()))
+    optimizers = [Uncounted(list(net.parameters())[i::2]) for net in (running, reference) for i in (0, 1)]
+    for step in range(3):
+        loss_of(running, dist.get_rank(), step).backward()
+        torch.stack([loss_of(reference, rank, step) for rank in range(2)]).mean().backward()
+        with torch.no_grad():
+            for net in (running, reference):
+                next(net.parameters()).mul_(0.9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        return float((running(batch(0)) - reference(batch(0))).abs().max())
+
+
+def test_optimizers_whose_changes_nobody_counts_reach_all_ranks() -> None:
+    assert max(run(2, stepped_uncounted)) < 1e-12
+
+
+def saved(folder: str) -> tuple[float, float, int]:
+    """A state dict through ``torch.save``, and in place through torch.distributed.checkpoint."""
+    model, other = build(), build()
+    running, into = applied(model), applied(other)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(dist.get_rank() + 2)
+    loss_of(model, 0)  # gathers
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    size = file.tell()
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    same = max(
+        (read[k].to_local() - v.to_local()).abs().max().item()
+        for k, v in model.state_dict().items()
+        if v.to_local().numel()
+    )
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.load(other.state_dict(), checkpoint_id=folder)
+    with torch.no_grad():
+        apart = float((other(batch(0)) - model(batch(0))).abs().max())
+    assert len(whole(running)) == len(whole(into))
+    return same, apart, size
+
+
+def test_state_dicts_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
+    for same, apart, _ in run(2, saved, str(tmp_path)):
+        assert same == 0
+        assert apart == 0
+
+
+class WithNothing(nn.Linear):
+    """A linear layer that also has a parameter without elements, before its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        own = dict(self.named_parameters())
+        for name in own:
+            delattr(self, name)
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+        for name, parameter in own.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def beside_nothing() -> list[float]:
+    """The sum of each rank's gradients, of a batch that all have."""
+    torch.manual_seed(0)
+    model = WithNothing()
+    applied(model, by_exchange=True)
+    model(torch.arange(8, dtype=torch.float64).view(2, 4)).square().sum().backward()
+    grads = [p.grad for p in (model.weight, model.bias)]
+    return [float(grad.full_tensor().sum()) for grad in grads if isinstance(grad, DTensor)]
+
+
+def test_parameters_without_elements_shift_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = WithNothing()
+    model(torch.arange(8, dtype=torch.float64).view(2, 4)).square().sum().backward()
+    want = [float(p.grad.sum()) for p in (model.weight, model.bias) if p.grad is not None]
+    for got in run(2, beside_nothing):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
 def gathers() -> list[int]:
     """Messages after each forward: of a step, of microbatches without one, of evaluations."""
     model = build()
@@ -199,19 +307,18 @@ def test_parameters_are_gathered_once_a_step() -> None:
 
 def evaluated_alone() -> float:
     """Rank 0 alone evaluates after a step, as it may where nothing is sharded."""
-    model = build()
-    running = applied(model)
+    model = OSDP(build(), plan=plan_by_hand(build(), Mode.SHARD_OPTIMIZER, dist.get_world_size()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         loss_of(model, dist.get_rank(), step).backward()
         optimizer.step()
         optimizer.zero_grad()
-        running.gather_changed()
         if dist.get_rank() == 0:
             with torch.no_grad():
                 loss_of(model, 0)
         dist.barrier()
-    return float(sum(part.sum() for part in whole(running)))
+    with torch.no_grad():
+        return float(model(batch(0)).sum())
 
 
 def test_one_rank_may_evaluate_alone_after_a_step() -> None:
