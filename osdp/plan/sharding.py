@@ -11,8 +11,8 @@ class Mode(StrEnum):
     The OSDP paper (IJCAI 2023, doi 10.24963/ijcai.2023/238) calls NO_SHARD "DP" and FULL_SHARD "ZDP".
     SHARD_GRAD_OP is FSDP2's: sharded outside forward and backward, unsharded from forward to backward.
     SHARD_OPTIMIZER keeps whole parameters on every rank and shards their optimizer states (ZeRO's stage 1, as
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` does by whole parameters): gradients are all-reduced
-    in buckets, each rank updates its shard, and shards are gathered once a step.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` does by whole parameters): gradients are reduced in
+    buckets, each rank updates its shard, and shards are gathered once a step.
     HYBRID_SHARD, the paper's group sharding, is FULL_SHARD inside each group and replication across groups.
 
     What a mode means is written where it counts. A new one has to be added to the arrays in

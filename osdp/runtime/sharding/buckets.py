@@ -14,6 +14,9 @@ added to it: accumulation over microbatches needs no second buffer. Where the co
 be kept apart from earlier gradients, for hooks or settings, the parameter's ``GradientPath`` holds those
 meanwhile.
 
+Of SHARD_OPTIMIZER the optimizer sees the rows of its rank alone; a bucket of such a unit may be reduced by an
+exchange of them instead (``Route.EXCHANGE``).
+
 The bucket that starts last may carry one flag for each parameter: by then this rank knows which of them it
 used, and after the all-reduce which of them any rank used. Nothing else has to be sent for that.
 """
@@ -86,12 +89,12 @@ class Reduction:
 
 
 class Bucket:
-    """Gradients that share one all-reduce.
+    """Gradients that share one reduction.
 
     Args:
         parameters: Trainable parameters of one dtype, in reverse order of first use.
         dtype: Dtype in which gradients are reduced.
-        reduction: The all-reduce of the bucket.
+        reduction: The all-reduce or the exchange of the bucket.
         num_flags: Number of flags that it carries, behind the gradients.
     """
 
