@@ -58,16 +58,23 @@ def draw(cases: tuple[str, ...], num_rows: int, seed: int = SEED) -> list[Round]
     random.Random(seed).shuffle(rows)
     missing = {pair for row in rows for pair in pairs(row)}
     chosen: list[tuple[Any, ...]] = []
-    while missing and len(chosen) < num_rows:
-        # The first of those that cover the most pairs: greedy, within a logarithm of the fewest rows.
-        best = max(rows, key=lambda row: len(missing & pairs(row)))
+    launched: set[tuple[Any, ...]] = set()
+    while rows and len(chosen) < num_rows:
+        # The first of those that cover the most pairs (greedy: within a logarithm of the fewest rows), and
+        # among them one of a launch that is made anyway: most of a launch is what its rows share.
+        best = max(rows, key=lambda row: (len(missing & pairs(row)), _launch(row) in launched))
         rows.remove(best)
         chosen.append(best)
+        launched.add(_launch(best))
         missing -= pairs(best)
     if missing:
         raise ValueError(f"{num_rows} rows leave {len(missing)} pairs of factors uncovered")
-    chosen += rows[: num_rows - len(chosen)]
     return _gathered(chosen)
+
+
+def _launch(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    case, _, network, world_size = row
+    return case, network, world_size
 
 
 def pairs(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
@@ -77,8 +84,8 @@ def pairs(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
 
 def _gathered(rows: list[tuple[Any, ...]]) -> list[Round]:
     limits: dict[tuple[Any, ...], list[float | None]] = {}
-    for case, fraction, network, world_size in rows:
-        limits.setdefault((case, network, world_size), []).append(fraction)
+    for row in rows:
+        limits.setdefault(_launch(row), []).append(row[1])
     return [
         Round(*key, tuple(sorted(found, key=FRACTIONS.index)))
         for key, found in sorted(limits.items(), key=str)

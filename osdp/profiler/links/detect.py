@@ -59,7 +59,7 @@ SIZES = tuple(2**power for power in (10, 18, 20, 22, 24))
 #: Most samples of each.
 REPEATS = 12
 #: About how long each group of ranks is measured.
-SECONDS = 4.0
+SECONDS = 5.0
 
 #: Seconds of a step from which one unit is timed instead of several: the clock and the hooks weigh little
 #: there, and a size more says how fast a slow network is (what passes a token bucket at once does not). As
@@ -68,6 +68,9 @@ _LONG = 0.25
 
 #: Sizes that are measured however slow the network is; a line needs two points and one to contradict them.
 _FEWEST_SIZES = 3
+
+#: Steps that time a size at least, and that warm up a quick one.
+_FEWEST_STEPS = 2
 
 #: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
 _NO_GROWTH = 2.0**60
@@ -399,36 +402,41 @@ def _affordable_counts(
 ) -> dict[Probe, int]:
     """Warm probes of the sizes that ``seconds`` suffice for, alike everywhere, and how often to time each.
 
-    The second smallest is left out where a larger one can be had: plans are made of large units, and the
-    smallest alone tells the latency.
+    The second smallest is left out: plans are made of large units, and the smallest alone tells the latency.
     """
     costs: dict[Probe, float] = {}
     left = seconds
 
     def warm(size: int, count: int = UNITS) -> float:
+        nonlocal left
         probe = Probe(size, ranks.mesh, device, route, ranks.grid, count, clock)
-        probe.step()
-        start = time.perf_counter()
-        probe.step()
-        costs[probe] = _maximum(time.perf_counter() - start, world, device)
+        # What is made once weighs little in a long step.
+        for _ in range(_FEWEST_STEPS):
+            start = time.perf_counter()
+            probe.step()
+            costs[probe] = _maximum(time.perf_counter() - start, world, device)
+            left -= costs[probe]
+            if costs[probe] > _LONG:
+                break
         return costs[probe]
 
     spread, count = [sizes[0], *sizes[2:]], UNITS
     for size, larger in zip(spread, (*spread[1:], None), strict=True):
         cost = warm(size, count)
-        left -= 2 * cost
         if larger is None:
             break
         expected = larger / size * cost
         if count > 1 and expected > _LONG:
             expected, count = expected / count, 1
-        if len(costs) > 1 and 4 * expected > left:
+        warming = 1 if expected > _LONG else _FEWEST_STEPS
+        if len(costs) > 1 and (warming + _FEWEST_STEPS) * expected > left:
             break
     if len(costs) < _FEWEST_SIZES:
-        left -= 2 * warm(sizes[1])
+        # Nearer to what plans send than the second smallest, of which a token bucket lets more pass at once.
+        warm(max(probe.nbytes for probe in costs) // 2)
     share = left / len(costs)
     ascending = sorted(costs, key=lambda probe: probe.nbytes)
-    return {probe: max(2, min(repeats, int(share / costs[probe]))) for probe in ascending}
+    return {probe: max(_FEWEST_STEPS, min(repeats, int(share / costs[probe]))) for probe in ascending}
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:
