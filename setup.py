@@ -18,6 +18,7 @@ DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"]
 DEV = [
     "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14",
     "scipy>=1.12", "allpairspy>=2.5", "peft>=0.17",
+    "accelerate>=1.10", "lightning>=2.6",
 ]  # fmt: skip
 KEYWORDS = [
     "pytorch", "distributed training", "data parallelism", "fsdp", "sharding", "zero", "pipeline parallelism",

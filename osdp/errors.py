@@ -24,6 +24,10 @@ class PlanMismatchError(ValueError):
         return type(self), (self.differences,)
 
 
+class AlteredCheckpointError(ValueError):
+    """Raised when a checkpoint, or a file of it, is not what was saved."""
+
+
 @dataclass(frozen=True, slots=True)
 class LargeOperator:
     """An operator named in an :class:`InfeasibleError`, with its unsharded parameter bytes."""

@@ -1,6 +1,7 @@
 """``OSDP``: the module that stands where ``FSDP(model)`` stood."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
@@ -18,6 +19,7 @@ from osdp.options import PlanOptions, check_known, complete, lists_options
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
+from osdp.runtime.checkpoint import load_pretrained, save_pretrained
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.replaced import PlainParameters
@@ -30,6 +32,8 @@ from osdp.stepped import Stepped
 from osdp.torch_private.modules import share_registries
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from osdp.hardware.device_info import DeviceInfo
 
 
@@ -121,6 +125,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         # What checkpoints need to know of stages (osdp.runtime.checkpoint.save_load).
         self.__dict__["stage_links"] = applied.links
         share_registries(self, applied.model)
+        # Who reads the signature (transformers' Trainer drops columns that forward does not take) finds the
+        # model's.
+        forward = functools.partial(type(self).forward, self)
+        forward.__signature__ = inspect.signature(applied.model.forward)  # type: ignore[attr-defined]
+        self.__dict__["forward"] = forward
         named = applied.model.named_parameters(remove_duplicate=False)
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
@@ -203,6 +212,32 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "load with assign=False, which copies into them"
             )
         return self._applied.load_state_dict(state_dict, strict)
+
+    def load_pretrained(self, folder: "str | Path") -> None:
+        """Read weights in the format of Hugging Face, each rank its own shards; every rank calls it.
+
+        Args:
+            folder: What ``save_pretrained`` wrote, this model's or the plain one's.
+
+        Raises:
+            FileNotFoundError: There is no such folder, or it has no safetensors.
+            ValueError: Names or shapes differ; lists them. Nothing was changed.
+        """
+        load_pretrained(self, folder)
+
+    @property
+    def save_pretrained(self) -> Callable[..., None]:
+        """Writes a folder that ``from_pretrained`` opens, as models of transformers do; every rank calls it.
+
+        Called with the folder. No rank ever holds the whole model.
+
+        Raises:
+            AttributeError: It is no model of transformers or PEFT; for others there is
+                :func:`osdp.runtime.checkpoint.save_pretrained`, which writes the weights alone.
+        """
+        if not hasattr(type(self.module), "save_pretrained"):
+            raise AttributeError(f"{type(self.module).__name__} has no save_pretrained")
+        return functools.partial(save_pretrained, self)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""

@@ -47,3 +47,10 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def data_pointer(tensor: torch.Tensor) -> int:
     """Address of this rank's part of ``tensor``, without the view that ``to_local`` would create."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def mesh_on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks as CPUs, without groups of their own: for tensors that nothing is computed with."""
+    if mesh.device_type == "cpu":
+        return mesh
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

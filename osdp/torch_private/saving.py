@@ -1,11 +1,28 @@
 """``torch.distributed.checkpoint``: the files of a checkpoint."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Inside, saving and loading without a process group is what is meant, of which torch otherwise warns."""
+    with warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
+        yield
 
 
 def with_file_prefix(plan: SavePlan, prefix: str) -> SavePlan:
@@ -24,3 +41,17 @@ def stored_files(entries: Iterable[Any]) -> dict[str, int]:
         end = entry.offset + entry.length
         sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
     return sizes
+
+
+def join_safetensors(pieces: Path, output: Path, files: Mapping[str, int]) -> None:
+    """Join the shards that all ranks wrote to whole tensors, each rank some of the files; all ranks call it.
+
+    Args:
+        pieces: The folder that ``HuggingFaceStorageWriter`` wrote.
+        output: The folder of the joined files and their index.
+        files: For each tensor the number of its file, from 1.
+    """
+    if dist.is_initialized():
+        consolidate_safetensors_files_on_every_rank(str(pieces), str(output), dict(files))
+    else:
+        consolidate_safetensors_files(str(pieces), str(output), dict(files))

@@ -8,6 +8,7 @@ Start at :func:`language_model` and :func:`with_head_loss`.
 - ``slice_cache``: the key-value cache of each slice
 - ``stored_layer``: a cache layer in one tensor for keys and one for values
 - ``token_loss``: losses of slices
+- ``trainer``: the Trainer of transformers
 - ``token_step``: what ``train_step`` needs to cut sequences into slices
 """
 

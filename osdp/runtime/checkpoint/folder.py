@@ -7,27 +7,43 @@ no other save uses, ``__<token>_<rank>_<number>.distcp``, then ``.metadata.tmp``
 - before the rename, ``.metadata`` is the old one, or missing if there was none, and all files it names exist;
 - after it, ``.metadata`` is the new one, and all files it names exist.
 
-Files left over in either case belong to no checkpoint; the next save into the folder removes them. Other
-files in the folder are never touched.
+A manifest of all files is published with it (:mod:`osdp.runtime.checkpoint.manifest`). Files left over in
+either case belong to no checkpoint; the next save into the folder removes them. Other files in the folder are
+never touched.
 """
 
-import hashlib
 import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from osdp.comm.objects import broadcast_object, is_first
+from osdp.comm.objects import broadcast_object, gather_objects, has_process_group, is_first
+from osdp.errors import AlteredCheckpointError
+from osdp.runtime.checkpoint.manifest import (
+    FileSums,
+    RunningSums,
+    SummedFile,
+    altered,
+    manifest_name,
+    read_manifest,
+    write_manifest,
+)
+from osdp.runtime.checkpoint.restricted import read_metadata
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
 from osdp.torch_private.saving import stored_files, with_file_prefix
 
@@ -37,7 +53,9 @@ logger = logging.getLogger(__name__)
 METADATA = ".metadata"
 
 #: Files that only :class:`NewCheckpoint` makes.
-_OWN = re.compile(r"__[0-9a-f]{12}_\d+_\d+\.distcp|\.saving-[0-9a-f]{12}|\.metadata\.tmp")
+_OWN = re.compile(
+    r"__[0-9a-f]{12}_(\d+_\d+\.distcp|kept\.pt)|__[0-9a-f]{32}\.manifest|\.saving-[0-9a-f]{12}|\.metadata\.tmp"
+)
 
 #: Number of faulty files that a message lists.
 _LISTED = 3
@@ -50,6 +68,7 @@ class NewCheckpoint:
         path: The folder; created if it does not exist.
 
     Attributes:
+        path: The folder.
         writer: Writes the checkpoint, and publishes it when all ranks have written.
 
     Raises:
@@ -58,14 +77,13 @@ class NewCheckpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
         self._first = is_first()
-        self._old: Mapping[str, int] = {}
+        self._old: set[str] = set()
         token = broadcast_object(secrets.token_hex(6))
-        probe = self._path / f".saving-{token}"
+        probe = self.path / f".saving-{token}"
         fault: Exception | None = None
         try:
-            _require_folder(path)
             if self._first:
                 self._prepare(probe)
         except (OSError, ValueError) as error:
@@ -74,16 +92,18 @@ class NewCheckpoint:
         raise_together(fault, what)
         if not probe.exists():
             fault = RuntimeError(
-                f"{socket.gethostname()} does not see what rank 0 writes to {self._path.absolute()}: name "
+                f"{socket.gethostname()} does not see what rank 0 writes to {self.path.absolute()}: name "
                 "one folder, on a file system that all ranks share"
             )
         raise_together(fault, what)
-        self.writer = _Writer(self._path, token)
+        self.writer = CheckpointWriter(self.path, token)
 
     def _prepare(self, probe: Path) -> None:
-        self._path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         with suppress(ValueError, FileNotFoundError):
-            self._old = stored_files(_metadata(self._path).storage_data.values())
+            contents = CheckpointContents.read(self.path)
+            self._old = {*stored_files(contents.metadata.storage_data.values()), *(contents.files or ())}
+            self._old |= {contents.manifest} if contents.files is not None else set()
         # Before anything is written: files left by interrupted saves may be what fills the disk.
         self._remove(name for name in self._own_files() if name not in self._old)
         probe.touch()
@@ -99,21 +119,28 @@ class NewCheckpoint:
             self._remove(name for name in self._own_files() if name not in self._old)
 
     def _own_files(self) -> list[str]:
-        return [entry.name for entry in self._path.iterdir() if _OWN.fullmatch(entry.name)]
+        return [entry.name for entry in self.path.iterdir() if _OWN.fullmatch(entry.name)]
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             if Path(name).name != name:
                 continue  # written by another writer, into a subfolder
             try:
-                (self._path / name).unlink(missing_ok=True)
+                (self.path / name).unlink(missing_ok=True)
             except OSError as error:
                 # Neither checkpoint needs it.
-                logger.warning("cannot remove %s, which no checkpoint needs: %s", self._path / name, error)
+                logger.warning("cannot remove %s, which no checkpoint needs: %s", self.path / name, error)
 
 
-class _Writer(FileSystemWriter):
-    """Writes files under names that no other save uses.
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """That an entry was written, and the checksums of the files of its rank."""
+
+    sums: Mapping[str, FileSums] = field(default_factory=dict)
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes files under names that no other save uses, and publishes them with their manifest.
 
     Attributes:
         written: On rank 0, the files that it has published.
@@ -121,101 +148,182 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, path: Path, token: str) -> None:
         super().__init__(path, sync_files=True)
-        self.fs = _Publishing()
+        self._publishing = _Publishing(self._before_publishing)
+        self.fs = self._publishing
         self.written: set[str] = set()
         self._folder = path
         self._token = token
+        self._sums: dict[str, FileSums] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Write ``value``, plain data and tensors, to a file of its own; rank 0 calls it before saving.
+
+        Args:
+            name: A word for the file's name.
+            value: What ``torch.load(weights_only=True)`` reads.
+        """
+        path = self._folder / f"__{self._token}_{name}.pt"
+        with SummedFile(path) as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self._sums[path.name] = file.sums.frozen()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Torch's own creates the folder, which exists, and warns about files it would overwrite.
+        """``plan``: torch's own creates the folder, which exists, and warns of files it would overwrite."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """``plans`` with the names of the files that each rank will write."""
         return [with_file_prefix(plan, f"__{self._token}_{rank}_") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's entries; the first result takes the checksums of its files along."""
+        results = super().write_data(plan, planner).wait()
+        sums = {Path(path).name: running.frozen() for path, running in self._publishing.sums.items()}
+        if results:
+            first = {each.name: getattr(results[0], each.name) for each in fields(WriteResult)}
+            results = [_Written(**first, sums=sums), *results[1:]]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish, on rank 0, the files that all ranks have written."""
         written = stored_files(result.storage_data for mine in results for result in mine)
         if faults := _faults(self._folder, written):
             raise RuntimeError(f"files of the new checkpoint are missing or incomplete: {faults}")
+        for mine in results:
+            for result in mine:
+                self._sums |= result.sums if isinstance(result, _Written) else {}
+        self.written = {*written, *self._sums}
         super().finish(metadata, results)
-        self.written = set(written)
+
+    def _before_publishing(self, path: Path) -> None:
+        self.written.add(write_manifest(self._folder, path.read_bytes(), self._sums))
 
 
 class _Publishing(FileSystem):
-    """A file system whose renames replace the target atomically and survive a power failure."""
+    """A file system that sums what is written, and whose renames survive a power failure.
+
+    Attributes:
+        sums: Of each file that was written, its checksums.
+    """
+
+    def __init__(self, before_rename: Callable[[Path], None]) -> None:
+        self.sums: dict[str, RunningSums] = {}
+        self._before_rename = before_rename
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file; one that is written keeps its checksums."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with SummedFile(Path(path)) as file:
+            self.sums[str(path)] = file.sums
+            yield file
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Leave the old ``.metadata`` where it is until the new one takes its place."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         folder = Path(new_path).parent
+        self._before_rename(Path(path))
         _sync(folder)  # the directory entries of the written files must be on disk first
         os.replace(path, new_path)
         _sync(folder)
 
 
-def read_complete_metadata(path: str | Path) -> Metadata:
-    """Metadata of a checkpoint, after checking that all its files are complete; every rank calls it.
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What a folder says that it has.
+
+    Attributes:
+        metadata: The entries.
+        files: The manifest; ``None`` of a checkpoint of ``torch.distributed.checkpoint`` itself.
+        manifest: The manifest's name.
+    """
+
+    metadata: Metadata
+    files: Mapping[str, FileSums] | None
+    manifest: str
+
+    @classmethod
+    def read(cls, folder: Path) -> "CheckpointContents":
+        """The contents of ``folder``, of which nothing but metadata and manifest was looked at.
+
+        Raises:
+            FileNotFoundError: The folder does not exist.
+            ValueError: There is no complete checkpoint in it, or not the one that was saved.
+        """
+        if not folder.exists():
+            raise FileNotFoundError(f"there is no checkpoint {folder}")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder, so no checkpoint of osdp.runtime.checkpoint.save")
+        if not (folder / METADATA).exists():
+            raise ValueError(
+                f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last; its "
+                "save was interrupted or is still running. Load another one"
+            )
+        content = (folder / METADATA).read_bytes()
+        files = read_manifest(folder, content)
+        try:
+            metadata = read_metadata(content)
+            stored = stored_files(metadata.storage_data.values())
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"{folder / METADATA} cannot be read: {error}") from error
+        if files is None and any(map(_OWN.fullmatch, stored)):
+            raise AlteredCheckpointError(f"{folder} has lost its manifest, {manifest_name(content)}")
+        return cls(metadata, files, manifest_name(content))
+
+
+def read_verified(path: str | Path) -> CheckpointContents:
+    """The contents of a checkpoint after checking every byte of its files; every rank calls it.
+
+    Ranks share the work: each checks a part.
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        ValueError: The checkpoint is incomplete, or not the same one for all ranks.
+        ValueError: The checkpoint is incomplete or was altered, or is not the same one for all ranks.
     """
     fault: Exception | None = None
-    folder, metadata, digest = Path(path), Metadata({}), ""
+    folder, contents = Path(path), CheckpointContents(Metadata({}), None, "")
     try:
-        _require_folder(path)
-        metadata = _metadata(folder)
-        digest = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
-        # Checked on one rank only: all ranks see the same folder.
-        faults = _faults(folder, stored_files(metadata.storage_data.values())) if is_first() else ""
-        if faults:
-            raise ValueError(f"{path} is not a complete checkpoint: {faults}; load another one")
+        contents = CheckpointContents.read(folder)
     except (OSError, ValueError) as error:
         fault = error
     raise_together(fault)
-    if digest != broadcast_object(digest):
+    if contents.manifest != broadcast_object(contents.manifest):
         fault = ValueError(
             f"{folder.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 loads: name "
             "one folder, on a file system that all ranks share"
         )
     raise_together(fault)
-    return metadata
+    rank, size = (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
+    try:
+        if contents.files is None:
+            # All ranks see the same folder.
+            stored = stored_files(contents.metadata.storage_data.values())
+            faults = _faults(folder, stored) if is_first() else ""
+        else:
+            faults = _few(altered(folder, contents.files, rank, size))
+    except OSError as error:
+        faults = str(error)
+    everyone = list(dict.fromkeys(filter(None, gather_objects(faults))))
+    if everyone:
+        raise AlteredCheckpointError(
+            f"{path} is not a complete checkpoint as it was saved: {'; '.join(everyone)}. Nothing was "
+            "loaded; load another one"
+        )
+    return contents
 
 
 def describe_failures(error: CheckpointException) -> str:
     """The errors of all ranks in a save or a load, on one line."""
     errors = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
     return by_ranks(errors, world_size=0)
-
-
-def _require_folder(path: str | Path) -> None:
-    if "://" in str(path):
-        raise ValueError(
-            f"{path} is not a folder: for other storages call torch.distributed.checkpoint.save and load "
-            "with osdp.runtime.checkpoint.train_state(model, optimizer)"
-        )
-
-
-def _metadata(folder: Path) -> Metadata:
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no checkpoint {folder}")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder, so no checkpoint of osdp.runtime.checkpoint.save")
-    if not (folder / METADATA).exists():
-        raise ValueError(
-            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last; its save "
-            "was interrupted or is still running. Load another one"
-        )
-    try:
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-        stored_files(metadata.storage_data.values())
-    except OSError:
-        raise
-    except Exception as error:  # a broken pickle can raise anything
-        raise ValueError(f"{folder / METADATA} cannot be read: {type(error).__name__}: {error}") from error
-    return metadata
 
 
 def _faults(folder: Path, files: Mapping[str, int]) -> str:
@@ -228,7 +336,12 @@ def _faults(folder: Path, files: Mapping[str, int]) -> str:
             found.append(f"{name} is missing")
         elif there < size:
             found.append(f"{name} has {there} of {size} bytes")
-    more = f" and {len(found) - _LISTED} more files" if len(found) > _LISTED else ""
+    return _few(found)
+
+
+def _few(faults: Iterable[str]) -> str:
+    found = list(faults)
+    more = f" and {len(found) - _LISTED} more faults" if len(found) > _LISTED else ""
     return ", ".join(found[:_LISTED]) + more
 
 

@@ -6,35 +6,53 @@ each parameter and state, so that each stage can write its own; parameters that 
 written under their owner's name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
+from osdp.comm.objects import is_first
+from osdp.runtime.checkpoint.background import AsyncSave, background_group, check_room_for_copy, copy_of
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_complete_metadata
+from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
+from osdp.runtime.checkpoint.kept import Kept, KeptState
 from osdp.runtime.checkpoint.match import require_same
+from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
+from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.stages import StageLinks
+from osdp.torch_private.saving import in_one_process
 
 State = dict[str, Any]
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 #: Prefixes of flat names in optimizer state dicts.
 _KINDS = ("state", "param_groups")
+
+
+class SaveOptions(TypedDict, total=False):
+    """What :func:`save` takes beside model and optimizer."""
+
+    scheduler: Any
+    step: int | None
+    rng: bool
+    data: Any
+    extra: Any
+    keep_last: int | None
 
 
 def _links(model: nn.Module) -> StageLinks:
@@ -94,64 +112,194 @@ def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -
     return found
 
 
-def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write ``model`` and ``optimizer`` to the folder ``path``; every rank calls it.
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    step: int | None = None,
+    rng: bool = False,
+    data: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> None:
+    """Write ``model`` and what else trains it to the folder ``path``; every rank calls it.
 
     An existing checkpoint in the folder is replaced by one atomic rename when the new one is complete on
     disk: the disk must have room for both, and whenever a rank is killed one of them can be loaded.
 
+    Args:
+        path: The folder; with ``keep_last`` one that has a folder for each step.
+        model: A model under any plan, or plain.
+        optimizer: Its optimizer.
+        scheduler: A learning-rate scheduler, or whatever else has ``state_dict``.
+        step: The number of steps that were made.
+        rng: Whether to save the states of the random number generators of all ranks.
+        data: This rank's data loader, if it has ``state_dict``.
+        extra: Anything of numbers, words, lists, dicts and tensors; rank 0's is kept.
+        keep_last: Save to ``path/step-<step>``, and remove all but so many of the latest.
+
     Raises:
         RuntimeError: A rank could not write; raised on all ranks. The folder keeps its old checkpoint.
-        ValueError: ``path`` is not a folder in a file system.
+        ValueError: ``path`` is not a folder in a file system, ``extra`` or a state cannot be read back, or
+            ``keep_last`` has no ``step``.
     """
-    new = NewCheckpoint(path)
-    is_fresh = not optimizer.state
+    folder = step_folder(path, step, keep_last)
+    kept = KeptState.of(scheduler, step, rng, data, extra)
+    new = NewCheckpoint(folder)
+    with _fresh_again(optimizer):
+        _write(new, _state(model, optimizer), kept)
+    remove_older_steps(path, keep_last)
+
+
+def save_async(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Unpack[SaveOptions],
+) -> AsyncSave:
+    """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
+
+    Every rank calls it. The copy lies in host memory until it is written; on CPUs it counts against the
+    limit of the plan. The next save waits for the one before.
+
+    Args:
+        path: As for :func:`save`.
+        model: As for :func:`save`.
+        optimizer: As for :func:`save`.
+        **options: The other arguments of :func:`save`.
+
+    Returns:
+        A handle; what went wrong is raised by its :meth:`~AsyncSave.wait`.
+
+    Raises:
+        ValueError: As for :func:`save`; or on CPUs the copy and the plan's peak exceed the plan's limit.
+    """
+    step, keep_last = options.get("step"), options.get("keep_last")
+    folder = step_folder(path, step, keep_last)
+    kept = KeptState.of(
+        options.get("scheduler"), step, options.get("rng", False), options.get("data"), options.get("extra")
+    )
+    with _fresh_again(optimizer):
+        state = _state(model, optimizer)
+        check_room_for_copy(model, state)
+        new = NewCheckpoint(folder)
+        copied = copy_of(state)
+    group = background_group()
+
+    def write() -> None:
+        _write(new, copied, kept, group)
+        copied.clear()
+        remove_older_steps(path, keep_last)
+
+    return AsyncSave(write)
+
+
+def _write(new: NewCheckpoint, state: State, kept: KeptState, group: dist.ProcessGroup | None = None) -> None:
+    """Write and publish ``state``, over ``group`` if it is not the default one."""
     try:
-        state_dict_saver.save(train_state(model, optimizer), storage_writer=new.writer)
+        if is_first():
+            new.writer.add("kept", kept.plain)
+        with in_one_process():
+            state_dict_saver.save(state, storage_writer=new.writer, process_group=group)
     except CheckpointException as error:
         new.discard()
         raise RuntimeError(
-            f"no checkpoint was saved at {path}, which has what it had before: {describe_failures(error)}"
+            f"no checkpoint was saved at {new.path}, which has what it had before: {describe_failures(error)}"
         ) from error
     except Exception:
         new.discard()
         raise
-    finally:
-        if is_fresh:
-            optimizer.state.clear()  # torch has run a step to learn which optimizer states there will be
     new.remove_old()
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the folder ``path`` into ``model`` and ``optimizer``; every rank calls it.
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    data: Any = None,
+) -> Kept:
+    """Read the folder ``path`` into ``model`` and what else trains it; every rank calls it.
+
+    Every byte of the checkpoint is checked first, by all ranks together; nothing in it is run. If the
+    states of random number generators were saved, and on as many ranks, they are set.
 
     Args:
-        path: A folder written by :func:`save`, under any plan and world size.
+        path: A folder written by :func:`save`, under any plan and world size; or one with several steps, of
+            which the latest is read.
         model: A model wrapped under any plan, or plain.
-        optimizer: An optimizer of the same class over its parameters.
+        optimizer: An optimizer of the same class over its parameters; ``None`` reads the model alone.
+        scheduler: What was given as ``scheduler`` when saving.
+        data: This rank's data loader; read if it was saved on as many ranks.
+
+    Returns:
+        What else was kept.
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        ValueError: The checkpoint is incomplete, or one of another model or optimizer; lists the differences.
-            Nothing was changed.
+        ValueError: The checkpoint is incomplete or was altered, or is one of another model or optimizer, or
+            it has no state of ``scheduler``; lists the differences. Nothing was changed.
         RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
-    metadata = read_complete_metadata(path)
-    is_fresh = not optimizer.state
-    state = train_state(model, optimizer)
+    folder = latest_step(path)
+    contents = read_verified(folder)
+    kept = KeptState.read(folder, contents)
+    kept.check(scheduler, str(folder))
+    is_fresh = optimizer is not None and not optimizer.state
     try:
-        require_same(metadata, state, str(path))
-    except ValueError:
-        if is_fresh:
+        state = _state(model, optimizer)
+        require_same(contents.metadata, state, str(folder))
+        with in_one_process():
+            reader = RestrictedReader(folder, contents.metadata)
+            state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        if is_fresh and optimizer is not None:
             optimizer.state.clear()
-        raise
-    try:
-        state_dict_loader.load(state, storage_reader=FileSystemReader(path))
-    except CheckpointException as error:
+        if not isinstance(error, CheckpointException):
+            raise
         raise RuntimeError(
-            f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
+            f"{folder} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
         ) from error
-    set_train_state(model, optimizer, state)
+    if optimizer is not None:
+        set_train_state(model, optimizer, state)
+    else:
+        set_model_state_dict(model, in_blocks_of(model, state["model"]))
+    return kept.restore(scheduler, data)
+
+
+def verify(path: str | Path) -> None:
+    """Read all of a checkpoint and compare it with its manifest; with a process group all ranks share that.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The checkpoint is incomplete or was altered, or has no manifest.
+    """
+    folder = latest_step(path)
+    if read_verified(folder).files is None:
+        raise ValueError(
+            f"{folder} has no manifest: it was not saved by osdp.runtime.checkpoint.save, and only the sizes "
+            "of its files could be checked"
+        )
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+    if optimizer is not None:
+        return train_state(model, optimizer)
+    return {"model": in_one_block(dict(get_model_state_dict(model)))}
+
+
+@contextmanager
+def _fresh_again(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Keep a new optimizer without states: torch runs a step to learn which there will be."""
+    is_fresh = optimizer is not None and not optimizer.state
+    try:
+        yield
+    finally:
+        if is_fresh and optimizer is not None:
+            optimizer.state.clear()
 
 
 def whole_state_dict(model: nn.Module) -> State:

@@ -13,10 +13,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 _WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
 
-def _refuse(wrapper: str) -> NoReturn:
+def refuse_wrapper(wrapper: str) -> NoReturn:
+    """Refuse that one of torch's wrappers is put around a model under a plan, or a module of it.
+
+    Raises:
+        RuntimeError: Always.
+    """
     raise RuntimeError(
         f"an OSDP model was given to {wrapper}: it is data parallel already, and its gradients would be "
-        "reduced twice; train it as it is, and wrap it last and alone"
+        "reduced twice; train it as it is, and wrap it last and alone. In place of Trainer and Accelerator, "
+        "which do so, there are osdp.integrations.huggingface.trainer.OSDPTrainer and "
+        "osdp.integrations.accelerate.OSDPAccelerator"
     )
 
 
@@ -28,7 +35,7 @@ class Wrapped:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        _refuse("DistributedDataParallel")
+        refuse_wrapper("DistributedDataParallel")
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -36,16 +43,16 @@ class Wrapped:
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, _: bool) -> NoReturn:
-        _refuse("fully_shard")
+        refuse_wrapper("fully_shard")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        _refuse("DataParallel")
+        refuse_wrapper("DataParallel")
 
     def _check_alone(self) -> None:
         """Raise if a module around this one is wrapped in DDP, which checks only the outermost module."""
         outer: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is self for module in outer.modules()):
-            _refuse("DistributedDataParallel")
+            refuse_wrapper("DistributedDataParallel")
 
 
 def check_plain(model: nn.Module) -> None:

@@ -1,9 +1,10 @@
 """Errors of some ranks raised on all of them, with the numbers of the ranks."""
 
 from osdp.comm.objects import gather_objects
+from osdp.errors import AlteredCheckpointError
 
 #: Exception types that are kept; every other one becomes a RuntimeError.
-_KINDS = (FileNotFoundError, ValueError, TypeError)
+_KINDS = (FileNotFoundError, AlteredCheckpointError, ValueError, TypeError)
 
 
 def raise_together(fault: Exception | None, what: str = "") -> None:
@@ -14,7 +15,7 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
         what: Prefix of the message: the operation and its outcome.
 
     Raises:
-        FileNotFoundError: All errors are of this type; likewise ``ValueError`` and ``TypeError``.
+        FileNotFoundError: All errors are of this type; likewise the others that are kept.
         RuntimeError: There are errors of other types, or of several.
     """
     everyone = gather_objects(None if fault is None else (_kind_of(fault), _sentence(fault)))

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from osdp.comm.groups import device_of
 from osdp.runtime.module.moved import check_not_moved
+from osdp.runtime.module.plain import refuse_wrapper
 from osdp.runtime.sharding.entries import Arguments
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.torch_private.fsdp import sharding_state
@@ -165,6 +166,10 @@ class PlannedModule(FSDPModule):
             f"a {type(self).__name__} under a plan cannot be copied: its shards and hooks belong to one set "
             "of process groups; copy the plain model before wrapping it, or use state dicts"
         )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        refuse_wrapper("DistributedDataParallel")
 
     @property
     def _osdp_module(self) -> nn.Module:

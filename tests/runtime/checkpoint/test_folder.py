@@ -21,7 +21,7 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import folder as checkpoint_folder
-from osdp.runtime.checkpoint.folder import read_complete_metadata
+from osdp.runtime.checkpoint.folder import read_verified
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
@@ -160,8 +160,8 @@ def test_a_rank_is_killed_while_an_existing_checkpoint_is_replaced(
     # The next save works, and leaves nothing of the killed one.
     assert same(saved_again, new_values)
     files = sorted(entry.name for entry in path.iterdir())
-    assert len(files) == 4 and files[0] == ".metadata" and files[-1] == "config.json", files
-    assert all(file.endswith(".distcp") for file in files[1:3])
+    kinds = sorted(name.rpartition(".")[2] for name in files)
+    assert kinds == ["distcp", "distcp", "json", "manifest", "metadata", "pt"], files
 
 
 @pytest.mark.parametrize("point", ["rank 1 while it writes", "rank 0 before the rename"])
@@ -195,7 +195,7 @@ def save_on_a_full_disk(path: str) -> None:
         assert f"rank {rank}: OSError: [Errno 28] No space left on device" in str(caught.value)
         setattr(owner, name, original)
     dist.barrier()
-    assert len(list(Path(path).iterdir())) == 3  # what was written in vain is gone
+    assert len(list(Path(path).iterdir())) == 5  # what was written in vain is gone
 
 
 def test_a_full_disk_is_said_on_all_ranks_and_the_old_checkpoint_stays(
@@ -259,15 +259,22 @@ def test_missing_cut_and_broken_files_are_named(
     content = second.read_bytes()
     second.write_bytes(content[:-500])
     cut = rf"{second.name} has {len(content) - 500} of {len(content)} bytes"
-    with pytest.raises(ValueError, match=rf"hurt is not a complete checkpoint: {cut}; load another one"):
-        read_complete_metadata(path)
+    with pytest.raises(ValueError, match=rf"hurt is not a complete checkpoint as it was saved: {cut}\. Not"):
+        read_verified(path)
     first.unlink()
     with pytest.raises(ValueError, match=rf"{first.name} is missing, {cut}"):
-        read_complete_metadata(path)
+        read_verified(path)
     for broken in (b"", b"\x80\x04", b"no pickle", pickle.dumps({"other": 1})):
         (path / ".metadata").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"\.metadata is not what was saved, or its manifest is missing"):
+            read_verified(path)
+        # Without a manifest it may be another program's.
+        for manifest in path.glob("*.manifest"):
+            manifest.rename(manifest.with_suffix(".hidden"))
         with pytest.raises(ValueError, match=r"\.metadata cannot be read: "):
-            read_complete_metadata(path)
+            read_verified(path)
+        for hidden in path.glob("*.hidden"):
+            hidden.rename(hidden.with_suffix(".manifest"))
 
 
 # -- other models ------------------------------------------------------------------------------------------

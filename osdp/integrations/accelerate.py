@@ -1,0 +1,142 @@
+"""``OSDPAccelerator``: Hugging Face's Accelerator that leaves a model under a plan as it is.
+
+Accelerate itself would wrap such a model in DDP; here preparing it only registers it, and what Accelerate
+does with registered models and their optimizers (clipping, saving and loading state) is done by the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from osdp.runtime.checkpoint import load, save, whole_state_dict
+from osdp.wrapper import OSDP
+
+
+class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """An Accelerator for models that are wrapped by :class:`osdp.OSDP`.
+
+    ::
+
+        accelerator = OSDPAccelerator(gradient_accumulation_steps=4)
+        model = OSDP(model, sample_batch, "40GiB")
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``, ``load_state`` and ``get_state_dict``
+    then work under every plan, and states load on another number of ranks. Other models are prepared as
+    usual.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._wrapped: list[OSDP] = []
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Register ``model``; one under a plan is neither moved nor wrapped."""
+        if not isinstance(model, OSDP):
+            plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return plain
+        if not any(model is known for known in self._wrapped):
+            self._wrapped.append(model)
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clip the gradients of a prepared model, over all ranks; returns their norm before.
+
+        Raises:
+            ValueError: ``parameters`` are a part of a model under a plan.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        identities = {id(parameter) for parameter in given}
+        for model in self._wrapped:
+            own = {id(parameter) for parameter in model.parameters()}
+            if identities == own:
+                self.unscale_gradients()
+                return model.clip_grad_norm_(max_norm, norm_type)
+            if identities & own:
+                raise ValueError(
+                    f"{len(identities & own)} of the {len(own)} parameters of a model under a plan are to be "
+                    "clipped: pass model.parameters(), of all of them"
+                )
+        return super().clip_grad_norm_(given, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The whole state dict on the CPU of rank 0; of a model under a plan it is empty on other ranks."""
+        if isinstance(model, OSDP):
+            return whole_state_dict(model)
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Save what is prepared and registered; models under a plan with their optimizers, by shards."""
+        with self._apart():
+            return super().save_state(output_dir, *args, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Load what :meth:`save_state` wrote, on any number of ranks."""
+        with self._apart():
+            return super().load_state(input_dir, *args, **kwargs)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside, Accelerate sees no model under a plan: hooks save and load these and their optimizers."""
+        models, optimizers = self._models, self._optimizers
+        pairs = self._pairs()
+        mine = [optimizer for _, optimizer in pairs]
+        # The folder is known when Accelerate calls the hooks.
+        handles = [
+            self.register_save_state_pre_hook(lambda _models, _weights, folder: _each(save, folder, pairs)),
+            self.register_load_state_pre_hook(lambda _models, folder: _each(load, folder, pairs)),
+        ]
+        self._models = [model for model in models if not isinstance(model, OSDP)]
+        self._optimizers = [each for each in optimizers if not any(_bare(each) is own for own in mine)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+            for handle in handles:
+                handle.remove()
+
+    def _pairs(self) -> list[tuple[OSDP, torch.optim.Optimizer]]:
+        """Models under a plan, each with the optimizer of its parameters."""
+        found = []
+        for model in self._wrapped:
+            own = {id(parameter) for parameter in model.parameters()}
+            mine = [
+                bare
+                for bare in map(_bare, self._optimizers)
+                if own & {id(parameter) for group in bare.param_groups for parameter in group["params"]}
+            ]
+            if len(mine) != 1:
+                raise ValueError(
+                    f"a model under a plan is saved with its optimizer, and {len(mine)} optimizers have "
+                    "parameters of it: prepare the model with one optimizer of all its parameters"
+                )
+            found.append((model, mine[0]))
+        return found
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _each(
+    action: Callable[[Path, OSDP, torch.optim.Optimizer], object],
+    folder: str,
+    pairs: Iterable[tuple[OSDP, torch.optim.Optimizer]],
+) -> None:
+    for index, (model, optimizer) in enumerate(pairs):
+        action(Path(folder) / f"osdp_{index}", model, optimizer)

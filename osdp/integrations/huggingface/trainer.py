@@ -1,0 +1,154 @@
+"""``OSDPTrainer``: the Trainer of transformers with a model under a plan.
+
+The Trainer keeps the plain model, which is changed in place and still is the ``PreTrainedModel`` it was; what
+it trains is the wrapper. What it does by itself (wrapping, clipping, checkpoints) is here done by the model.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from osdp.runtime.checkpoint import load, save, save_pretrained
+from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.wrapper import OSDP
+
+#: The folder of model and optimizer inside a checkpoint of the Trainer.
+STATE_FOLDER = "osdp"
+
+
+class OSDPTrainer(Trainer):
+    """A Trainer whose model is an :class:`osdp.OSDP`.
+
+    ::
+
+        model = OSDP(AutoModelForCausalLM.from_config(config), sample_batch, "40GiB")
+        OSDPTrainer(model=model, args=TrainingArguments(...), train_dataset=data).train()
+
+    Everything else is as with ``Trainer``: accumulation, ``max_grad_norm``, evaluation, ``generate`` in it,
+    ``save_total_limit``, ``load_best_model_at_end``, ``resume_from_checkpoint`` (on another number of ranks,
+    too). For bfloat16 plan with ``OSDP(..., param_dtype="bfloat16")`` rather than pass ``bf16``, which
+    computes in bfloat16 copies that no plan counts.
+
+    Args:
+        model: The model, wrapped; for others use ``Trainer``.
+        *args: As for ``Trainer``.
+        **kwargs: As for ``Trainer``.
+
+    Attributes:
+        osdp: The wrapped model; ``model`` is the model inside it.
+
+    Raises:
+        TypeError: The model is not wrapped.
+        ValueError: It is cut into stages, or the Trainer is told to shard it in its own way.
+    """
+
+    osdp: OSDP
+
+    def __init__(self, model: OSDP, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(model, OSDP):
+            raise TypeError(
+                f"OSDPTrainer trains an OSDP model, not a {type(model).__name__}: wrap it first, "
+                "model = OSDP(model, sample_batch, memory_limit), or use Trainer"
+            )
+        dims = model.plan.dims
+        if dims.pp > 1 or dims.tp > 1:
+            raise ValueError(
+                "Trainer gives each rank batches of its own and calls the whole model; this plan has "
+                f"pp={dims.pp} and tp={dims.tp}: plan for data parallelism alone, or use model.train_step"
+            )
+        self.osdp = model
+        # As of a module of FSDP2: generate() then goes on on all ranks until the last one is done.
+        model.module.__dict__["_is_fsdp_managed_module"] = True
+        super().__init__(model.module, *args, **kwargs)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "the model is sharded by OSDP: leave fsdp= and deepspeed= out of TrainingArguments"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It is where its mesh is."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        del model, training, dataloader
+        return self.osdp
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer, with the same parameter groups under every plan, so that its states load."""
+        is_given = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if not is_given:
+            _join_equal_groups(optimizer)
+        return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        return self.osdp.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        # An infinite bound clips nothing.
+        found = self.osdp.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return float(found)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir or str(self.args.output_dir)
+        save_pretrained(self.osdp, folder)
+        if not self.args.should_save:
+            return
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None:
+            processor.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / STATE_FOLDER, self.osdp, self._bare_optimizer)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Only check that all is there: it is loaded when there is an optimizer."""
+        folder = Path(resume_from_checkpoint)
+        lacks = [name for name in (STATE_FOLDER, SCHEDULER_NAME) if not (folder / name).exists()]
+        fault = None
+        if lacks:
+            fault = ValueError(
+                f"{folder} cannot be resumed from: it has no {' and no '.join(lacks)}, which OSDPTrainer "
+                "saves unless save_only_model is set; its weights alone load by model.load_pretrained(folder)"
+            )
+        raise_together(fault)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        load(Path(checkpoint) / STATE_FOLDER, self.osdp, self._bare_optimizer)
+        state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None  # the caller has found it
+        self.osdp.load_pretrained(best)
+
+    @property
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        found: Any = self.optimizer
+        bare: torch.optim.Optimizer = getattr(found, "optimizer", found)
+        return bare
+
+
+def _join_equal_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Join groups with the same options: the Trainer has one for each device mesh, which plans decide on."""
+    joined: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        same = next((g for g in joined if {n: v for n, v in g.items() if n != "params"} == options), None)
+        if same is None:
+            joined.append(group)
+        else:
+            same["params"] += group["params"]
+    optimizer.param_groups[:] = joined

@@ -1,0 +1,150 @@
+"""The manifest of a checkpoint: sizes and checksums of all its files.
+
+A checksum covers a chunk of a file, every byte of it, headers and padding too: CRC-32 (as in ISO 3309 and
+zip), which finds each change of up to 32 neighbouring bits and of others all but one in four thousand
+million. The manifest ends with a SHA-256 of itself. Its file is called after the hash of the ``.metadata``
+that it was published with, so that one rename publishes both.
+"""
+
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from osdp.errors import AlteredCheckpointError
+
+#: Bytes that a checksum covers.
+CHUNK = 2**22
+
+_SUFFIX = ".manifest"
+_VERSION = 1
+#: Of the hash of ``.metadata``, in the manifest's name.
+_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """Size and checksums of a file.
+
+    Attributes:
+        nbytes: Its bytes.
+        chunks: The checksum of each chunk.
+    """
+
+    nbytes: int
+    chunks: tuple[int, ...]
+
+
+@dataclass
+class RunningSums:
+    """Checksums of what is written to a file, as it is written."""
+
+    nbytes: int = 0
+    chunks: list[int] = field(default_factory=list)
+
+    def add(self, data: memoryview) -> None:
+        """Go on with ``data``, bytes that follow those before."""
+        while data:
+            if self.nbytes % CHUNK == 0:
+                self.chunks.append(0)
+            part = data[: CHUNK - self.nbytes % CHUNK]
+            self.chunks[-1] = zlib.crc32(part, self.chunks[-1])
+            self.nbytes += len(part)
+            data = data[len(part) :]
+
+    def frozen(self) -> FileSums:
+        """What has been written so far."""
+        return FileSums(self.nbytes, tuple(self.chunks))
+
+
+class SummedFile(io.BufferedWriter):
+    """A file being written in order from its start, which keeps the checksums of what is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sums = RunningSums()
+
+    def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
+        """Write ``data`` and count it."""
+        self.sums.add(memoryview(data).cast("B"))
+        return super().write(data)
+
+
+def manifest_name(metadata: bytes) -> str:
+    """The manifest's file beside a ``.metadata`` with these bytes."""
+    return f"__{hashlib.sha256(metadata).hexdigest()[:_DIGITS]}{_SUFFIX}"
+
+
+def write_manifest(folder: Path, metadata: bytes, files: Mapping[str, FileSums]) -> str:
+    """Write the manifest of ``files`` to disk, beside a ``.metadata`` to be published; returns its name."""
+    entries = {name: {"bytes": sums.nbytes, "crc32": list(sums.chunks)} for name, sums in files.items()}
+    body = json.dumps({"version": _VERSION, "chunk": CHUNK, "files": entries}, separators=(",", ":"))
+    name = manifest_name(metadata)
+    with open(folder / name, "wb") as file:
+        file.write(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return name
+
+
+def read_manifest(folder: Path, metadata: bytes) -> dict[str, FileSums] | None:
+    """The files of a checkpoint; ``None`` if it was saved without a manifest, by other programs.
+
+    Raises:
+        AlteredCheckpointError: The manifest, or ``.metadata``, is not what was saved.
+    """
+    file = folder / manifest_name(metadata)
+    if not file.exists():
+        if any(folder.glob(f"__*{_SUFFIX}")):
+            raise AlteredCheckpointError(
+                f"{folder}: .metadata is not what was saved, or its manifest is missing"
+            )
+        return None
+    body, newline, digest = file.read_bytes().removesuffix(b"\n").rpartition(b"\n")
+    if not newline or hashlib.sha256(body).hexdigest().encode() != digest:
+        raise AlteredCheckpointError(f"{file} is not what was saved")
+    found = json.loads(body)
+    if found["version"] != _VERSION or found["chunk"] != CHUNK:
+        raise AlteredCheckpointError(f"{file} has version {found['version']}, which this osdp does not read")
+    return {name: FileSums(entry["bytes"], tuple(entry["crc32"])) for name, entry in found["files"].items()}
+
+
+def altered(folder: Path, files: Mapping[str, FileSums], rank: int = 0, world_size: int = 1) -> Iterator[str]:
+    """What is not what was saved, in words.
+
+    Args:
+        folder: The checkpoint.
+        files: Its manifest.
+        rank: Which part of the chunks is checked.
+        world_size: Number of parts.
+    """
+    number = 0
+    for name, sums in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            yield f"{name} is missing"
+            continue
+        if size != sums.nbytes:
+            yield f"{name} has {size} of {sums.nbytes} bytes"
+            continue
+        mine = [at for at in range(len(sums.chunks)) if (number + at) % world_size == rank]
+        number += len(sums.chunks)
+        yield from _altered_chunks(folder / name, sums, mine)
+
+
+def _altered_chunks(file: Path, sums: FileSums, chunks: Iterable[int]) -> Iterator[str]:
+    buffer = memoryview(bytearray(min(CHUNK, sums.nbytes)))
+    with open(file, "rb", buffering=0) as opened:
+        for at in chunks:
+            opened.seek(at * CHUNK)
+            length = filled = 0
+            wanted = min(CHUNK, sums.nbytes - at * CHUNK)
+            while filled < wanted and (length := opened.readinto(buffer[filled:wanted])):
+                filled += length
+            if zlib.crc32(buffer[:filled]) != sums.chunks[at]:
+                yield f"bytes {at * CHUNK} to {at * CHUNK + wanted} of {file.name} are not what was saved"

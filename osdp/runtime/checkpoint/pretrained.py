@@ -1,0 +1,244 @@
+"""Folders of Hugging Face, sharded safetensors with an index, written and read without the whole model.
+
+Each rank writes the shards it has, by ``torch.distributed.checkpoint``'s writer of safetensors, into a
+temporary folder; these are joined to files of the usual size, which then replace the old ones. Reading, each
+rank reads its own slices of the files. Weights bear the names of the model's parameters.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import (
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from osdp.comm.objects import broadcast_object, gather_objects, has_process_group, is_first
+from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
+from osdp.runtime.checkpoint.folder import describe_failures
+from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.torch_private.saving import in_one_process, join_safetensors
+
+#: Bytes of an exported file, as transformers has it, and of those that ranks write before they are joined:
+#: a rank holds one of these in memory.
+_FILE_BYTES, _PIECE_BYTES = 5 * 10**9, 64 * 2**20
+
+#: Weights in a folder of Hugging Face.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+_INDEX = "model.safetensors.index.json"
+
+#: Number of names that a message lists.
+_LISTED = 5
+
+
+def save_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Write the weights of ``model`` to ``folder`` as transformers' ``from_pretrained`` reads them.
+
+    Every rank calls it. Beside the weights, of a model of transformers its configurations; of a PEFT model
+    its adapters alone. Existing weights in the folder are replaced when all new ones are on disk.
+
+    Args:
+        model: A model under any plan, or plain.
+        folder: The folder; created if it does not exist.
+
+    Raises:
+        RuntimeError: A rank could not write; raised on all ranks.
+    """
+    module, path = _module_of(model), Path(folder)
+    # Stored parameters are registered between steps only.
+    state = in_one_block(dict(get_model_state_dict(model)))
+    fault: Exception | None = None
+    if hasattr(module, "peft_config"):
+        _save_adapters(module, state, path)
+        return
+    state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name in _left_out(module):
+        state.pop(name, None)
+    pieces = path / f".saving-{broadcast_object(secrets.token_hex(6))}"
+    try:
+        if is_first():
+            (pieces / "whole").mkdir(parents=True)
+    except OSError as error:
+        fault = error
+    raise_together(fault, f"nothing was saved at {path}")
+    sizes = _bytes_of(state)
+    try:
+        writer = HuggingFaceStorageWriter(
+            str(pieces), fqn_to_index_mapping=_files(sizes, _PIECE_BYTES), save_distributed=True
+        )
+        try:
+            with in_one_process():
+                state_dict_saver.save(state, storage_writer=writer)
+        except CheckpointException as error:
+            raise RuntimeError(f"{path} has the weights it had before: {describe_failures(error)}") from error
+        join_safetensors(pieces, pieces / "whole", _files(sizes, _FILE_BYTES))
+        fault = None
+        try:
+            if is_first():
+                _publish(pieces / "whole", path)
+                _save_configurations(module, path)
+        except OSError as error:
+            fault = error
+        raise_together(fault, f"{path} may have a part of the new weights")
+    finally:
+        if is_first():
+            shutil.rmtree(pieces, ignore_errors=True)
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Read weights in the format of Hugging Face into ``model``, each rank its own shards.
+
+    Every rank calls it. Parameters that are tied are read once.
+
+    Args:
+        model: A model under any plan, or plain.
+        folder: A folder with one or several files of safetensors.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or it has no safetensors.
+        ValueError: Names or shapes differ; lists them. Nothing was changed.
+        RuntimeError: A rank could not read a file; the model may be partly overwritten.
+    """
+    path = Path(folder)
+    reader, metadata, fault = HuggingFaceStorageReader(str(path)), Metadata({}), None
+    try:
+        if not any(_WEIGHTS.fullmatch(name) for name in os.listdir(path)):
+            raise FileNotFoundError(f"{path} has no model*.safetensors")
+        metadata = reader.read_metadata()
+    except (OSError, ValueError, RuntimeError) as error:
+        fault = error
+    except Exception as error:  # of safetensors, which has an exception of its own without a public base
+        fault = ValueError(f"{path} cannot be read: {error}")
+    raise_together(fault)
+    state = in_one_block(dict(get_model_state_dict(model)))
+    state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    saved = metadata.state_dict_metadata
+    # A tied parameter may be there under any of its names.
+    for name in _left_out(_module_of(model)):
+        if name not in saved:
+            state.pop(name, None)
+    _check(state, saved, path)
+    try:
+        with in_one_process():
+            state_dict_loader.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise RuntimeError(
+            f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
+        ) from error
+    set_model_state_dict(model, in_blocks_of(model, state), options=StateDictOptions(strict=False))
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    """The model itself, where it is wrapped."""
+    inner = getattr(model, "module", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _left_out(module: nn.Module) -> Iterable[str]:
+    """Names that transformers does not save: other names of tied parameters, and what it can make anew."""
+    tied = getattr(module, "all_tied_weights_keys", None)
+    if tied is None:
+        named = dict(module.named_parameters())
+        tied = [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in named]
+    return [*tied, *(getattr(module, "_keys_to_ignore_on_save", None) or ())]
+
+
+def _bytes_of(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes of the whole tensors of all ranks, in the order of their stages."""
+    mine = {name: value.numel() * value.element_size() for name, value in state.items()}
+    everyone = gather_objects(mine)
+    return {name: size for part in everyone for name, size in part.items()}
+
+
+def _files(sizes: Mapping[str, int], most: int) -> dict[str, int]:
+    """For each tensor the number of its file, from 1; none but files of one tensor exceeds ``most`` bytes."""
+    found: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > most:
+            number, filled = number + 1, 0
+        found[name] = number
+        filled += size
+    return found
+
+
+def _publish(whole: Path, folder: Path) -> None:
+    """Move the new files into ``folder``, the index last, and remove the weights they replace."""
+    new = sorted(os.listdir(whole), key=lambda name: name == _INDEX)
+    for name in new:
+        os.replace(whole / name, folder / name)
+    for name in os.listdir(folder):
+        if _WEIGHTS.fullmatch(name) and name not in new:
+            (folder / name).unlink()
+
+
+def _save_configurations(module: nn.Module, folder: Path) -> None:
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy(config)
+        config.architectures = [type(module).__name__]
+        with suppress(StopIteration):
+            config.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        config.save_pretrained(folder)
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)
+
+
+def _save_adapters(module: Any, state: Mapping[str, Any], folder: Path) -> None:
+    # Frozen weights are those of the base model, which adapters refer to.
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    whole = {}
+    for name, value in state.items():
+        if name not in trained:
+            continue
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if is_first():
+            whole[name] = tensor.cpu()
+    if is_first():
+        module.save_pretrained(folder, state_dict=whole)
+    if has_process_group():
+        dist.barrier()
+
+
+def _check(state: Mapping[str, torch.Tensor], saved: Mapping[str, Any], path: Path) -> None:
+    """Raise on all ranks if names or shapes differ."""
+    known = set().union(*gather_objects(set(state)))
+    missing = [name for name in state if name not in saved]
+    stray = sorted(set(saved) - known)
+    shapes = [
+        f"{name} has the shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+        for name, value in state.items()
+        for entry in [saved.get(name)]
+        if isinstance(entry, TensorStorageMetadata) and entry.size != value.shape
+    ]
+    faults = [f"it lacks {_few(missing)}"] if missing else []
+    faults += [f"only it has {_few(stray)}"] if stray else []
+    faults += [_few(shapes)] if shapes else []
+    fault = ValueError("; ".join(faults)) if faults else None
+    raise_together(fault, f"{path} has the weights of another model; nothing was loaded")
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

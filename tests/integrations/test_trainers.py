@@ -1,0 +1,149 @@
+"""Trainers that people use: they train, save and resume a model under a plan, and refuse by name."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from benchmarks.support.trainers.problem import STEPS, Sentences, planned
+from benchmarks.support.trainers.runs import TRAINERS, train
+from benchmarks.trainers import compare
+from osdp.integrations.accelerate import OSDPAccelerator
+from osdp.integrations.huggingface.trainer import OSDPTrainer
+from osdp.runtime.checkpoint import whole_state_dict
+from tests.helpers.distributed import run
+
+
+@contextmanager
+def as_under_torchrun() -> Iterator[None]:
+    """The variables that torchrun sets; what other libraries warn of is theirs."""
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trained(trainer: str, plan: str, folder: str, stop: int | None = None, resume: int | None = None) -> Any:
+    with as_under_torchrun():
+        arguments = {"plan": plan, "folder": folder, "stop": stop, "resume": resume}
+        return train(dist.get_rank(), dist.get_world_size(), trainer=trainer, run=arguments)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "plan"),
+    [(trainer, "mixed") for trainer in TRAINERS] + [("lightning", "replicated"), ("fabric", "replicated")],
+)
+def test_a_training_that_is_ended_goes_on_on_other_ranks(tmp_path: Path, trainer: str, plan: str) -> None:
+    # Lightning knows a distributed model by its DTensors, which a replicated plan has none of.
+    through = run(2, trained, trainer, plan, str(tmp_path / "through"), fresh=True)[0]
+    folder = str(tmp_path / "ended")
+    ended = run(2, trained, trainer, plan, folder, STEPS // 2, fresh=True)[0]
+    resumed = run(4, trained, trainer, plan, folder, None, STEPS // 2, fresh=True)[0]
+    assert "error" not in compare(through, ended, resumed)
+
+
+def arguments_of(folder: str, **options: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {"use_cpu": True, "max_steps": 2, "report_to": [], "disable_tqdm": True}
+    return TrainingArguments(folder, **(defaults | options))
+
+
+@as_under_torchrun()
+def evaluated_and_exported(folder: str) -> dict[str, Any]:
+    model = planned("mixed")
+    trainer = OSDPTrainer(
+        model=model,
+        args=arguments_of(
+            folder, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1,
+            load_best_model_at_end=True, per_device_train_batch_size=2,
+        ),
+        train_dataset=Sentences(),
+        eval_dataset=torch.utils.data.Subset(Sentences(), range(5)),
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    prompt = Sentences()[0]["input_ids"][None, :4]
+    trainer.model.eval()
+    tokens = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+    trainer.save_model(f"{folder}/exported")
+    best = min(losses)
+    return {
+        "losses": losses,
+        "best": float(trainer.evaluate()["eval_loss"]) - best,
+        "tokens": tokens,
+        "state": whole_state_dict(model),
+        "left": sorted(name for name in os.listdir(folder) if name.startswith("checkpoint-")),
+    }
+
+
+def test_the_trainer_evaluates_generates_and_exports(tmp_path: Path) -> None:
+    answers = run(2, evaluated_and_exported, str(tmp_path), fresh=True)
+    first = answers[0]
+    assert len(first["losses"]) == 2 and first["losses"] == answers[1]["losses"]
+    assert first["best"] == pytest.approx(0, abs=1e-6)
+    assert torch.equal(first["tokens"], answers[1]["tokens"])
+    assert 1 <= len(first["left"]) <= 2  # the best, and the last
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.tie_word_embeddings
+    state = plain.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in first["state"].items())
+    plain.eval()
+    tokens = plain.generate(Sentences()[0]["input_ids"][None, :4], max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, first["tokens"])
+
+
+@as_under_torchrun()
+def refused(folder: str) -> None:
+    model = planned("replicated")
+    # Silently reduced twice, once by each.
+    for wrap in (DistributedDataParallel, lambda it: DistributedDataParallel(it.module)):
+        with pytest.raises(
+            RuntimeError, match=r"was given to DistributedDataParallel.*OSDPTrainer and .*OSDPAcc"
+        ):
+            wrap(model)
+    trainer = Trainer(model=model, args=arguments_of(folder), train_dataset=Sentences())
+    with pytest.raises(RuntimeError, match="was given to DistributedDataParallel"):
+        trainer.train()
+    with pytest.raises(TypeError, match="OSDPTrainer trains an OSDP model, not a Linear: wrap it first"):
+        OSDPTrainer(model=nn.Linear(2, 2), args=arguments_of(folder))
+    mine = OSDPTrainer(model=model, args=arguments_of(folder), train_dataset=Sentences())
+    Path(folder, "checkpoint-3").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match=r"cannot be resumed from: it has no osdp and no scheduler\.pt"):
+        mine.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+
+
+def test_a_model_under_a_plan_is_not_wrapped_again(tmp_path: Path) -> None:
+    run(2, refused, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def clipped(_folder: str) -> None:
+    accelerator = OSDPAccelerator(cpu=True)
+    model, plain = planned("mixed"), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, plain = accelerator.prepare(model, optimizer, plain)
+    assert isinstance(plain, DistributedDataParallel)
+    with pytest.raises(
+        ValueError, match=r"1 of the \d+ parameters of a model under a plan are to be clipped"
+    ):
+        accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
+    whole = accelerator.get_state_dict(model)
+    assert bool(whole) == (dist.get_rank() == 0)
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="2 optimizers have parameters of it"):
+        accelerator.save_state(_folder)
+
+
+def test_accelerate_leaves_other_models_to_accelerate(tmp_path: Path) -> None:
+    run(2, clipped, str(tmp_path), fresh=True)

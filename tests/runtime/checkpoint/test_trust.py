@@ -1,0 +1,221 @@
+"""A checkpoint that was altered is refused before anything changes, and what it says is never run."""
+
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.optim.lr_scheduler import StepLR
+
+from osdp import OSDP
+from osdp.errors import AlteredCheckpointError
+from osdp.runtime import checkpoint
+from osdp.torch_private.saving import in_one_process
+from tests.helpers.distributed import run
+from tests.helpers.nets import loss_of, tokens
+from tests.runtime.checkpoint.test_folder import make, same, trained, values
+
+
+def save_all(path: str) -> None:
+    model, optimizer = trained(2)
+    schedule = StepLR(optimizer, 1)
+    checkpoint.save(path, model, optimizer, scheduler=schedule, step=2, rng=True, extra={"a": [1]})
+
+
+def loaded_plain(path: Path) -> None:
+    """Load into a plain model in this process."""
+    torch.manual_seed(3)
+    from tests.helpers.nets import Net
+
+    net = Net(gated=False, depth=2)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    try:
+        checkpoint.load(path, net, optimizer)
+    except Exception:
+        assert not optimizer.state
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+        raise
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "whole"
+    run(2, save_all, str(path))
+    return path
+
+
+def test_no_changed_bit_and_no_lost_byte_goes_unnoticed(saved: Path, tmp_path: Path) -> None:
+    loaded_plain(saved)
+    checkpoint.verify(saved)
+    draw = random.Random(0)
+    files = sorted(file for file in saved.iterdir())
+    assert len(files) == 5
+    for file in files:
+        for kind in ("bit",) * 6 + ("cut",) * 2:
+            path = shutil.copytree(saved, tmp_path / "hurt", dirs_exist_ok=True)
+            content = bytearray(file.read_bytes())
+            at = draw.randrange(len(content))
+            if kind == "bit":
+                content[at] ^= 1 << draw.randrange(8)
+            (path / file.name).write_bytes(content if kind == "bit" else content[:at])
+            with pytest.raises(AlteredCheckpointError, match="hurt"):
+                loaded_plain(path)
+            with pytest.raises(AlteredCheckpointError, match="hurt"):
+                checkpoint.verify(path)
+    for file in files:
+        path = shutil.copytree(saved, tmp_path / "hurt", dirs_exist_ok=True)
+        (path / file.name).unlink()
+        with pytest.raises(
+            ValueError, match=r"is missing|is not a complete checkpoint|has lost its manifest"
+        ):
+            loaded_plain(path)
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_a_checkpoint_says_is_not_run(saved: Path, tmp_path: Path) -> None:
+    # torch.distributed.checkpoint unpickles .metadata, and each entry that is no tensor, whatever they say.
+    ran = tmp_path / "ran"
+    path = shutil.copytree(saved, tmp_path / "metadata")
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(ran)))
+    for manifest in path.glob("*.manifest"):
+        manifest.unlink()
+    with pytest.raises(ValueError, match=r"it names posix\.mkdir, which no metadata consists of"):
+        loaded_plain(path)
+
+    path = tmp_path / "entry"
+    torch.manual_seed(3)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = checkpoint.train_state(model, optimizer)
+    name = next(name for name in state["optimizer"] if name.endswith(".lr"))
+    state["optimizer"][name] = Hostile(ran)
+    with in_one_process():
+        state_dict_saver.save(state, checkpoint_id=path)
+    with pytest.raises(RuntimeError, match=rf"{name} is not plain data: it names posix.mkdir"):
+        checkpoint.load(path, model, optimizer)
+    assert not ran.exists()
+    with pytest.raises(ValueError, match="has no manifest: it was not saved by"):
+        checkpoint.verify(path)
+
+
+# -- what is kept beside the model --------------------------------------------------------------------------
+
+
+def kept_and_restored(path: str) -> None:
+    model, optimizer = make()
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    step_of(model, optimizer, 0)
+    schedule.step()
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    checkpoint.save(path, model, optimizer, scheduler=schedule, step=7, rng=True, extra={"best": 0.5})
+    drawn = torch.rand(3), random.random()
+
+    model, optimizer = make()
+    again = StepLR(optimizer, 1, gamma=0.5)
+    kept = checkpoint.load(path, model, optimizer, scheduler=again)
+    assert (kept.step, kept.extra) == (7, {"best": 0.5})
+    assert again.state_dict() == schedule.state_dict()
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+
+    with pytest.raises(ValueError, match=r"extra is more than numbers, words, lists, dicts and tensors"):
+        checkpoint.save(path, model, optimizer, extra=Path("x"))
+    checkpoint.save(path, model, optimizer)
+    with pytest.raises(ValueError, match="was saved without a scheduler"):
+        checkpoint.load(path, model, optimizer, scheduler=again)
+    # The model alone, without its optimizer.
+    other, _ = make()
+    checkpoint.load(path, other)
+    both = [model.state_dict(), other.state_dict()]
+    assert all(torch.equal(both[0][name].full_tensor(), both[1][name].full_tensor()) for name in both[0])
+
+
+def test_scheduler_step_and_random_numbers_go_on(tmp_path: Path) -> None:
+    run(2, kept_and_restored, str(tmp_path / "kept"))
+
+
+def several_kept(path: str) -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="keep_last=2 keeps checkpoints by step: pass step="):
+        checkpoint.save(path, model, optimizer, keep_last=2)
+    for step in (1, 2, 10):
+        checkpoint.save(path, model, optimizer, step=step, keep_last=2)
+    dist.barrier()
+    assert sorted(os.listdir(path)) == ["step-00000002", "step-00000010"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(path, "step-00000011").mkdir()  # as of a save that was interrupted
+    dist.barrier()
+    assert checkpoint.load(path, model, optimizer).step == 10
+
+
+def test_the_latest_complete_of_several_steps_is_loaded(tmp_path: Path) -> None:
+    run(2, several_kept, str(tmp_path / "several"))
+
+
+# -- while training goes on ---------------------------------------------------------------------------------
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model(tokens(seed, 2, 6)), tokens(seed, 2, 6)).backward()
+    optimizer.step()
+
+
+def saved_in_the_background(path: str) -> None:
+    model, optimizer = trained(2)
+    wanted = values(model, optimizer)
+    saving = checkpoint.save_async(path, model, optimizer, step=2)
+    for seed in range(3):
+        step_of(model, optimizer, seed)
+    second = checkpoint.save_async(f"{path}-2", model, optimizer, step=5)
+    saving.wait()
+    second.wait()
+    assert saving.is_done
+    later = values(model, optimizer)
+    for folder, expected, steps in ((path, wanted, 2), (f"{path}-2", later, 5)):
+        model, optimizer = make()
+        assert checkpoint.load(folder, model, optimizer).step == steps
+        assert same(values(model, optimizer), expected)
+    assert not same(wanted, later)
+
+
+def test_what_is_saved_in_the_background_is_what_it_was_when_it_was_asked_for(tmp_path: Path) -> None:
+    run(2, saved_in_the_background, str(tmp_path / "async"))
+
+
+def too_large_a_copy(path: str) -> None:
+    from dataclasses import replace
+
+    from tests.helpers.nets import Net
+    from tests.helpers.plans import plan_by_hand
+    from tests.runtime.checkpoint.test_folder import MODES
+
+    net = Net(gated=False, depth=2)
+    plan = replace(plan_by_hand(net, MODES, dist.get_world_size()), memory_limit=1000)
+    model = OSDP(net, plan=plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"a copy of this rank's shards takes .* and the limit is 1000 B"):
+        checkpoint.save_async(path, model, optimizer)
+    assert not optimizer.state and not Path(path).exists()
+
+
+def test_a_copy_that_exceeds_the_limit_is_refused(tmp_path: Path) -> None:
+    run(2, too_large_a_copy, str(tmp_path / "large"))
