@@ -126,8 +126,13 @@ def complete(options: PlanOptions, caller: Callable[..., Any]) -> PlanOptions:
     return cast(PlanOptions, defaults() | dict(options))
 
 
-def check_known(options: Mapping[str, Any], caller: Callable[..., Any]) -> None:
+def check_known(options: Mapping[str, Any], caller: Callable[..., Any], others: Sequence[str] = ()) -> None:
     """Refuse what ``caller`` does not take, with the name that was probably meant.
+
+    Args:
+        options: What it was given.
+        caller: A function or class.
+        others: What it takes beside its own parameters and these options.
 
     Raises:
         TypeError: Some do not exist; names all of them.
@@ -135,7 +140,7 @@ def check_known(options: Mapping[str, Any], caller: Callable[..., Any]) -> None:
     parameters = inspect.signature(caller).parameters.values()
     named = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
     known = [*named, *declared()]
-    unknown = [_with_nearest(name, known) for name in options if name not in known]
+    unknown = [_with_nearest(name, [*known, *others]) for name in options if name not in (*known, *others)]
     if unknown:
         nouns = "option" if len(unknown) == 1 else "options"
         raise TypeError(

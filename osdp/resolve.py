@@ -1,7 +1,7 @@
 """From what a caller of ``OSDP`` passes to a model that runs."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self, cast
 
 import torch
@@ -19,6 +19,7 @@ from osdp.model.training import Training
 from osdp.options import PlanOptions, declared, defaults
 from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
+from osdp.runtime.computation import Computation
 from osdp.runtime.first_batch import watch_first_batch
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.running import RunningModel, apply, check_model_parallel_options
@@ -39,6 +40,7 @@ class Asked:
         loss_fn: How the loss is made of the output.
         find_unused_parameters: Whether parameters may go without a gradient in a step.
         options: All options, defaults among them.
+        computation: How the model computes beside the plan.
     """
 
     model_desc: Any
@@ -49,6 +51,7 @@ class Asked:
     loss_fn: Callable[..., Any] | None
     find_unused_parameters: bool
     options: PlanOptions
+    computation: Computation = field(default_factory=Computation)
 
     def beside_marks(self, model: nn.Module) -> Self:
         """The same, with what was left at its default taken from the marks of fairscale inside ``model``.
@@ -56,7 +59,8 @@ class Asked:
         Raises:
             ValueError: The marks disagree on it.
         """
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "options"}
+        apart = ("options", "computation")
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
         unmarked = defaults() | {"find_unused_parameters": True}
         merged = with_marked_options(model, named | dict(self.options), unmarked)
         named = {name: merged.pop(name) for name in named}
@@ -108,9 +112,9 @@ def check_reuse(model: nn.Module, asked: Asked) -> None:
     if training is not None:
         completed = replace(training, local_batch=training.local_batch or plan.local_batch)
         differences += [
-            f"made for a training with {field.name}={planned!r}, asked for {wanted!r}"
-            for field in fields(completed)
-            for planned, wanted in [(getattr(plan.training, field.name), getattr(completed, field.name))]
+            f"made for a training with {each.name}={planned!r}, asked for {wanted!r}"
+            for each in fields(completed)
+            for planned, wanted in [(getattr(plan.training, each.name), getattr(completed, each.name))]
             if planned != wanted
         ]
     if differences:
@@ -178,7 +182,7 @@ def applied_model(model: nn.Module, asked: Asked) -> RunningModel:
     elif not plan.is_whole:
         check_model_parallel_options(**backwards)
     unmark(model)
-    running = apply(model, plan, mesh, **backwards)
+    running = apply(model, plan, mesh, **backwards, computation=asked.computation)
     if plan.is_whole:
         watch_first_batch(model, plan)
     return running

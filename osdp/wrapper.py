@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of
+from osdp.integrations import fsdp_arguments
 from osdp.integrations.fairscale import mark, marks_here
+from osdp.integrations.fsdp_arguments import FSDPArguments
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.nn.embeddings import check_embeddings
@@ -20,6 +22,8 @@ from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained, save_pretrained
+from osdp.runtime.computation import Computation
+from osdp.runtime.mesh import data_parallel_axis
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.replaced import PlainParameters
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     from osdp.hardware.device_info import DeviceInfo
 
 
+class OSDPOptions(PlanOptions, FSDPArguments, total=False):
+    """Options of planning, and the arguments of FSDP."""
+
+
 @lists_options
 class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     """Optimal sharded data parallelism: plans for a model, shards it accordingly and runs it.
@@ -45,6 +53,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     ``named_parameters()`` and optimizers see the original names and whole shapes (DTensors where sharded).
     Attributes and methods it lacks are the model's. Every rank makes it with the same arguments; all start
     from rank 0's weights and buffers.
+
+    The arguments of FSDP and ``fully_shard`` are taken as well
+    (:class:`osdp.integrations.fsdp_arguments.FSDPArguments`), so that a call keeps those it had.
 
     An exception in forward or backward leaves it ready for the next step. After a failed backward all
     gradients are dropped, since those of some operators are missing. The first step of an optimizer that
@@ -84,9 +95,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
         if marks_here(cls):
-            check_known(options, OSDP)
+            check_known(options, OSDP, fsdp_arguments.names())
+            here, _ = _translated(options)
             # fairscale says of its own wrap that it returns a module, which is what callers rely on there.
-            return cast(Self, mark(model, options))
+            return cast(Self, mark(model, here))
         return nn.Module.__new__(cls)
 
     def __init__(
@@ -100,18 +112,33 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         mesh: DeviceMesh | None = None,
         loss_fn: Callable[..., Any] | None = None,
         find_unused_parameters: bool = True,
-        **options: Unpack[PlanOptions],
+        **options: Unpack[OSDPOptions],
     ) -> None:
         super().__init__()
-        chosen = complete(options, OSDP)
+        check_known(options, OSDP, fsdp_arguments.names())
+        here, computation = _translated(options)
+        mesh = here.pop("mesh", None) if mesh is None else mesh
+        if mesh is not None:
+            mesh, groups = data_parallel_axis(mesh)
+            here = (groups if plan is None else {}) | here
+        chosen = complete(cast(PlanOptions, here), OSDP)
         check_plain(model)
         check_embeddings(model)
         asked = Asked(
-            model_desc, device_info, training, plan, mesh, loss_fn, find_unused_parameters, chosen
+            model_desc,
+            device_info,
+            training,
+            plan,
+            mesh,
+            loss_fn,
+            find_unused_parameters,
+            chosen,
+            computation,
         ).beside_marks(model)
         check_reuse(model, asked)
         before = PlainParameters(model)
         self._own(applied_model(model, asked), before)
+        fsdp_arguments.check_device(options.get("device_id"), device_of(self.mesh))
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
@@ -276,6 +303,20 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         module: Any = self.module
         return module[key]
 
+    def __len__(self) -> int:
+        """The number of layers of a Sequential."""
+        module: Any = self.module
+        return len(module)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers of a Sequential."""
+        module: Any = self.module
+        return iter(module)
+
+    def __bool__(self) -> bool:
+        """Always true: a model that is no Sequential has no length."""
+        return True
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "OSDP":
         check_not_moved(self.parameters(), device_of(self._applied.mesh), fn)
         return self
@@ -295,6 +336,13 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             "    average = [p.detach().clone() for p in model.parameters()]\n"
             "    get_ema_multi_avg_fn(decay)(average, [p.detach() for p in model.parameters()], None)"
         )
+
+
+def _translated(options: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
+    """Options with the arguments of FSDP among them translated; what both name is this library's own."""
+    own = {name: value for name, value in options.items() if name not in fsdp_arguments.names()}
+    found, computation = fsdp_arguments.translate({n: v for n, v in options.items() if n not in own})
+    return found | own, computation
 
 
 #: The long name, as in the paper's code.

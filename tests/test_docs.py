@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import pytest
 from tests.helpers.devices import known_devices
 from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
+from tests.helpers.torchrun import as_under_torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages with Python that no CPU machine can run, and why.
 NOT_RUN = {("docs/cluster_planner.md", "needs GPUs and a plan of the planner")}
+
+#: Pages that start other libraries, which find out how torchrun started them and keep it.
+OTHERS = {"docs/trainers.md"}
 
 _FENCE = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
@@ -77,7 +82,9 @@ SESSIONS = [session for page in PAGES for session in sessions(page)]
 def run_session(session: Session, folder: str) -> None:
     """A program of the documentation on one rank, whose process group there is already."""
     os.chdir(folder)
+    trainers = as_under_torchrun() if session.page in OTHERS else nullcontext()
     with (
+        trainers,
         mock.patch("torch.distributed.init_process_group"),
         mock.patch("torch.distributed.destroy_process_group"),
         known_devices(),
@@ -87,7 +94,7 @@ def run_session(session: Session, folder: str) -> None:
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda session: f"{session.page}-{session.ranks}")
 def test_the_python_of_a_page_runs(session: Session, tmp_path: Path) -> None:
-    run(session.ranks, run_session, session, str(tmp_path), timeout=150)
+    run(session.ranks, run_session, session, str(tmp_path), timeout=150, fresh=session.page in OTHERS)
 
 
 def test_what_is_not_run_is_listed() -> None:

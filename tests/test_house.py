@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "profiler": (SHARED | {"hardware", "tracing"}, {"torch", "tqdm"}),
     "cost": (VALUES | {"arrays"}, {"numpy"}),
     "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
-    "runtime": (SHARED, {"torch"}),
+    "runtime": (SHARED, {"torch", "safetensors"}),
     "cluster": (VALUES | {"arrays"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
     "report": (VALUES, {"networkx"}),
 }

@@ -64,9 +64,9 @@ def test_a_wrong_name_is_refused_with_the_nearest_one() -> None:
 
 def test_all_wrong_names_are_refused_at_once() -> None:
     with pytest.raises(TypeError) as refused:
-        OSDP(NET, None, "8GiB", sharding_strategy=1, recompute=False, zzz=2)  # type: ignore[call-arg]
+        OSDP(NET, None, "8GiB", strategie=1, recompute=False, zzz=2)  # type: ignore[call-arg]
     text = str(refused.value)
-    assert "no options 'sharding_strategy' (did you mean 'strategy'?), 'zzz'. There are model, " in text
+    assert "no options 'strategie' (did you mean 'strategy'?), 'zzz'. There are model, " in text
     assert text.endswith(", ".join(declared()))
 
 

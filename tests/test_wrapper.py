@@ -113,9 +113,9 @@ def refuses() -> None:
     plan = plan_by_hand(net, Mode.FULL_SHARD, 4, groups={"": ROOT})
     with pytest.raises(PlanMismatchError, match=r"4 ranks, there are 2"):
         OSDP(net, plan=plan)
-    two_axes = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(ValueError, match="2 axes"):
-        OSDP(net, plan=plan, mesh=two_axes)
+    three_axes = dist.device_mesh.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match="3 axes"):
+        OSDP(net, plan=plan, mesh=three_axes)
 
 
 def all_differences_at_once() -> None:

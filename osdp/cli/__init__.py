@@ -5,5 +5,6 @@ Start at :mod:`osdp.cli.main`.
 - ``main``: parse, call one function, print
 - ``models``: models by name, file, function or folder
 - ``options``: options of commands as fields of values
+- ``checkpoint``: ``osdp checkpoint``: look into checkpoints, check them, export them
 - ``cluster``: ``osdp cluster``, the commands of the cluster planner
 """

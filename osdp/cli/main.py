@@ -1,7 +1,8 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
 ``osdp profile`` describes and profiles a model and saves the results in a folder, ``osdp plan`` plans from
-that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` is the cluster planner.
+that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` is the cluster planner,
+``osdp checkpoint`` looks into checkpoints.
 Under torchrun (``torchrun --no-python osdp profile ...``), ``profile`` also measures the links between the
 processes.
 """
@@ -26,6 +27,7 @@ try:
 except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
+from osdp.cli import checkpoint as checkpoint_commands
 from osdp.cli.cluster import commands as cluster_commands
 from osdp.cli.models import (
     DEVICE,
@@ -50,11 +52,12 @@ app = typer.Typer(
     help="Profile a model, find the fastest plan to train it, or plan for a cluster before it exists.",
 )
 app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 #: The extra that installs each library that commands import only when needed.
 _EXTRA_OF = {
     "transformers": "hf", "tqdm": "cli", "yaml": "cli", "rich": "cli", "matplotlib": "report",
-    "plotly": "report",
+    "plotly": "report", "safetensors": "hf",
 }  # fmt: skip
 
 _ModelName = Annotated[

@@ -170,6 +170,8 @@ class Operator:
             ancestor of other operators), so that it cannot be resharded in between.
         executed: Whether the forward of the sample batch used it.
         cut: The dimension along which it can run in slices; ``None`` if it cannot.
+        keeps_dtype: Whether it is computed in its own dtype whatever ``Training.param_dtype`` is, which FSDP2
+            has for none of a unit's parameters: batch norms, whose statistics are sums of many values.
     """
 
     name: str
@@ -181,6 +183,7 @@ class Operator:
     spanning: bool = False
     executed: bool = True
     cut: SliceSpec | None = None
+    keeps_dtype: bool = False
 
     @property
     def numel(self) -> int:

@@ -193,6 +193,15 @@ class LMHeadLoss(nn.Module):
         )
 
 
+def keeps_dtype(module: nn.Module) -> bool:
+    """Whether a module computes in its own dtype whatever dtype parameters are otherwise computed in.
+
+    Batch norms take inputs of a narrower dtype, but refuse weights that are narrower than their statistics;
+    FSDP excludes them from mixed precision as well.
+    """
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
 def kind_of(module: nn.Module) -> str | None:
     """The kind of a module that can run in slices, a key of :data:`SLICED_BY`; ``None`` for other modules.
 

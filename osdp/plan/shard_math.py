@@ -40,8 +40,8 @@ def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:
 
 
 def can_shard(operator: Operator) -> bool:
-    """Whether FSDP2 can shard an operator: it rejects 0-dim parameters."""
-    return all(parameter.shape for parameter in operator.parameters)
+    """Whether FSDP2 can shard an operator: it rejects 0-dim parameters, and computes all in one dtype."""
+    return not operator.keeps_dtype and all(parameter.shape for parameter in operator.parameters)
 
 
 def slice_bounds(size: int, num_slices: int) -> tuple[tuple[int, int], ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from osdp.model.description import ModelDesc
+from osdp.nn.modules import keeps_dtype
 from osdp.profiler.block_stubs import install_stubs
 from osdp.profiler.repeats import Repeat
 from osdp.tracing.fake_copy import copy_without_weights, on_meta
@@ -157,7 +158,8 @@ def _materialise(
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
-                made[parameter] = _random_weights(key, parameter, device, dtype)
+                computed = None if keeps_dtype(module) else dtype
+                made[parameter] = _random_weights(key, parameter, device, computed)
             setattr(module, key, made[parameter])
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(device))
@@ -188,7 +190,11 @@ def _cast_block_inputs(
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
     blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
-    own = [name for name, m in twin.named_modules() if next(m.parameters(recurse=False), None) is not None]
+    own = [
+        name
+        for name, module in twin.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and not keeps_dtype(module)
+    ]
     for name in dict.fromkeys((*blocks, *own)):
         if not any(name == block or name.startswith(f"{block}.") for block in left_out):
             twin.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)

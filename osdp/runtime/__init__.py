@@ -10,6 +10,7 @@ Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plan
 - ``token_slices``: slices of a microbatch
 - ``steps``: training, evaluation and inference steps, for whole models and stages alike
 - ``microbatch``: a batch as arguments of a forward, and its parts
+- ``computation``: how a model computes, where that is no part of the plan
 - ``first_batch``: a warning if the first batch is larger than planned for
 - ``losses``: losses as sums with counts
 - ``clip``: clipping by the norm of all gradients

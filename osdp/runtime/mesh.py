@@ -1,5 +1,7 @@
 """Device meshes of data, pipeline and tensor parallelism, and the errors where there is none."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +42,22 @@ def data_parallel_mesh(model: nn.Module, mesh: DeviceMesh | None = None) -> Devi
             f'for instance mesh["{names[0] if names else AXIS}"]'
         )
     return mesh
+
+
+def data_parallel_axis(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[str, Any]]:
+    """``mesh``, or all ranks of one with two axes, as HSDP has it, on one; and what that says of groups.
+
+    Under HSDP ranks shard inside the second axis, and replicate over the first. Here units may be sharded
+    over groups of that many ranks, or over all, as is fastest where it fits.
+
+    Returns:
+        A mesh that planning takes, and options of planning.
+    """
+    if mesh.ndim != 2:
+        return mesh, {}
+    flat = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=(AXIS,))
+    inner = mesh.size(1)
+    return flat, {"group_sizes": (inner,)} if 1 < inner < mesh.size() else {}
 
 
 def parallel_mesh(model: nn.Module, layout: ParallelDims) -> DeviceMesh:

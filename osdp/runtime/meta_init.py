@@ -59,8 +59,12 @@ def check_initialisers(model: nn.Module) -> None:
         )
 
 
-def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    """The initialiser of ``module``: the model's ``_init_weights``, its own method, or ``None``."""
+def initialiser(
+    model: nn.Module, module: nn.Module, param_init_fn: Initialiser | None = None
+) -> Callable[[], object] | None:
+    """The initialiser of ``module``: what is given, the model's ``_init_weights``, its own, or ``None``."""
+    if param_init_fn is not None:
+        return lambda: param_init_fn(module)
     by_model = getattr(model, "_init_weights", None)
     if callable(by_model):
         return lambda: by_model(module)
@@ -78,6 +82,7 @@ def materialise(
     device: torch.device,
     stamp: int | None = None,
     offloaded: Collection[str] = (),
+    param_init_fn: Initialiser | None = None,
 ) -> None:
     """Give ``model``, wrapped on ``meta``, storage and initial values.
 
@@ -88,6 +93,7 @@ def materialise(
         device: This rank's device.
         stamp: Seed; rank 0's current one if ``None``.
         offloaded: Names of parameters that are offloaded to host memory.
+        param_init_fn: Initialises a module; ``None`` for its own method.
     """
     seed = torch.tensor([torch.initial_seed() % 2**62 if stamp is None else stamp], device=device)
     dist.broadcast(seed, group=mesh.get_group(), group_src=0)
@@ -101,7 +107,7 @@ def materialise(
         done: set[str] = set()
         for modules in blocks(model):
             torch.manual_seed(_seed_of(int(seed.item()), names[id(modules[-1])]))
-            _initialise(model, modules, owned, done, mesh, device)
+            _initialise(model, modules, owned, done, mesh, device, param_init_fn)
 
 
 def _seed_of(seed: int, block: str) -> int:
@@ -141,6 +147,7 @@ def _initialise(
     done: set[str],
     mesh: DeviceMesh,
     device: torch.device,
+    param_init_fn: Initialiser | None,
 ) -> None:
     inside = {id(module) for module in modules}
     mine = [entry for entry in owned.values() if any(id(module) in inside for module, _ in entry.places)]
@@ -154,7 +161,7 @@ def _initialise(
         done.add(entry.name)
     with torch.no_grad():
         for module in modules:
-            initialise = initialiser(model, module)
+            initialise = initialiser(model, module, param_init_fn)
             if initialise is not None and (_holds_something(module) or hasattr(model, "_init_weights")):
                 initialise()
         for entry, parameter in zip(mine, stored, strict=True):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.allocator import keep_freed_memory
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule
+from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import data_parallel_mesh, parallel_mesh
 from osdp.runtime.pipeline.apply import apply_pipeline
 from osdp.runtime.sharding.apply import apply_sharding
@@ -109,6 +110,7 @@ def apply(
     *,
     find_unused_parameters: bool = True,
     double_backward: bool = False,
+    computation: Computation | None = None,
 ) -> RunningModel:
     """Run ``model`` under ``plan``, changing it in place.
 
@@ -125,6 +127,7 @@ def apply(
         find_unused_parameters: Whether parameters may go without a gradient, which costs a small all-reduce
             after each backward that reduces if anything is sharded; otherwise such a parameter is an error.
         double_backward: Whether a backward may itself be differentiated.
+        computation: How it computes beside the plan; as planned if ``None``.
 
     Returns:
         The handle through which the model is trained.
@@ -140,7 +143,12 @@ def apply(
     if mesh.device_type == "cpu":
         keep_freed_memory()
     if plan.is_whole:
-        return apply_sharding(model, plan, mesh, **backwards)
+        return apply_sharding(model, plan, mesh, **backwards, computation=computation)
+    if computation not in (None, Computation()):
+        raise ValueError(
+            "output_dtype, cast_forward_inputs and param_init_fn are not for models that are cut, or shared "
+            "by tensor-parallel ranks: leave them out"
+        )
     check_model_parallel_options(**backwards)
     return apply_pipeline(model, plan, mesh)
 

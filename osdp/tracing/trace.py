@@ -17,7 +17,7 @@ from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSp
 from osdp.model.fqn import is_compiled_as_one
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
-from osdp.nn.modules import supported_slicing
+from osdp.nn.modules import keeps_dtype, supported_slicing
 from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
@@ -114,7 +114,14 @@ def describe(
     uses = [Use(segment.interval.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
-    operators = tuple(replace(operator, cut=_slice_spec(model, operator)) for operator in found)
+    operators = tuple(
+        replace(
+            operator,
+            cut=_slice_spec(model, operator),
+            keeps_dtype=all(keeps_dtype(model.get_submodule(name)) for name in operator.modules),
+        )
+        for operator in found
+    )
     desc = ModelDesc(
         name=type(model).__name__,
         sample=batch.specs,

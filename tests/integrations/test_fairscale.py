@@ -80,8 +80,8 @@ def test_options_of_the_context_are_defaults_of_the_root() -> None:
     merged = with_marked_options(net, given, defaults() | {"find_unused_parameters": True})
     assert merged == {"device_info": "8GiB", "find_unused_parameters": False, "strategy": "FULL_SHARD"}
     assert with_marked_options(net, {**given, "device_info": "1GiB"}, defaults())["device_info"] == "1GiB"
-    with pytest.raises(TypeError, match=r"OSDP has no option 'flatten_parameters'"):
-        with enable_wrap(wrapper_cls=OSDP, flatten_parameters=True):
+    with pytest.raises(TypeError, match=r"OSDP has no option 'flatten_parameter' \(did you mean 'flat"):
+        with enable_wrap(wrapper_cls=OSDP, flatten_parameter=True):
             Marking()
 
 

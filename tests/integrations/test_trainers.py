@@ -1,9 +1,6 @@
 """Trainers that people use: they train, save and resume a model under a plan, and refuse by name."""
 
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,7 @@ from osdp.integrations.accelerate import OSDPAccelerator
 from osdp.integrations.huggingface.trainer import OSDPTrainer
 from osdp.runtime.checkpoint import whole_state_dict
 from tests.helpers.distributed import run
-
-
-@contextmanager
-def as_under_torchrun() -> Iterator[None]:
-    """The variables that torchrun sets; what other libraries warn of is theirs."""
-    os.environ |= {"OMP_NUM_THREADS": "1"}
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
-    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+from tests.helpers.torchrun import as_under_torchrun
 
 
 def trained(trainer: str, plan: str, folder: str, stop: int | None = None, resume: int | None = None) -> Any:

@@ -88,7 +88,7 @@ def _cost_in(
 ) -> OperatorCosts:
     world_size = shard_group.num_shards
     columns: dict[str, Any] = {
-        name: _prefix([column(op, world_size, training) for op in operators])
+        name: _prefix([column(op, world_size, _computed(op, training)) for op in operators])
         for name, column in _COLUMNS.items()
     }
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
@@ -111,9 +111,12 @@ def _cost_in(
             dtype=float,
         ),
         largest_gradient=np.array(
-            [max(gradients_at_once(op, training).values(), default=0) for op in operators], dtype=float
+            [max(gradients_at_once(op, _computed(op, training)).values(), default=0) for op in operators],
+            dtype=float,
         ),
-        last_gradient=np.array([[0, *_gradients(op, training)][-1] for op in operators], dtype=float),
+        last_gradient=np.array(
+            [[0, *_gradients(op, _computed(op, training))][-1] for op in operators], dtype=float
+        ),
         world_size=world_size,
         accumulates=training.microbatches > 1,
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
@@ -122,6 +125,11 @@ def _cost_in(
         slices=cost_slices(operators, world_size=world_size, training=training),
         shard_group=shard_group,
     )
+
+
+def _computed(operator: Operator, training: Training) -> Training:
+    """``training`` as it applies to ``operator``, which may keep its dtype."""
+    return replace(training, param_dtype=None) if operator.keeps_dtype else training
 
 
 def _trainable(operator: Operator) -> list[Parameter]:

@@ -1,7 +1,7 @@
 """Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -149,6 +149,14 @@ class RootUnitCost:
     backward: Backward = field(default=_NO_BACKWARD, compare=False)
 
 
+def _all_alike(model_desc: ModelDesc) -> ModelDesc:
+    """The description without operators that keep their dtype: all do."""
+    if not any(operator.keeps_dtype for operator in model_desc.operators):
+        return model_desc
+    operators = tuple(replace(operator, keeps_dtype=False) for operator in model_desc.operators)
+    return replace(model_desc, operators=operators)
+
+
 def build_problem(
     model_desc: ModelDesc,
     profile: Profile,
@@ -162,6 +170,8 @@ def build_problem(
     Raises:
         ValueError: The profile was made for another model.
     """
+    if training.param_dtype is None:
+        model_desc = _all_alike(model_desc)
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
     operators = (*timeline.chain, *timeline.root)
     # Plain tensors save the optimizer's overhead per DTensor.

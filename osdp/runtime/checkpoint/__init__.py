@@ -11,11 +11,13 @@ Start at :func:`save` and :func:`load`.
 - ``restricted``: reading without running what a file says
 - ``match``: whether a checkpoint is one of this model and optimizer
 - ``pretrained``: folders of Hugging Face, written and read by shards
+- ``export``: a checkpoint as a file or folder that others open
 - ``whole_states``: a state dict of one rank into a model of all ranks
 - ``blocked_states``: weights that are sharded block by block
 """
 
 from osdp.runtime.checkpoint.background import AsyncSave
+from osdp.runtime.checkpoint.export import CheckpointSummary, export, summarize
 from osdp.runtime.checkpoint.kept import Kept
 from osdp.runtime.checkpoint.pretrained import load_pretrained, save_pretrained
 from osdp.runtime.checkpoint.save_load import (
@@ -31,7 +33,9 @@ from osdp.runtime.checkpoint.save_load import (
 
 __all__ = [
     "AsyncSave",
+    "CheckpointSummary",
     "Kept",
+    "export",
     "load",
     "load_pretrained",
     "load_whole_state_dict",
@@ -39,6 +43,7 @@ __all__ = [
     "save_async",
     "save_pretrained",
     "set_train_state",
+    "summarize",
     "train_state",
     "verify",
     "whole_state_dict",

@@ -20,6 +20,7 @@ from osdp.comm.groups import Meshes, device_of
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode, ShardingPlan
+from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
@@ -49,6 +50,7 @@ def apply_sharding(
     stage: int = 0,
     find_unused_parameters: bool = True,
     double_backward: bool = False,
+    computation: Computation | None = None,
 ) -> ShardedModel:
     """Run ``model`` under one stage of ``plan``; see :func:`osdp.runtime.running.apply`.
 
@@ -60,6 +62,7 @@ def apply_sharding(
         stage: Index of the stage.
         find_unused_parameters: Whether parameters may go without a gradient.
         double_backward: Whether a backward may itself be differentiated.
+        computation: How it computes beside the plan; as planned if ``None``.
 
     Raises:
         RuntimeError: This torch cannot reduce unused sharded parameters.
@@ -67,15 +70,16 @@ def apply_sharding(
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     # 1. Check on all ranks together, before anything is changed.
+    computation = computation or Computation()
     sharding = plan.stages[stage].sharding
     control = Control.over(mesh)
     size, on_meta = mesh.size(), is_on_meta(model)
     backwards = Backwards(find_unused_parameters, double_backward)
-    check_together(control, lambda: _check_given(model, plan, stage, size, double_backward))
+    check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, computation))
     check_alike(control, model, plan, stage, **asdict(backwards))
     device = device_of(mesh)
-    policy = _policy(plan.training)
-    storage = ParameterStorage.of(model, sharding)
+    policy = _policy(plan.training, computation)
+    storage = ParameterStorage.of(model, sharding, plan.training.param_dtype)
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
     alone = {unit.mode for unit in sharding.units} & {Mode.HYBRID_SHARD, Mode.SHARD_OPTIMIZER}
     if whole_mesh is not mesh and alone:
@@ -99,10 +103,11 @@ def apply_sharding(
         replicated.add(shard_weight(owned[name], dim, mesh))
     recomputed = recompute(model, sharding.recomputed, device)
     start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
-    shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit)
+    shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit, computation.output_dtype)
     # 4. Initialise what is still on meta, now in shards.
     if on_meta:
-        materialise(model, owned, mesh, device, offloaded=storage.offloaded)
+        initialise = computation.param_init_fn
+        materialise(model, owned, mesh, device, offloaded=storage.offloaded, param_init_fn=initialise)
     _check_unused(model, storage, backwards)
     # 5. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
@@ -117,6 +122,7 @@ def apply_sharding(
         reducer=_make_reducer(sharding, parameters, policy, group, lockstep),
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
+        inputs_dtype=policy.param_dtype if computation.cast_forward_inputs else None,
         backwards=backwards,
         recomputed=recomputed,
     )
@@ -136,11 +142,18 @@ def _make_reducer(
     return GradientReducer(replicated_units(sharding, parameters.replicated), policy.reduce_dtype, reduction)
 
 
-def _check_given(model: nn.Module, plan: Plan, stage: int, world_size: int, double_backward: bool) -> None:
+def _check_given(
+    model: nn.Module,
+    plan: Plan,
+    stage: int,
+    world_size: int,
+    double_backward: bool,
+    computation: Computation,
+) -> None:
     check_plan(model, plan, stage, world_size)
     if double_backward:
         check_double_backward(plan.stages[stage].sharding)
-    if is_on_meta(model):
+    if is_on_meta(model) and computation.param_init_fn is None:
         check_initialisers(model)
 
 
@@ -152,10 +165,11 @@ def _check_unused(model: nn.Module, storage: ParameterStorage, backwards: Backwa
         )
 
 
-def _policy(training: Training) -> MixedPrecisionPolicy:
+def _policy(training: Training, computation: Computation) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.param_dtype) if training.param_dtype else None,
         reduce_dtype=getattr(torch, training.reduce_dtype) if training.reduce_dtype else None,
+        cast_forward_inputs=computation.cast_forward_inputs,
     )
 
 

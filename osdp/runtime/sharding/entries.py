@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from osdp.nn.modules import keeps_dtype
 from osdp.runtime.module.outputs import free_of_views
 from osdp.runtime.sharding.unit_outputs import gather_for_gradients_of
 from osdp.torch_private.autograd import in_backward
@@ -63,7 +64,9 @@ class Entries:
         self._casting = {
             module
             for module in model.modules()
-            if param_dtype is not None and next(module.parameters(recurse=False), None) is not None
+            if param_dtype is not None
+            and next(module.parameters(recurse=False), None) is not None
+            and not keeps_dtype(module)
         }
         #: Whether calls inside a backward count as outermost too: it has ended except for users' hooks.
         self.open_in_backward = False

@@ -8,6 +8,7 @@ units run in the same order on all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def shard_units(
     policy: MixedPrecisionPolicy,
     replicated: set[nn.Parameter],
     before_unit: Callable[[Sequence[str]], None],
+    output_dtype: torch.dtype | None = None,
 ) -> None:
     """``fully_shard`` every sharded unit of ``plan``, inner units first and the root last.
 
@@ -61,6 +63,8 @@ def shard_units(
         policy: Mixed precision.
         replicated: Parameters that FSDP2 ignores.
         before_unit: Called with the parameter names of each unit before it is sharded.
+        output_dtype: Dtype that the model's outputs are cast to; those of units inside are left, so that
+            results do not depend on what the plan wraps.
     """
     for unit in wrap_order(plan.fsdp_units):
         before_unit(plan.parameters_of(unit))
@@ -68,7 +72,7 @@ def shard_units(
     root = next((unit for unit in plan.fsdp_units if unit.root), None)
     if root is not None:
         before_unit(plan.parameters_of(root))
-    _shard({"": model}, root, meshes, policy, replicated)
+    _shard({"": model}, root, meshes, replace(policy, output_dtype=output_dtype), replicated)
 
 
 def _shard(

@@ -75,7 +75,7 @@ class PlannedParameters:
                 entry, compute_dtype, mesh, by_exchange=storage.stepped_in_shards[name].by_exchange
             )
             if name in storage.stepped_in_shards
-            else ReplicatedParameter(entry, compute_dtype)
+            else ReplicatedParameter(entry, None if name in storage.in_own_dtype else compute_dtype)
             for name, entry in owned.items()
             if storage.is_replicated(name)
         )

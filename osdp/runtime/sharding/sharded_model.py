@@ -89,6 +89,7 @@ class ShardedModel:
         norm_group: dist.ProcessGroup,
         lockstep: Lockstep,
         recomputed: Sequence[Recomputed],
+        inputs_dtype: torch.dtype | None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -128,7 +129,7 @@ class ShardedModel:
             self._before_forward,
             self._after_forward,
             around=wrapped_around(model, self._sharded.units),
-            param_dtype=getattr(torch, plan.training.param_dtype) if plan.training.param_dtype else None,
+            param_dtype=inputs_dtype,
         )
         swapped = (*self._replicated, *self._in_slices.parameters)
         modules = {id(module): module for parameter in swapped for module, _ in parameter.owned.places}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from osdp.nn.modules import keeps_dtype
 from osdp.plan.sharding import Mode, Route, ShardingPlan
 from osdp.runtime.sharding.sliced import sharded_weights
 
@@ -20,23 +21,32 @@ class ParameterStorage:
         stepped_in_shards: Replicated parameters of which optimizers see a shard (``SHARD_OPTIMIZER``), each
             with the route of its gradient.
         offloaded: Sharded parameters that are kept in host memory.
+        in_own_dtype: Replicated parameters that are computed in their own dtype, whatever the plan's.
     """
 
     in_shards: dict[str, int]
     in_slices: dict[str, int]
     stepped_in_shards: dict[str, Route]
     offloaded: frozenset[str]
+    in_own_dtype: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, plan: ShardingPlan) -> "ParameterStorage":
-        """How ``model`` is stored under ``plan``, which fits it."""
+    def of(cls, model: nn.Module, plan: ShardingPlan, param_dtype: str | None) -> "ParameterStorage":
+        """How ``model`` is stored under ``plan``, which fits it, and computed in ``param_dtype``."""
         empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
+        own = frozenset(
+            f"{name}.{key}" if name else key
+            for name, module in model.named_modules()
+            if param_dtype is not None and keeps_dtype(module)
+            for key, _ in module.named_parameters(recurse=False)
+        )
+        whole = empty | own
         return cls(
             in_shards={
                 name: index
                 for index, unit in enumerate(plan.fsdp_units)
                 for name in plan.parameters_of(unit)
-                if name not in empty
+                if name not in whole
             },
             in_slices=sharded_weights(model, plan),
             stepped_in_shards={
@@ -44,11 +54,13 @@ class ParameterStorage:
                 for unit in plan.units
                 if unit.mode is Mode.SHARD_OPTIMIZER
                 for name in plan.parameters_of(unit)
-                if name not in empty
+                if name not in whole
             },
             offloaded=frozenset(
                 name for unit in plan.units if unit.offloaded for name in plan.parameters_of(unit)
-            ),
+            )
+            - whole,
+            in_own_dtype=own,
         )
 
     def is_replicated(self, name: str) -> bool:
