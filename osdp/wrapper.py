@@ -23,6 +23,7 @@ from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained, save_pretrained
 from osdp.runtime.computation import Computation
+from osdp.runtime.measured_steps import MeasuredSteps, MemoryReport
 from osdp.runtime.mesh import data_parallel_axis
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
@@ -91,6 +92,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     stage_links: StageLinks
     _applied: RunningModel
     _optimizer_check: OptimizerCheck
+    _measured: MeasuredSteps
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
@@ -160,7 +162,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         named = applied.model.named_parameters(remove_duplicate=False)
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
-        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored.values(), replaced)
+        measured = MeasuredSteps(applied.plan, device_of(applied.mesh))
+        self.__dict__["_measured"] = measured
+        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored.values(), replaced, measured)
         self.training = applied.model.training
 
     @property
@@ -239,6 +243,13 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "load with assign=False, which copies into them"
             )
         return self._applied.load_state_dict(state_dict, strict)
+
+    def memory_report(self) -> MemoryReport:
+        """Seconds of a step and memory of this rank, as measured and as planned.
+
+        Rank 0 logs it once after the first steps.
+        """
+        return self._measured.report()
 
     def load_pretrained(self, folder: "str | Path") -> None:
         """Read weights in the format of Hugging Face, each rank its own shards; every rank calls it.

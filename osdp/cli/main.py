@@ -7,6 +7,7 @@ Under torchrun (``torchrun --no-python osdp profile ...``), ``profile`` also mea
 processes.
 """
 
+import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -204,9 +205,30 @@ def plan(
 
 
 @app.command()
-def show(path: Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")]) -> None:
+def show(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")],
+    written_for: Annotated[
+        str | None,
+        typer.Option(
+            "--for", help="write it for another library instead: fully_shard (Python) or transformers (JSON)"
+        ),
+    ] = None,
+) -> None:
     """Print the plan saved in PLAN."""
-    typer.echo(Plan.load(path))
+    found = Plan.load(path)
+    if written_for is None:
+        typer.echo(found)
+        return
+    from osdp.integrations.plan_export import to_fully_shard, to_transformers
+
+    writers = {"fully_shard": to_fully_shard, "transformers": to_transformers}
+    if written_for not in writers:
+        raise ValueError(f"--for {written_for}: there are {', '.join(writers)}")
+    exported = writers[written_for](found)
+    text = exported.content
+    typer.echo(text if isinstance(text, str) else json.dumps(text, indent=2))
+    for line in exported.lost:
+        typer.echo(f"lost: {line}", err=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ Start at :mod:`osdp.integrations.huggingface`.
 - ``accelerate``: Accelerate's Accelerator
 - ``lightning``: strategies of Lightning's Trainer and Fabric
 - ``fsdp_arguments``: the arguments of FSDP and ``fully_shard``
+- ``plan_export``: a plan for people who stay with FSDP2, transformers or Accelerate
 - ``fairscale``: ``wrap`` and ``auto_wrap`` mark units of decision
 - ``auto_wrap``: auto-wrap policies of torch and fairscale
 - ``paper_options``: ``gen_fsdp_args``, by the names of the OSDP paper's code

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from osdp.errors import NoGradientError, PlanMismatchError
 from osdp.model.training import Training, unsupported_step
+from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.running import RunningModel
 
@@ -34,6 +35,7 @@ class OptimizerCheck:
         running: The model under its plan.
         parameters: Its parameters as optimizers see them.
         replaced: The parameters that the model had before it was wrapped.
+        measured: Notes the steps.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class OptimizerCheck:
         running: RunningModel,
         parameters: Iterable[nn.Parameter],
         replaced: Replaced,
+        measured: MeasuredSteps,
     ) -> None:
         self._running = running
+        self._measured = measured
         self._replaced = replaced
         # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
         self._parameters = {id(p): p for p in parameters}
@@ -72,6 +76,7 @@ class OptimizerCheck:
         if self._is_over_mine(optimizer):
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._running.after_step({id(p) for p in parameters if p.grad is not None})
+            self._measured.note(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._replaced.exchange_in(optimizer, self._running.computing())

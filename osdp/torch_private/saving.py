@@ -12,8 +12,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 
 @contextmanager
@@ -23,6 +25,15 @@ def in_one_process() -> Iterator[None]:
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
         yield
+
+
+def put_entry(planner: DefaultLoadPlanner, item: ReadItem, value: Any) -> None:
+    """Give what is no tensor to the state dict that ``planner`` loads, as its own ``load_bytes`` does."""
+    name = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], value)
+    else:
+        planner.state_dict[name] = value
 
 
 def with_file_prefix(plan: SavePlan, prefix: str) -> SavePlan:

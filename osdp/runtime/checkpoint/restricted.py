@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from osdp.torch_private.saving import put_entry
+
 #: Whatever these modules define as a plain class of data.
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _METADATA_CLASSES = {
@@ -75,20 +77,36 @@ class RestrictedReader(FileSystemReader):
 class RestrictedPlanner(DefaultLoadPlanner):
     """Loads what is no tensor without running any code in it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: Values that cannot change, by their bytes: each parameter has the options of its group.
+        self._seen: dict[bytes, Any] = {}
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take over the value of an entry.
 
         Raises:
             ValueError: It is of a type that only code can make.
         """
+        content = value.getvalue()
+        if content not in self._seen:
+            plain = self._plain(read_item.dest_index.fqn, value)
+            if not _is_fixed(plain):
+                put_entry(self, read_item, plain)
+                return
+            self._seen[content] = plain
+        put_entry(self, read_item, self._seen[content])
+
+    def _plain(self, name: str, value: io.BytesIO) -> Any:
         try:
-            plain = torch.load(value, weights_only=True)
+            return torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
             what = f"names {named[1]}" if named else "cannot be read"
-            raise ValueError(f"{read_item.dest_index.fqn} is not plain data: it {what}") from error
-        # Torch's own planner unpickles without restrictions: it is given what was read, not the file's bytes.
-        again = io.BytesIO()
-        torch.save(plain, again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
+            raise ValueError(f"{name} is not plain data: it {what}") from error
+
+
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,114 @@
+"""What the steps of a training take, beside what the plan predicts."""
+
+import logging
+import resource
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from osdp.plan.plan import Plan
+from osdp.text import format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Steps that may make what is made once, and those after them whose times are told.
+_FIRST, _TOLD = 2, 5
+#: Steps whose times are kept.
+_KEPT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Measured and predicted time and memory of a rank.
+
+    Attributes:
+        step_seconds: Median of the latest steps, from one optimizer step to the next; ``None`` before there
+            are some.
+        predicted_step_seconds: The same as planned.
+        peak_bytes: Most bytes that the device's allocator had given out at once; ``None`` on CPUs, whose
+            allocator does not count.
+        reserved_bytes: Most bytes that it had taken from the device.
+        resident_bytes: Most memory that the process had in RAM, all its libraries among it.
+        predicted_peak_bytes: The plan's peak, above what was there before the model was wrapped.
+        memory_limit: The limit that was planned for.
+    """
+
+    step_seconds: float | None
+    predicted_step_seconds: float
+    peak_bytes: int | None
+    reserved_bytes: int | None
+    resident_bytes: int
+    predicted_peak_bytes: int
+    memory_limit: int
+
+    def __str__(self) -> str:
+        seconds = (
+            "no step yet" if self.step_seconds is None else f"{format_seconds(self.step_seconds)} a step"
+        )
+        memory = (
+            f"{format_bytes(self.resident_bytes)} of RAM in the process"
+            if self.peak_bytes is None or self.reserved_bytes is None
+            else f"a peak of {format_bytes(self.peak_bytes)} ({format_bytes(self.reserved_bytes)} reserved)"
+        )
+        return (
+            f"{seconds} (planned: {format_seconds(self.predicted_step_seconds)}), {memory} (planned: "
+            f"{format_bytes(self.predicted_peak_bytes)} for the model, of a limit of "
+            f"{format_bytes(self.memory_limit)})"
+        )
+
+
+class MeasuredSteps:
+    """Times the steps of a model, and reads its memory.
+
+    Args:
+        plan: Its plan.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._plan, self._device, self._clock = plan, device, clock
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        self._last: float | None = None
+        self._count = 0
+        self._optimizer: weakref.ref[Optimizer] | None = None
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` has stepped; of several the first one marks the steps."""
+        if self._optimizer is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return
+        now = self._clock()
+        self._count += 1
+        if self._last is not None and self._count > _FIRST:
+            self._seconds.append(now - self._last)
+        self._last = now
+        if self._count == _FIRST + _TOLD and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.info("%s", self.report())
+
+    def report(self) -> MemoryReport:
+        """What was measured so far."""
+        counts = self._device.type == "cuda"
+        # In KiB on Linux, in bytes on macOS.
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
+        return MemoryReport(
+            step_seconds=median(self._seconds) if self._seconds else None,
+            predicted_step_seconds=self._plan.predicted.step_seconds,
+            peak_bytes=torch.cuda.max_memory_allocated(self._device) if counts else None,
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counts else None,
+            resident_bytes=resident,
+            predicted_peak_bytes=self._plan.predicted.peak_bytes,
+            memory_limit=self._plan.memory_limit,
+        )
