@@ -61,6 +61,7 @@ def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: s
             "load": _timed(lambda: checkpoint.load(ours, wrapped, optimizer)),
             "load by hand": _timed(lambda: load_by_hand(theirs, wrapped, optimizer)),
         }
+        _removed(ours, theirs)
         start = time.perf_counter()
         saving = checkpoint.save_async(ours, wrapped, optimizer)
         took["stall"] = time.perf_counter() - start
@@ -69,9 +70,8 @@ def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: s
         for name, value in took.items():
             # The first turn makes what is made once.
             seconds.setdefault(name, []).extend([value] if turn else [])
-        if dist.get_rank() == 0:
-            shutil.rmtree(theirs)
-        dist.barrier()
+        if turn < ROUNDS:
+            _removed(ours)
     unit = _largest_unit(wrapped.plan)
     live = LiveBytes()
     return {
@@ -81,6 +81,15 @@ def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: s
         "save_peak": _peak(live, lambda: checkpoint.save(ours, wrapped, optimizer)),
         "load_peak": _peak(live, lambda: checkpoint.load(ours, wrapped, optimizer)),
     }
+
+
+def _removed(*folders: str) -> None:
+    """Neither way finds an old checkpoint, which ours would remove once the new one is there."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for folder in folders:
+            shutil.rmtree(folder)
+    dist.barrier()
 
 
 def _timed(run: Callable[[], object]) -> float:
