@@ -1,7 +1,8 @@
 """Claim: checkpoints cost what torch's do, open under any layout to the last bit, and miss no change.
 
 Seconds of saving, loading and of the stall of a save in the background, on two ranks, in turns with
-torch's distributed checkpoint by hand, files synced on both sides; live bytes above those of training, in
+torch's distributed checkpoint by hand, files synced on both sides, and read from disk as after a restart,
+or from the system's cache; live bytes above those of training, in
 units of the plan. Each checkpoint of eleven layouts (plans, ranks, stages, tensor parallelism) is loaded
 under each other one. In a small checkpoint a thousand bits are changed or bytes lost, one at a time.
 
@@ -45,6 +46,7 @@ def cost_row(case: str, plan: str) -> Row:
         **found,
         "save_ratio": seconds["save"] / seconds["save by hand"],
         "load_ratio": seconds["load"] / seconds["load by hand"],
+        "cached_load_ratio": seconds["cached load"] / seconds["cached load by hand"],
         "stall_ratio": seconds["stall"] / seconds["save"],
         "save_peak_units": found["save_peak"] / found["unit_bytes"],
         "load_peak_units": found["load_peak"] / found["unit_bytes"],
@@ -108,6 +110,7 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
     return {
         "save_ratio": over("save_ratio", median),
         "load_ratio": over("load_ratio", median),
+        "cached_load_ratio": over("cached_load_ratio", median),
         "async_stall_ratio": over("stall_ratio", median),
         "save_peak_over_training_units": over("save_peak_units", max),
         "load_peak_over_shard_units": over("load_peak_units", max),
@@ -120,8 +123,17 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("checkpoint", __doc__, arguments))
-    columns = ["", "save", "load", "stall", "save peak", "load peak", "equal", ""]
-    keys = ("save_ratio", "load_ratio", "stall_ratio", "save_peak_units", "load_peak_units", "equal", "error")
+    columns = ["", "save", "load", "cached", "stall", "save peak", "load peak", "equal", ""]
+    keys = (
+        "save_ratio",
+        "load_ratio",
+        "cached_load_ratio",
+        "stall_ratio",
+        "save_peak_units",
+        "load_peak_units",
+        "equal",
+        "error",
+    )
     cells = ([row["name"], *(row.get(key) for key in keys)] for row in result.rows)
     harness.table("checkpoints beside torch's own, and what they open under", columns, cells)
     return harness.finish(result)

@@ -3,12 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from osdp.comm.groups import device_of
 from osdp.integrations import fsdp_arguments
@@ -27,6 +28,7 @@ from osdp.runtime.measured_steps import MeasuredSteps, MemoryReport
 from osdp.runtime.mesh import data_parallel_axis
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
+from osdp.runtime.module.plain_states import laid_out_like
 from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.running import RunningModel
@@ -243,6 +245,38 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "load with assign=False, which copies into them"
             )
         return self._applied.load_state_dict(state_dict, strict)
+
+    @contextmanager
+    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
+        """Inside, modules hold whole plain parameters, to look at or to change; all ranks call it.
+
+        ``OSDP.summon_full_params(model)`` as well as ``model.summon_full_params()``. Forwards are not for
+        inside. Every rank holds the whole model meanwhile.
+
+        Args:
+            writeback: Whether changes are kept; they must be the same on all ranks.
+
+        Raises:
+            RuntimeError: The model is cut into stages.
+        """
+        applied = self._applied.sharded
+        applied.settle()
+        whole = {}
+        for parameter in applied.parameters:
+            stored = parameter.stored.detach()
+            value = stored.full_tensor() if isinstance(stored, DTensor) else stored
+            whole[parameter.name] = nn.Parameter(value.clone(), requires_grad=parameter.stored.requires_grad)
+        for parameter in applied.parameters:
+            parameter.owned.register(whole[parameter.name])
+        try:
+            yield
+        finally:
+            for parameter in applied.parameters:
+                changed = whole[parameter.name].detach()
+                parameter.owned.register(parameter.stored)
+                if writeback:
+                    with torch.no_grad():
+                        parameter.stored.copy_(laid_out_like(parameter.stored, changed))
 
     def memory_report(self) -> MemoryReport:
         """Seconds of a step and memory of this rank, as measured and as planned.

@@ -271,3 +271,29 @@ def _marked() -> None:
 
 def test_fairscales_options_are_taken_inside_enable_wrap() -> None:
     run(2, _marked)
+
+
+def _summoned() -> None:
+    x = torch.ones(1, 4)
+    for mode in ("NO_SHARD", "FULL_SHARD", "SHARD_OPTIMIZER"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+        wrapped = OSDP(model, plan=plan_by_hand(model, Mode(mode), 2))
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+        wrapped(x).sum().backward()
+        optimizer.step()
+        with wrapped.summon_full_params(writeback=False):
+            assert type(model[0].weight) is nn.Parameter and model[0].weight.shape == (5, 4)
+            nn.init.zeros_(model[0].weight)
+        assert wrapped(x).abs().sum() > 0
+        with OSDP.summon_full_params(wrapped):
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+        assert torch.equal(wrapped(x), torch.full((1, 2), 26.0))
+        assert [id(p) for p in wrapped.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
+        wrapped(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(wrapped(x), torch.full((1, 2), 26.0))
+
+
+def test_whole_parameters_are_there_to_look_at_and_to_change() -> None:
+    run(2, _summoned)

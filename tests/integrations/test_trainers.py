@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from benchmarks.support.trainers.problem import STEPS, Sentences, planned
+from benchmarks.support.trainers.problem import STEPS, Sentences, plain_model, planned
 from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
 from osdp.integrations.accelerate import OSDPAccelerator
@@ -87,6 +87,36 @@ def test_the_trainer_evaluates_generates_and_exports(tmp_path: Path) -> None:
     plain.eval()
     tokens = plain.generate(Sentences()[0]["input_ids"][None, :4], max_new_tokens=4, do_sample=False)
     assert torch.equal(tokens, first["tokens"])
+
+
+@as_under_torchrun()
+def adapters_trained(folder: str) -> torch.Tensor:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(plain_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = planned("mixed", adapted)
+    arguments = arguments_of(folder, save_steps=2, per_device_train_batch_size=2, learning_rate=0.1)
+    trainer = OSDPTrainer(model=model, args=arguments, train_dataset=Sentences())
+    trainer.train()
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(Sentences()[0]["input_ids"][None]).logits
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_the_trainer_saves_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    logits = run(2, adapters_trained, str(tmp_path), fresh=True)[0]
+    folder = tmp_path / "checkpoint-2"
+    assert (folder / "adapter_model.safetensors").exists() and not list(folder.glob("model*"))
+    model = PeftModel.from_pretrained(plain_model(), str(folder)).eval()
+    with torch.no_grad():
+        found = model(Sentences()[0]["input_ids"][None]).logits
+        plain = plain_model().eval()(Sentences()[0]["input_ids"][None]).logits
+    assert torch.allclose(found, logits, atol=1e-5) and not torch.allclose(found, plain, atol=1e-3)
 
 
 @as_under_torchrun()
