@@ -126,15 +126,16 @@ def trains_on_another_batch() -> list[str]:
         hooks = len(model.module._forward_pre_hooks)
         with torch.no_grad():
             model(tokens(0, 64, 6))  # evaluation keeps nothing for a backward
-        for _ in range(2):
-            model(batch=tokens(dist.get_rank(), 16, 6)).backward()
+        # Not the first one alone: the last shards of a data set may have longer batches.
+        for samples in (2, 16, 16):
+            model(batch=tokens(dist.get_rank(), samples, 6)).backward()
         after = len(model.module._forward_pre_hooks)
-        assert after == hooks - (dist.get_rank() == 0), "a step pays for nothing"
+        assert after == hooks - (dist.get_rank() == 0), "once is enough"
     return records.messages
 
 
-def test_a_first_batch_beyond_the_planned_is_told_of_once() -> None:
+def test_a_batch_beyond_the_planned_is_told_of_once() -> None:
     told, silent = run(2, trains_on_another_batch)
     assert len(told) == 1 and silent == []
-    assert "first batch has 16 samples" in told[0] and "local batch of 2" in told[0]
+    assert "a batch has 16 samples" in told[0] and "local batch of 2" in told[0]
     assert "Training(local_batch=16)" in told[0]

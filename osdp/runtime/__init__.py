@@ -11,7 +11,7 @@ Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plan
 - ``steps``: training, evaluation and inference steps, for whole models and stages alike
 - ``microbatch``: a batch as arguments of a forward, and its parts
 - ``computation``: how a model computes, where that is no part of the plan
-- ``first_batch``: a warning if the first batch is larger than planned for
+- ``batch_watch``: a warning if a batch is larger than planned for
 - ``measured_steps``: what steps take, beside what was predicted
 - ``losses``: losses as sums with counts
 - ``clip``: clipping by the norm of all gradients

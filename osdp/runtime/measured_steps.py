@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Steps that may make what is made once, and those after them whose times are told.
 _FIRST, _TOLD = 2, 5
+#: From how many times the planned seconds on a step leaves the plan's ground.
+_FAR = 1.5
 #: Steps whose times are kept.
 _KEPT = 50
 
@@ -94,7 +96,17 @@ class MeasuredSteps:
             self._seconds.append(now - self._last)
         self._last = now
         if self._count == _FIRST + _TOLD and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.info("%s", self.report())
+            found = self.report()
+            far = median(self._seconds) > _FAR * found.predicted_step_seconds and self._plan.measured_profile
+            logger.log(
+                logging.WARNING if far else logging.INFO,
+                "%s%s",
+                found,
+                ". Steps take far longer than the plan says, so that another may be faster: something else "
+                "uses the machine, the loop does more than the model, or the batch is another"
+                if far
+                else "",
+            )
 
     def report(self) -> MemoryReport:
         """What was measured so far."""

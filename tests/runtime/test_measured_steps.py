@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,21 @@ def test_the_first_steps_do_not_count_and_the_rest_are_told_once(caplog: pytest.
         r"100(\.0)? ms a step \(planned: 1(\.00)? s\), .* of RAM in the process \(planned: 1 B", message
     )
     assert found.peak_bytes is None and found.resident_bytes > 2**20
+
+
+def test_steps_that_take_far_longer_than_planned_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    plan = replace(plan_by_hand(nn.Linear(2, 2), Mode.NO_SHARD, 1), measured_profile=True)
+    for seconds, level in ((1.2, logging.INFO), (1.8, logging.WARNING)):
+        times = iter(number * seconds for number in range(100))
+        found = MeasuredSteps(plan, torch.device("cpu"), lambda times=times: next(times))  # type: ignore[misc]
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger=measured_steps.__name__):
+            for _ in range(10):
+                found.note(optimizer)
+        (record,) = caplog.records
+        assert record.levelno == level
+        assert ("far longer than the plan says" in record.message) == (level == logging.WARNING)
 
 
 def trained() -> None:
