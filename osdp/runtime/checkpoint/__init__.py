@@ -10,6 +10,7 @@ Start at :func:`save` and :func:`load`.
 - ``manifest``: sizes and checksums of its files
 - ``restricted``: reading without running what a file says
 - ``match``: whether a checkpoint is one of this model and optimizer
+- ``optimizer_options``: an optimizer's options, in groups
 - ``pretrained``: folders of Hugging Face, written and read by shards
 - ``export``: a checkpoint as a file or folder that others open
 - ``whole_states``: a state dict of one rank into a model of all ranks

@@ -13,7 +13,9 @@ from osdp.runtime.ranks.shared_faults import raise_together
 _LISTED = 5
 
 
-def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], path: str) -> None:
+def require_same(
+    metadata: Metadata, state: Mapping[str, Mapping[str, Any]], path: str, options: Mapping[str, Any]
+) -> None:
     """Raise for a checkpoint with other names or shapes; every rank calls it.
 
     Optimizer states of parameters that this optimizer does not have may stay unread, so that parameters can
@@ -23,6 +25,7 @@ def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], pat
         metadata: The metadata of the checkpoint.
         state: The result of :func:`osdp.runtime.checkpoint.train_state`; each rank has its stages' names.
         path: The checkpoint, for messages.
+        options: Options of the optimizer that the checkpoint has in groups, by the names in ``state``.
 
     Raises:
         ValueError: Names or shapes differ; lists the differences.
@@ -30,6 +33,7 @@ def require_same(metadata: Metadata, state: Mapping[str, Mapping[str, Any]], pat
     own = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
     saved = metadata.state_dict_metadata
     known = {prefix for name in saved for prefix in _prefixes(name)}
+    known |= {f"optimizer.{name}" for name in options}
     stray = [name for name in saved if _concerns(name, own) and not own.keys() & _prefixes(name)]
     # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*map(set, gather_objects(stray)))

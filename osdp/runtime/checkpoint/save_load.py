@@ -30,6 +30,7 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
 from osdp.runtime.checkpoint.kept import Kept, KeptState
 from osdp.runtime.checkpoint.match import require_same
+from osdp.runtime.checkpoint.optimizer_options import are_in_groups, in_groups, read_options, without_options
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
@@ -149,7 +150,7 @@ def save(
     kept = KeptState.of(scheduler, step, rng, data, extra)
     new = NewCheckpoint(folder)
     with _fresh_again(optimizer):
-        _write(new, _state(model, optimizer), kept)
+        _write(new, _stored(model, optimizer), kept)
     remove_older_steps(path, keep_last)
 
 
@@ -182,7 +183,7 @@ def save_async(
         options.get("scheduler"), step, options.get("rng", False), options.get("data"), options.get("extra")
     )
     with _fresh_again(optimizer):
-        state = _state(model, optimizer)
+        state = _stored(model, optimizer)
         check_room_for_copy(model, state)
         new = NewCheckpoint(folder)
         copied = copy_of(state)
@@ -251,10 +252,17 @@ def load(
     is_fresh = optimizer is not None and not optimizer.state
     try:
         state = _state(model, optimizer)
-        require_same(contents.metadata, state, str(folder))
+        options: State = {}
+        if optimizer is not None and are_in_groups(contents.metadata):
+            options = read_options(folder, contents.metadata)
+        require_same(contents.metadata, state, str(folder), options)
+        read = without_options(state) if options else state
         with in_one_process():
             reader = RestrictedReader(folder, contents.metadata)
-            state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
+            state_dict_loader.load(read, storage_reader=reader, planner=RestrictedPlanner())
+        if options:
+            mine = {name: options[name] for name in state["optimizer"] if name in options}
+            state = {**read, "optimizer": {**read["optimizer"], **mine}}
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if is_fresh and optimizer is not None:
             optimizer.state.clear()
@@ -283,6 +291,10 @@ def verify(path: str | Path) -> None:
             f"{folder} has no manifest: it was not saved by osdp.runtime.checkpoint.save, and only the sizes "
             "of its files could be checked"
         )
+
+
+def _stored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+    return in_groups(_state(model, optimizer), in_stages=_links(model).stage_group is not None)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:

@@ -1,0 +1,94 @@
+"""An optimizer's options in a checkpoint: a list of groups, as ``torch.distributed.checkpoint`` stores them.
+
+:func:`osdp.runtime.checkpoint.train_state` has the options of each parameter, so that each stage has its own:
+``param_groups.<parameter>.lr``. Stored like that, a model of 150 parameters has some 1,500 entries, and
+reading their metadata takes longer than reading their tensors. Here parameters with the same options share
+a group, whose entries are ``param_groups.<number>.lr`` and ``param_groups.<number>.params``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from osdp.comm.objects import gather_objects
+from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
+from osdp.torch_private.saving import in_one_process
+
+_OPTIONS = "param_groups."
+_STORED = f"optimizer.{_OPTIONS}"
+
+Group = dict[str, Any]
+
+
+def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
+    """``state`` with the options of its parameters in groups; every rank calls it.
+
+    Args:
+        state: The result of :func:`osdp.runtime.checkpoint.train_state`.
+        in_stages: Whether ranks have different parameters.
+    """
+    if "optimizer" not in state:
+        return state
+    tensors, options = _split(state["optimizer"])
+    if any(isinstance(value, torch.Tensor) for values in options.values() for value in values.values()):
+        return state  # tensors, such as a learning rate on a GPU, are not to be compared
+    groups: list[Group] = []
+    for mine in gather_objects(options) if in_stages else [options]:
+        for name, values in mine.items():
+            group = next((group for group in groups if group == values | {"params": group["params"]}), None)
+            if group is None:
+                group = {**values, "params": []}
+                groups.append(group)
+            if name not in group["params"]:
+                group["params"].append(name)
+    return {**state, "optimizer": {**tensors, "param_groups": groups}}
+
+
+def are_in_groups(metadata: Metadata) -> bool:
+    """Whether a checkpoint has options in groups."""
+    return f"{_STORED}0.params" in metadata.state_dict_metadata
+
+
+def read_options(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The options in groups as ``param_groups.<parameter>.lr``, for each parameter; every rank calls it."""
+    numbered = [
+        name.removeprefix(_STORED).partition(".")
+        for name in metadata.state_dict_metadata
+        if name.startswith(_STORED)
+    ]
+    groups: list[Group] = [{} for _ in {number for number, _, _ in numbered}]
+    for number, _, option in numbered:
+        groups[int(number)][option] = 0
+    state = {"optimizer": {"param_groups": groups}}
+    with in_one_process():
+        reader = RestrictedReader(folder, metadata)
+        state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
+    return {
+        f"{_OPTIONS}{name}.{option}": value
+        for group in groups
+        for name in group["params"]
+        for option, value in group.items()
+        if option != "params"
+    }
+
+
+def without_options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` without the options of its parameters."""
+    return {**state, "optimizer": _split(state["optimizer"])[0]}
+
+
+def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Group]]:
+    """The tensors of an optimizer's flat state dict, and the options of each parameter."""
+    tensors: dict[str, Any] = {}
+    options: dict[str, Group] = {}
+    for key, value in flat.items():
+        if not key.startswith(_OPTIONS):
+            tensors[key] = value
+            continue
+        name, _, option = key.removeprefix(_OPTIONS).rpartition(".")
+        options.setdefault(name, {})[option] = value
+    return tensors, options
