@@ -146,7 +146,7 @@ def two_groups(net: nn.Module) -> list[dict[str, Any]]:
 
 
 def test_options_are_stored_by_group_as_torch_stores_them(tmp_path: Path) -> None:
-    # An entry for each parameter and option made checkpoints of many small parameters twice as slow as torch's.
+    # An entry for each parameter and option made checkpoints of small parameters twice as slow as torch's.
     run(2, save_two_groups, str(tmp_path))
     entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert sum(".params" in name for name in entries) == 2
