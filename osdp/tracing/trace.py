@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSpec, TensorSpec, Work
 from osdp.model.fqn import is_compiled_as_one
@@ -100,6 +101,7 @@ def describe(
         loss_fn: As there.
         atoms: As there.
     """
+    _check_whole(model)
     check_embeddings(model)
     batch = SampleBatch.of(sample_inputs)
     # 1. Two fake runs. Constants of the model that are neither parameters nor buffers stay real tensors,
@@ -133,6 +135,15 @@ def describe(
         modules=trace.modules,
     )
     return _with_dropped(desc, trace, double or trace)
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: parallelize_module or fully_shard has split the model already. "
+                "Describe and wrap the plain model; tp= splits its matrices over tensor-parallel ranks"
+            )
 
 
 def _with_dropped(desc: ModelDesc, trace: _Trace, double: _Trace) -> ModelDesc:

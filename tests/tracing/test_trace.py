@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +20,7 @@ from osdp.model.description import ModelDesc
 from osdp.report.graph import graph
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
+from tests.helpers.distributed import run
 
 
 class Layer(nn.Module):
@@ -453,3 +456,16 @@ def test_bad_input_gets_one_clear_error(
 ) -> None:
     with pytest.raises(error, match=message):
         work()
+
+
+def test_a_model_that_parallelize_module_has_split_is_refused_with_the_way_to_split_it() -> None:
+    # It was said to reject the sample batch, with a message of DTensor's about mixed operands.
+    run(2, describe_split_model)
+
+
+def describe_split_model() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"0\.weight is a DTensor: parallelize_module .* tp= splits"):
+        ModelDesc.from_module(model, torch.randn(2, 8))

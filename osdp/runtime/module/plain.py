@@ -69,7 +69,10 @@ def check_plain(model: nn.Module) -> None:
     tensor_parallel = {id(parameter) for parameter in sharded_parameters(model)}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in tensor_parallel:
-            raise ValueError(f"the model is wrapped already: {name} is a DTensor; wrap the plain model once")
+            raise ValueError(
+                f"the model is wrapped already: {name} is a DTensor, as parallelize_module or fully_shard makes "
+                "it; wrap the plain model once, and pass tp= for tensor parallelism"
+            )
 
 
 def _fault(where: str, module: nn.Module) -> str | None:
