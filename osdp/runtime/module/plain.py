@@ -70,8 +70,8 @@ def check_plain(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in tensor_parallel:
             raise ValueError(
-                f"the model is wrapped already: {name} is a DTensor, as parallelize_module or fully_shard makes "
-                "it; wrap the plain model once, and pass tp= for tensor parallelism"
+                f"the model is wrapped already: {name} is a DTensor, by parallelize_module "
+                "or fully_shard; wrap the plain model once, and pass tp= for tensor parallelism"
             )
 
 
