@@ -53,7 +53,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["osdp", "osdp.*"]),
-    package_data={"osdp": ["py.typed", "cluster/*.json"]},
+    package_data={"osdp": ["py.typed", "cluster/*.json", "report/html/page.*s"]},
     # Torch has an upper bound since private parts of it are used; each new version is tried first.
     install_requires=["torch>=2.11,<2.14", "numpy", "networkx>=3", "fairscale>=0.4.13"],
     extras_require={

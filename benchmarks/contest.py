@@ -16,6 +16,7 @@ It takes hours; with ``--resume`` it goes on where an earlier run was ended.
 import gc
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,9 @@ MICROBATCHES = (1, 2, 4)
 
 FINALISTS = 3
 #: Rounds between two looks at the intervals, and the most of them.
-ROUNDS, MOST_ROUNDS = 12, 60
+ROUNDS, MOST_ROUNDS = 10, 60
+#: Seconds after which no further rounds begin: on slow networks a step takes seconds, and varies little.
+ENOUGH = 150
 #: Half the width of an interval, relative to its middle, that is narrow enough.
 NARROW = 0.03
 LOSS_TOLERANCE = 1e-3
@@ -236,18 +239,19 @@ def _turns(
         losses[name] = steps[name](done[name])
         done[name] += 1
 
-    go_on = torch.ones(1)
+    go_on, begin = torch.ones(1), time.monotonic()
     while bool(go_on):
         found = alternate(
             {name: (lambda name=name: run(name)) for name in steps},
             rounds=ROUNDS,
-            warmup=0 if seconds[next(iter(steps))] else 2,
+            warmup=0 if seconds[next(iter(steps))] else 1,
             synchronize=dist.barrier,
         )
         for name, values in found.items():
             seconds[name] += values
         wide = any(not is_narrow(ratio) for ratio in _ratios(rows, seconds))
-        go_on.fill_(float(wide and len(next(iter(seconds.values()))) < most_rounds))
+        rounds, enough = len(next(iter(seconds.values()))), time.monotonic() - begin > ENOUGH
+        go_on.fill_(float(wide and rounds < most_rounds and not enough))
         dist.broadcast(go_on, 0)
     return seconds, {name: mean_loss(loss) for name, loss in losses.items()}, next(iter(done.values()))
 

@@ -32,8 +32,8 @@ from benchmarks.support.models import Case, bert, gpt2, llama
 from osdp import DeviceInfo, Link, ModelDesc, Training
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES
+from osdp.plan.search_options import SHARDING, SLICES, SearchOptions
 from osdp.profiler.roofline import estimate
-from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.solve import min_peak, solve
 from osdp.text import format_bytes
 

@@ -40,11 +40,11 @@ from osdp.integrations.huggingface.decoder_stage import decoder_stage
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import make_schedule
+from osdp.plan.search_options import SearchOptions
 from osdp.profiler.links.axis_links import measure_stage_link
 from osdp.profiler.roofline import estimate
 from osdp.profiler.token_latency import measure_token_latency
 from osdp.runtime.mesh import parallel_mesh
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.search.token_slices.planner import TokenSliceProblem, solve_tokens

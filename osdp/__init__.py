@@ -24,6 +24,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``profiler``: devices, links and models, measured
 - ``cost``: what a plan costs
 - ``search``: which plan is best
+- ``explain``: why a plan is as it is, and what another setting would bring
 - ``runtime``: runs a plan
 - ``cluster``: the planner before there is a cluster
 - ``report``: tables and graphs

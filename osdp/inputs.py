@@ -22,6 +22,7 @@ from osdp.options import PlanOptions
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.schedule import split_backward_refused
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache
@@ -34,7 +35,6 @@ from osdp.profiler.segments import default_device
 from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
-from osdp.search.options import SearchOptions
 from osdp.tracing.fake_copy import copy_without_weights, on_meta
 from osdp.tracing.loss import RecordingLoss
 from osdp.tracing.sample_batch import SampleBatch

@@ -17,9 +17,9 @@ import torch
 
 from osdp.hardware.profile import Profile
 from osdp.plan.dims import ParallelDims
+from osdp.plan.search_options import SLICES
 from osdp.plan.sharding import Mode
 from osdp.profiler.cache import DEFAULT_CACHE_DIR
-from osdp.search.options import SLICES
 
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 

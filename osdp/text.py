@@ -11,6 +11,7 @@ _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES = {name.lower(): factor for name, factor in (_BINARY | _DECIMAL).items()}
 _LARGEST = 2**63
+_RATE = re.compile(r"\s*([0-9.eE+]+)\s*([KMGT])(B|bit)/s\s*")
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -48,6 +49,26 @@ def parse_bytes(text: str | int | float) -> int:
     if size <= 0:
         raise ValueError(f"a size must be positive, got {text!r}")
     return size
+
+
+def parse_rate(text: str) -> float:
+    """Parse the speed of a link, such as ``"40 Gbit/s"`` or ``"32 GB/s"``, into bytes per second.
+
+    Raises:
+        ValueError: It cannot be read, or is not positive.
+
+    >>> parse_rate("40 Gbit/s"), parse_rate("32GB/s")
+    (5000000000.0, 32000000000.0)
+    """
+    match = _RATE.fullmatch(str(text))
+    try:
+        amount = float(match[1]) if match else 0.0
+    except ValueError:
+        amount = 0.0
+    if match is None or not 0 < amount < 1e30:
+        raise ValueError(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {str(text)[:100]!r}")
+    bits = 8 if match[3] == "bit" else 1
+    return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
 
 
 def format_bytes(size: int | float) -> str:

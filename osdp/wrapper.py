@@ -19,12 +19,13 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.nn.embeddings import check_embeddings
 from osdp.options import PlanOptions, check_known, complete, lists_options
+from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained, save_pretrained
 from osdp.runtime.computation import Computation
-from osdp.runtime.measured_steps import MeasuredSteps, MemoryReport
+from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.mesh import data_parallel_axis
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain

@@ -17,7 +17,9 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc
 from osdp.model.training import OPTIMIZERS, Training
+from osdp.plan.basis import Basis
 from osdp.plan.plan import PLAN_VERSION, Plan, StagePlan
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Decision, Mode, ShardingPlan, Unit
 from osdp.plan.token_slices import TokenSlices
 
@@ -140,9 +142,20 @@ def stages(draw: st.DrawFn) -> tuple[StagePlan, ...]:
     )
 
 
+#: The smallest that there is: its parts have tests of their own.
+BASIS = Basis(
+    ModelDesc("Empty", (), (), 1, False, (), (), ()),
+    DeviceInfo(memory_limit=1),
+    (Training(local_batch=1),),
+    (Profile("cpu", 1, (), OptimizerProfile(0.0, 0.0, 0.0), 0, False, ""),),
+    SearchOptions(),
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     given = {"training": trainings(), "stages": stages(), "pp": st.just(1), "tensor": st.none()}
+    given["basis"] = st.sampled_from([None, BASIS])
     given |= {"token_slices": st.one_of(st.none(), st.builds(TokenSlices, st.just((3, 2))))}
     hints = typing.get_type_hints(Plan)
     return Plan(

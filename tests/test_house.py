@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "allocator": (set(), set()),
     "model": (BASE, set()),
     "hardware": (BASE, set()),
-    "plan": (BASE | {"model"}, set()),
+    "plan": (BASE | {"model", "hardware"}, set()),
     "torch_private": (set(), {"torch"}),
     "comm": ({"plan", "torch_private"}, {"torch"}),
     "nn": ({"errors", "plan", "torch_private", "comm"}, {"torch", "numpy"}),
@@ -38,9 +38,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "profiler": (SHARED | {"hardware", "tracing"}, {"torch", "tqdm"}),
     "cost": (VALUES | {"arrays"}, {"numpy"}),
     "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
+    "explain": (VALUES | {"arrays", "cost", "search", "profiler"}, {"numpy"}),
     "runtime": (SHARED, {"torch", "safetensors"}),
     "cluster": (VALUES | {"arrays"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
-    "report": (VALUES, {"networkx"}),
+    "report": (VALUES, {"networkx", "matplotlib", "plotly"}),
 }
 #: From a layout of the planner to a plan that runs: it calls the verbs.
 FREE = {"osdp.cluster.runnable"}
@@ -69,6 +70,7 @@ SISTERS = {
     "cluster.export": {"cluster.cost"},
     "cli.cluster": set(),
     "integrations.huggingface": set(),
+    "report.html": set(),
 }  # fmt: skip
 #: Arrows against the table, each only inside a function (or for its type).
 LAZY = {
@@ -76,6 +78,11 @@ LAZY = {
     ("osdp.hardware.device_info", "osdp.profiler.links.detect"): "DeviceInfo.detect",
     ("osdp.profiler.links.plan_probe", "osdp.runtime.running"): "it times the runtime itself",
     ("osdp.plan.plan", "osdp.report.plan_table"): "print(plan)",
+    ("osdp.plan.plan", "osdp.explain.unit_choices"): "Plan.explain",
+    ("osdp.plan.plan", "osdp.plan.explanation"): "its type",
+    ("osdp.plan.plan", "osdp.explain.collect"): "Plan.report",
+    ("osdp.plan.plan", "osdp.report.html.page"): "Plan.report",
+    ("osdp.plan.plan", "osdp.plan.measured"): "its type",
 }
 
 

@@ -18,11 +18,11 @@ from osdp.hardware.device_info import HostLink
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.shard_math import shard_numel
 from osdp.plan.sharding import Mode, Unit
 from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
-from osdp.search.options import SearchOptions
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.search.sharding.solve import min_peak
 from tests.helpers.distributed import run

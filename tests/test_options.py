@@ -12,8 +12,8 @@ from torch import nn
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.options import PlanOptions, complete, declared, defaults
+from osdp.plan.search_options import SLICES
 from osdp.profiler.measure import profile_model
-from osdp.search.options import SLICES
 
 NET = nn.Linear(4, 4)
 TAKERS = (OSDP, make_plan)

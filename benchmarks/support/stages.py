@@ -24,7 +24,7 @@ from osdp import OSDP, DeviceInfo, Training
 from osdp.model.dataflow import Dataflow
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
-from osdp.search.options import SearchOptions
+from osdp.plan.search_options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow

@@ -3,6 +3,8 @@
 Start at :mod:`osdp.cli.main`.
 
 - ``main``: parse, call one function, print
+- ``planning``: plans made, shown, explained and compared
+- ``described``: a model with its devices: a described folder, or a name and ``--devices``
 - ``models``: models by name, file, function or folder
 - ``options``: options of commands as fields of values
 - ``checkpoint``: ``osdp checkpoint``: look into checkpoints, check them, export them

@@ -1,27 +1,24 @@
 """The ``osdp`` command (extra ``cli``): parse, call one function, print.
 
 ``osdp profile`` describes and profiles a model and saves the results in a folder, ``osdp plan`` plans from
-that folder on any machine, ``osdp show`` prints a saved plan, ``osdp cluster`` is the cluster planner,
-``osdp checkpoint`` looks into checkpoints.
+that folder on any machine, or for devices that are not at hand; ``show``, ``explain``, ``diff`` and
+``whatif`` read saved plans, ``osdp cluster`` is the cluster planner, ``osdp checkpoint`` looks into
+checkpoints.
 Under torchrun (``torchrun --no-python osdp profile ...``), ``profile`` also measures the links between the
 processes.
 """
 
-import json
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from osdp import __version__, codec
 from osdp.hardware.device_info import DeviceInfo
-from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.plan.plan import Plan
-from osdp.text import format_bytes, parse_bytes
+from osdp.text import format_bytes
 
 try:
     import typer
@@ -29,6 +26,7 @@ except ImportError as error:
     raise SystemExit("error: the osdp command needs typer: pip install 'osdp[cli]'") from error
 
 from osdp.cli import checkpoint as checkpoint_commands
+from osdp.cli import planning
 from osdp.cli.cluster import commands as cluster_commands
 from osdp.cli.models import (
     DEVICE,
@@ -38,12 +36,9 @@ from osdp.cli.models import (
     TRAINING,
     ModelSource,
     build,
-    load_described_model,
     parse_fields,
-    require_described,
-    require_whole,
 )
-from osdp.cli.options import Out, TrustCode
+from osdp.cli.options import Out, flat_options
 
 app = typer.Typer(
     add_completion=False,
@@ -145,90 +140,16 @@ def profile(
         )
 
 
-@app.command()
-def plan(
-    described: Annotated[Path, typer.Argument(metavar="DESCRIBED", help="folder written by osdp profile")],
-    memory_limit: _Limit = None,
-    device: Annotated[Path | None, typer.Option(help="JSON file of another device description")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="microbatches per step; by default 1, or 4 x pp with stages")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="use this sharding strategy everywhere, for example FULL_SHARD")
-    ] = None,
-    slices: Annotated[bool, typer.Option(help="allow operators to run in slices")] = True,
-    recompute: Annotated[bool, typer.Option(help="allow recomputation of blocks")] = True,
-    offload: Annotated[bool, typer.Option(help="allow offloading of sharded states to host memory")] = True,
-    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel degree")] = 1,
-    dp: Annotated[
-        int | None, typer.Option(min=1, help="data-parallel degree; the number of devices described")
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel degree")] = 1,
-    schedule: Annotated[str | None, typer.Option(help="pipeline schedule; by default the fastest")] = None,
-    trust_code: TrustCode = False,
-    out: Out = Path("plan.json"),
-) -> None:
-    """Find the fastest plan for the model in DESCRIBED, save it and print it."""
-    from osdp.api import make_plan
-    from osdp.search.options import SLICES
-
-    require_described(described, (MODEL, DEVICE, PROFILE, TRAINING))
-    require_whole(described)
-    device_info = DeviceInfo.load(device or described / DEVICE)
-    if memory_limit is not None:
-        device_info = replace(device_info, memory_limit=parse_bytes(memory_limit))
-    if dp not in (None, device_info.world_size):
-        raise ValueError(
-            f"--dp {dp} does not match the number of devices described, {device_info.world_size}: profile on "
-            f"{dp} devices (torchrun --nproc-per-node {dp} --no-python osdp profile ...), or pass their "
-            "description with --device"
-        )
-    options: dict[str, Any] = {
-        "training": replace(codec.load(Training, described / TRAINING), microbatches=microbatches or 1),
-        "profile": Profile.load(described / PROFILE),
-        "strategy": strategy,
-        "slices": SLICES if slices else (),
-        "recompute": recompute,
-        "offload": offload,
-    }
-    if pp > 1 or tp > 1:
-        options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
-        options["microbatches"] = () if microbatches is None else (microbatches,)
-        model, sample = load_described_model(described, trust_code=trust_code)
-        made = make_plan(model, sample, device_info, **options)
-    elif schedule is not None:
-        raise ValueError(f"--schedule {schedule} is for pipeline stages: pass --pp as well")
-    else:
-        made = make_plan(None, ModelDesc.load(described / MODEL), device_info, **options)
-    made.save(out)
-    typer.echo(made)
-
-
-@app.command()
-def show(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")],
-    written_for: Annotated[
-        str | None,
-        typer.Option(
-            "--for", help="write it for another library instead: fully_shard (Python) or transformers (JSON)"
-        ),
-    ] = None,
-) -> None:
-    """Print the plan saved in PLAN."""
-    found = Plan.load(path)
-    if written_for is None:
-        typer.echo(found)
-        return
-    from osdp.integrations.plan_export import to_fully_shard, to_transformers
-
-    writers = {"fully_shard": to_fully_shard, "transformers": to_transformers}
-    if written_for not in writers:
-        raise ValueError(f"--for {written_for}: there are {', '.join(writers)}")
-    exported = writers[written_for](found)
-    text = exported.content
-    typer.echo(text if isinstance(text, str) else json.dumps(text, indent=2))
-    for line in exported.lost:
-        typer.echo(f"lost: {line}", err=True)
+for command in (
+    planning.plan,
+    planning.memory,
+    planning.show,
+    planning.explain,
+    planning.diff,
+    planning.whatif,
+    planning.report,
+):
+    app.command()(flat_options(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

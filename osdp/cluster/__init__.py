@@ -5,6 +5,7 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``hardware``: machines with accelerators that may differ, their links and prices
 - ``gpus.json``: the known accelerators; to add one, add a line
 - ``file``: cluster files, YAML or JSON
+- ``devices``: from text such as ``8 x A100`` to a DeviceInfo
 - ``transformer``: a transformer by its few numbers
 - ``known_transformers``: transformers by name
 - ``infer_shape``: those numbers, from a ModelDesc

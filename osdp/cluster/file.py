@@ -20,7 +20,6 @@
 import difflib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -30,7 +29,7 @@ from typing import Any
 
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
 from osdp.codec import DEEPEST, parse_json, quote, read_text
-from osdp.text import parse_bytes
+from osdp.text import parse_bytes, parse_rate
 
 #: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
 #: 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between
@@ -60,9 +59,17 @@ _NODE_FIELDS = (
     "price",
     "name",
 )
-_GPU_FIELDS = ("tflops", "memory", "memory_bandwidth", "multiprocessors", "link", "link_kind", "source")
+_GPU_FIELDS = (
+    "tflops",
+    "memory",
+    "memory_bandwidth",
+    "multiprocessors",
+    "bfloat16",
+    "link",
+    "link_kind",
+    "source",
+)
 _PRICE_FIELDS = ("per_hour", "date", "source")
-_RATE = re.compile(r"\s*([0-9.eE+]+)\s*([KMGT])(B|bit)/s\s*")
 
 
 @dataclass(frozen=True)
@@ -119,15 +126,10 @@ class _Place:
         return value
 
     def rate(self) -> float:
-        match = _RATE.fullmatch(str(self.value))
         try:
-            amount = float(match[1]) if match else 0.0
-        except ValueError:
-            amount = 0.0
-        if match is None or not 0 < amount < 1e30:
-            raise self.wrong(f"must be a speed such as 40 Gbit/s or 32 GB/s, got {quote(self.value)}")
-        bits = 8 if match[3] == "bit" else 1
-        return amount * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / bits
+            return parse_rate(str(self.value))
+        except ValueError as error:
+            raise self.wrong(str(error)) from error
 
     def size(self) -> int:
         if not isinstance(self.value, str) or self.value.strip().isdigit():
@@ -193,13 +195,27 @@ def make_gpu(name: str, spec: Mapping[str, Any]) -> Gpu:
     return _gpu(name, _Place(spec, name, "specs", {}))
 
 
+def node_of(fields: Mapping[str, Any], where: str) -> NodeType:
+    """A kind of node with a GPU of the data file.
+
+    Args:
+        fields: Fields as under ``nodes:`` of a cluster file.
+        where: What they were read from, for messages.
+
+    Raises:
+        ValueError: A field is missing or malformed, or the GPU is unknown.
+    """
+    gpus = {name: _Place(spec, name, "osdp/cluster/gpus.json", {}) for name, spec in known_gpus().items()}
+    return _group(_Place(fields, "", where, {}), gpus).node
+
+
 def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     fields = node.fields(_NODE_FIELDS, ("gpu", "count", "devices", "network"))
     name = str(fields["gpu"])
     if name not in gpus:
         raise node.at("gpu").wrong(
             f"unknown GPU {quote(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
-            "describe it under gpus:"
+            "describe it under gpus: of a cluster file"
         )
     spec = gpus[name]
     gpu = _gpu(name, spec)

@@ -30,12 +30,13 @@ from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
+from osdp.tracing.computed_in import describe_computed_in
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 
@@ -138,10 +139,9 @@ def _half(workload: Workload, kind: str) -> str | None:
 
 def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
     """Describe a model as computed in ``dtype``; parameters keep the model's own dtype."""
-    desc = ModelDesc.from_module(model, sample_inputs)
     if dtype is None:
-        return desc
-    return with_work_of(desc, ModelDesc.from_module(_narrow(model, dtype), sample_inputs))
+        return ModelDesc.from_module(model, sample_inputs)
+    return describe_computed_in(model, sample_inputs, dtype)
 
 
 def _narrow(model: nn.Module, dtype: str) -> nn.Module:

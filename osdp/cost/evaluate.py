@@ -4,13 +4,14 @@ Every solver's answer and every benchmark's prediction is computed by this simul
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from osdp.cost.sharding.memory import REGION_KINDS, PeakMoment
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_problem, cost_root
-from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_step
+from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_step, simulate_units
+from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode, UnitSpan, UnitStrategy, sliced
 from osdp.cost.sharding.units import UnitCosts
 from osdp.errors import PlanMismatchError
@@ -69,6 +70,52 @@ def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, 
     Raises:
         PlanMismatchError: The plan's operators are not the model's, or a unit is not contiguous.
     """
+    placed = _place(problem, plan)
+    return cost_spans(placed.problem, placed.units), placed.root
+
+
+def solution_of(problem: ShardingProblem, plan: ShardingPlan) -> tuple[ShardingProblem, ShardingSolution]:
+    """The assignment that a search would have returned for a plan, and the problem with its root unit.
+
+    Raises:
+        PlanMismatchError: As for :func:`cost_plan`.
+    """
+    placed = _place(problem, plan)
+    outcome = simulate_units(placed.problem, placed.units, placed.root)
+    return placed.problem, ShardingSolution(
+        tuple(placed.units),
+        tuple(placed.sharded),
+        tuple(placed.replicated),
+        tuple(placed.stepped),
+        outcome,
+        num_rows=0,
+        bound=outcome.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A plan's units as spans of the chain, and its operators outside the chain."""
+
+    problem: ShardingProblem
+    units: Sequence[UnitSpan]
+    sharded: Sequence[Operator]
+    replicated: Sequence[Operator]
+    stepped: Sequence[Operator]
+
+    @property
+    def root(self) -> RootUnitCost:
+        joins = any(strategy.mode == UnitMode.ROOT for _, _, strategy in self.units)
+        return cost_root(
+            self.problem,
+            self.sharded,
+            self.replicated,
+            stepped=self.stepped,
+            has_unit=bool(self.sharded) or joins,
+        )
+
+
+def _place(problem: ShardingProblem, plan: ShardingPlan) -> _Placed:
     # 1. Places of the operators: in the chain, or outside it.
     roots = [unit for unit in plan.units if unit.root and unit.mode.sharded]
     problem = replace(problem, root_group=_group_of(problem, roots[0]) if roots else 0)
@@ -119,10 +166,7 @@ def cost_plan(problem: ShardingProblem, plan: ShardingPlan) -> tuple[UnitCosts, 
     if faults:
         raise PlanMismatchError(faults)
     chained.sort()
-    # 4. Costs of the units and of the root.
-    has_unit = bool(sharded) or any(strategy.mode == UnitMode.ROOT for _, _, strategy in chained)
-    root = cost_root(problem, sharded, replicated, stepped=stepped, has_unit=has_unit)
-    return cost_spans(problem, chained), root
+    return _Placed(problem, chained, sharded, replicated, stepped)
 
 
 def _strategy_of(problem: ShardingProblem, unit: Unit) -> UnitStrategy:

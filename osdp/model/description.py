@@ -249,6 +249,13 @@ class ModelDesc(Savable):
         return sum(operator.nbytes for operator in self.operators)
 
     @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a sample, if the batch begins with token ids of shape ``(samples, tokens)``."""
+        first = self.sample[0] if self.sample else None
+        is_ids = first is not None and first.dtype in ("int64", "int32") and len(first.shape) == 2
+        return first.shape[1] if is_ids and first is not None else None
+
+    @property
     def distinct_segments(self) -> tuple[Segment, ...]:
         """The first segment of each signature, in order."""
         first: dict[str, Segment] = {}

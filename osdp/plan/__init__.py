@@ -3,6 +3,11 @@
 Start at :class:`osdp.plan.plan.Plan`. No torch.
 
 - ``plan``: what holds for the whole, and the stages, each with a sharding plan of its own
+- ``choices``: what was decided for a unit, in words
+- ``measured``: what a run measured of its steps
+- ``explanation``: what can be said of a plan
+- ``basis``: what a plan was searched from
+- ``search_options``: what a search is allowed to choose
 - ``sharding``: the sharding mode of each operator, the units, the prediction, the reason of each decision
 - ``dims``: degrees of pipeline, data and tensor parallelism
 - ``tensor_parallel``: which modules split their weights over the tensor-parallel ranks

@@ -3,19 +3,24 @@
 It is the interface between planner and runtime: neither knows anything else of the other.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from osdp.codec import Savable, quote, read_json
 from osdp.model.dataflow import Transfer
 from osdp.model.training import Training
+from osdp.plan.basis import Basis
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedule import Schedule, make_schedule
 from osdp.plan.sharding import Decision, Mode, Prediction, ShardingPlan, Unit
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.token_slices import TokenSlices
+
+if TYPE_CHECKING:
+    from osdp.plan.explanation import PlanExplanation
+    from osdp.plan.measured import MemoryReport
 
 #: Format 6 unites two earlier ones: format 5 of plans of a whole model, and format 1 of plans with stages.
 PLAN_VERSION = 6
@@ -87,6 +92,7 @@ class Plan(Savable):
         token_slices: Slices into which ``train_step`` cuts sequences by default; ``None`` leaves them whole.
             Predictions are for whole sequences.
         notes: Facts about the plan as a whole.
+        basis: What it was searched from; ``None`` if the model is cut, or if it was not searched.
         version: Format version.
     """
 
@@ -109,6 +115,8 @@ class Plan(Savable):
     tensor: TensorParallelPlan | None = None
     token_slices: TokenSlices | None = None
     notes: tuple[str, ...] = ()
+    # Plans that decide alike are equal, whatever they were found from.
+    basis: Basis | None = field(default=None, compare=False, repr=False)
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
@@ -267,6 +275,26 @@ class Plan(Savable):
                 "or OSDP(...) without plan="
             )
         return super().load(path)
+
+    def explain(self, unit: str | None = None) -> "PlanExplanation":
+        """Why it is as it is: see :func:`osdp.explain.unit_choices.explain`."""
+        from osdp.explain.unit_choices import explain
+
+        return explain(self, unit)
+
+    def report(self, path: str | Path, measured: "MemoryReport | None" = None) -> None:
+        """Write a page about it to ``path``, HTML in one file: see :mod:`osdp.report.html.page`."""
+        from osdp.explain.collect import collect
+        from osdp.report.html.page import html_page
+
+        Path(path).write_text(html_page(collect(self, measured)), encoding="utf8")
+
+    def _repr_html_(self) -> str:
+        # What a notebook shows.
+        from osdp.plan.explanation import PlanReport
+        from osdp.report.html.page import html_summary
+
+        return html_summary(PlanReport(self))
 
     def stage_table(self, stage: int) -> str:
         """Text of one stage: its units with the reasons of their decisions."""

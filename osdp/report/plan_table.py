@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from osdp.model.fqn import is_inside
 from osdp.model.training import Training
+from osdp.plan.choices import choice_of
 from osdp.plan.plan import Plan
-from osdp.plan.sharding import Decision, Mode, ShardingPlan, Unit
+from osdp.plan.sharding import Decision, ShardingPlan, Unit
 from osdp.report.pipeline_table import pipeline_table
 from osdp.text import align, format_bytes, format_seconds
 
@@ -186,7 +186,7 @@ def _alike(plan: ShardingPlan) -> list[list[int]]:
     rows: dict[object, list[int]] = {}
     for number, unit in enumerate(plan.units):
         kind = tuple((_pattern(name), plan.by_operator[name].nbytes) for name in unit.operators)
-        rows.setdefault((unit.root, _way(plan, unit), kind), []).append(number)
+        rows.setdefault((unit.root, choice_of(plan, unit), kind), []).append(number)
     return list(rows.values())
 
 
@@ -195,27 +195,12 @@ def _unit_row(plan: ShardingPlan, numbers: Sequence[int]) -> tuple[str, ...]:
     decisions = [plan.by_operator[name] for unit in units for name in unit.operators]
     return (
         _wrap(", ".join(_module_names(units)), _NAME_WIDTH),
-        _wrap(_way(plan, units[0]), _WAY_WIDTH),
+        _wrap(choice_of(plan, units[0]), _WAY_WIDTH),
         str(len(units)),
         str(len(decisions)),
         format_bytes(sum(decision.nbytes for decision in decisions)),
         _wrap(_reason([plan.by_operator[name] for name in units[0].operators]), _REASON_WIDTH),
     )
-
-
-def _way(plan: ShardingPlan, unit: Unit) -> str:
-    """Text of a unit's strategy: mode, slices, recomputation, offloading and shard group."""
-    decision = plan.by_operator[unit.operators[0]]
-    slices, kept = decision.slices, decision.slices_kept
-    again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
-    words = [
-        f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),
-        ", recomputed" * again,
-        ", in host memory" * unit.offloaded,
-        f" over {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
-        f", two steps by {unit.group_size}" * unit.route.in_two_steps,
-    ]
-    return "".join([unit.mode.value, *words])
 
 
 def _module_names(units: Sequence[Unit]) -> list[str]:

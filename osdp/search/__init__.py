@@ -2,7 +2,6 @@
 
 Start at :mod:`osdp.search.sharding.planner`.
 
-- ``options``: what a search is allowed to choose
 - ``chain_cuts``: how to cut a chain, for ``pipeline`` and ``token_slices``
 - ``sharding``: the sharding mode and unit of every operator
 - ``pipeline``: stages, microbatches and schedule

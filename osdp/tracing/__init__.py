@@ -3,6 +3,7 @@
 Start at :func:`osdp.tracing.trace.describe`.
 
 - ``trace``: a module to its ModelDesc
+- ``computed_in``: the same with the work of another dtype, as in mixed precision
 - ``sample_batch``: the batch it is traced with
 - ``loss``: the scalar that a training step differentiates
 - ``fake_copy``: a copy of the model without its weights

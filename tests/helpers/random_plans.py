@@ -10,8 +10,8 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.profiler.roofline import estimate
-from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.cutting_planes import CostedCandidates
 from osdp.search.sharding.planner import whole_plan

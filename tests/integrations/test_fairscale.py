@@ -23,8 +23,8 @@ from osdp import OSDP
 from osdp.integrations.auto_wrap import policy_atoms
 from osdp.integrations.fairscale import marked_modules, with_marked_options
 from osdp.options import defaults
+from osdp.plan.search_options import SLICES
 from osdp.plan.sharding import Mode
-from osdp.search.options import SLICES
 from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
 from tests.helpers.nets import Block, Net, tokens

@@ -43,6 +43,38 @@ def step_peaks(
     return found
 
 
+def step_moments(
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, *, buffers: bool = True
+) -> list[tuple[float, PeakMoment]]:
+    """All moments of forward and backward with their bytes, in the order of time.
+
+    Args:
+        problem: The step.
+        units: Units that partition the chain, in trace order.
+        root: Costs of the operators outside the chain.
+        buffers: Whether to count messages of collectives that were made before, and the output of an
+            all-gather beside the parameters that are copied out of it.
+    """
+    plan = _Plan(problem, units, root)
+    found: list[tuple[tuple[int, ...], float, PeakMoment]] = []
+    for kind in moment_kinds(problem):
+        view = (_PlanView if buffers else _WithoutMessages).of(kind, plan)
+        if not len(view.region):
+            continue
+        values = MOMENTS[kind](view)
+        if not buffers and kind in ("unshard", "backward_unshard"):
+            values = values - view.inside(units.unsharded)
+        for index, region in enumerate(view.region.tolist()):
+            place = (0, region) if kind in ("unshard", "forward") else (1, -region)
+            found.append(((*place, _ORDER.index(kind)), float(values[index]), view.moment(index)))
+    found.sort(key=lambda each: each[0])
+    return [(nbytes, moment) for _, nbytes, moment in found]
+
+
+#: Kinds of moments in the order of time in one region.
+_ORDER = ("unshard", "forward", "root_prefetch", "backward_unshard", "prefetch", "backward", "reduce")
+
+
 def mildest_violation(
     problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, limit: float
 ) -> PeakMoment | None:
@@ -204,6 +236,16 @@ class _PlanView:
 
     def _start(self, index: int) -> int:
         return int(self.units.start[index]) if 0 <= index < len(self.units.start) else -1
+
+
+class _WithoutMessages(_PlanView):
+    """The same without what collectives that were made before hold."""
+
+    def held_output(self, *, of_inside: bool) -> Floats:
+        return np.zeros(len(self.region))
+
+    def scattered_input(self) -> Floats:
+        return np.zeros(len(self.region))
 
 
 def _at(values: NDArray[Any], index: Ints) -> NDArray[Any]:

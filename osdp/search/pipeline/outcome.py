@@ -11,8 +11,8 @@ from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import StagePlan
 from osdp.plan.schedule import Schedule
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Prediction
-from osdp.search.options import SearchOptions
 
 
 def pipeline_prediction(

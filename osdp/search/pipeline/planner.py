@@ -14,8 +14,8 @@ from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import default_stages_per_rank
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.tensor_parallel_rank import RankDesc
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.outcome import no_pipeline
 from osdp.search.pipeline.stage_search import StageSearch
 from osdp.search.sharding.planner import Candidate

@@ -39,9 +39,9 @@ from osdp.model.description import DTYPE_BYTES, ModelDesc
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan, StagePlan, Tie
 from osdp.plan.schedule import AHEAD, make_schedule
+from osdp.plan.search_options import SearchOptions, stage_options
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel_rank import RankDesc
-from osdp.search.options import SearchOptions, stage_options
 from osdp.search.pipeline.outcome import pipeline_prediction
 from osdp.search.pipeline.partition import partition
 from osdp.search.pipeline.stage_description import segment_bounds, stage_desc, stage_modules, ties_of

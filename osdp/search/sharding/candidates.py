@@ -40,9 +40,9 @@ from osdp.cost.sharding.strategies import (
     strategy_table,
 )
 from osdp.model.description import Operator, Parameter
+from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.shard_math import can_shard
 from osdp.plan.sharding import Mode
-from osdp.search.options import SHARDING, SearchOptions
 
 #: Maximum number of operators of an item that is a stretch of operators outside blocks.
 LONGEST_STRETCH = 8

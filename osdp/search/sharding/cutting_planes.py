@@ -22,7 +22,7 @@ from osdp.cost.sharding.strategies import UnitSpan
 from osdp.cost.sharding.time import CriticalMoment, time_row
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
-from osdp.search.options import SearchOptions
+from osdp.plan.search_options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
 from osdp.search.sharding.chain import (
     FIRST_LOOK,

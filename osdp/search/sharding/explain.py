@@ -14,8 +14,8 @@ from osdp.cost.sharding.strategies import (
     sliced,
 )
 from osdp.model.description import Operator
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode
-from osdp.search.options import SearchOptions
 from osdp.text import format_bytes, format_seconds
 
 UnitTuples = tuple[UnitSpan, ...]
@@ -34,19 +34,28 @@ class Explainer:
 
     def of_unit(self, index: int) -> str:
         """The reason of a unit of the chain; computed once for equal units with equal neighbours."""
+        key = self.key_of(index)
+        if key not in self._known:
+            strategy = self._found.units[index][2]
+            forced = self._forced and len(self._strategies) == 1 and not strategy.offloaded
+            self._known[key] = "forced" if forced else self._compare(index)
+        return self._known[key]
+
+    def key_of(self, index: int) -> tuple[object, ...]:
+        """Equal for units of the chain that are equal, with equal neighbours."""
         a, b, strategy = self._found.units[index]
         chain = self._problem.timeline.chain
         # The neighbours' strategies matter: they decide what is prefetched and what is still held.
         neighbours = tuple(unit[2] for unit in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
-        key = (shapes, strategy, neighbours)
-        if key not in self._known:
-            forced = self._forced and len(self._strategies) == 1 and not strategy.offloaded
-            self._known[key] = "forced" if forced else self._compare(index)
-        return self._known[key]
+        return shapes, strategy, neighbours
+
+    def alternatives(self, index: int) -> list[tuple[str, UnitTuples, StepEstimate]]:
+        """Other choices for a unit of the chain: a name, the units of the whole chain, the step they make."""
+        return [(name, units, self._simulated(units)) for name, units in self._others(index)]
 
     def _compare(self, index: int) -> str:
-        others = [(name, self._simulated(units)) for name, units in self._others(index)]
+        others = [(name, outcome) for name, _, outcome in self.alternatives(index)]
         return _difference(self._found.outcome, others, self._limit)
 
     def _simulated(self, units: UnitTuples) -> StepEstimate:
@@ -105,6 +114,16 @@ class Explainer:
         """What it would cost if an operator outside the chain were replicated, or in the root unit."""
         if self._forced:
             return "forced"
+        return _difference(self._found.outcome, [self._outside_chain(operator, mode)], self._limit)
+
+    def alternatives_outside(self, operator: Operator) -> list[tuple[str, StepEstimate]]:
+        """The other choice for an operator outside the chain: a name, and the step it makes."""
+        if any(not parameter.shape for parameter in operator.parameters):
+            return []
+        in_root = operator in self._found.root_sharded
+        return [self._outside_chain(operator, Mode.NO_SHARD if in_root else Mode.SHARD_GRAD_OP)]
+
+    def _outside_chain(self, operator: Operator, mode: Mode) -> tuple[str, StepEstimate]:
         found = self._found
         sharded, replicated, stepped = (
             tuple(op for op in operators if op != operator)
@@ -115,8 +134,7 @@ class Explainer:
         )
         has_unit = bool(sharded) or found.chain_joins_root
         root = cost_root(self._problem, sharded, replicated, stepped=stepped, has_unit=has_unit)
-        seen = simulate_units(self._problem, self._found.units, root)
-        return _difference(self._found.outcome, [(str(mode), seen)], self._limit)
+        return str(mode), simulate_units(self._problem, self._found.units, root)
 
 
 def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:

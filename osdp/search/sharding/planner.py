@@ -18,9 +18,10 @@ from osdp.hardware.profile import Profile
 from osdp.model.description import ModelDesc, Operator
 from osdp.model.fqn import unit_modules
 from osdp.model.training import Training
+from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan, StagePlan
+from osdp.plan.search_options import SHARDING, SLICES, SearchOptions
 from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
-from osdp.search.options import SHARDING, SLICES, SearchOptions
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
@@ -77,7 +78,13 @@ def best_plan(
     if answer is None:
         raise _infeasible(model_desc, candidates, device, options)
     problem, found, gap = answer
-    return whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
+    plan = whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
+    profiles = {candidate.profile.local_batch: candidate.profile for candidate in candidates}
+    trainings = tuple(
+        replace(candidate.training, local_batch=candidate.profile.local_batch) for candidate in candidates
+    )
+    basis = Basis(model_desc, device, trainings, tuple(profiles.values()), options)
+    return replace(plan, basis=basis)
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:

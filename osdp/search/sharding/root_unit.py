@@ -9,9 +9,9 @@ from osdp.cost.sharding.simulate import StepEstimate
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import UnitSpan
 from osdp.model.description import Operator
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.shard_math import can_shard
 from osdp.plan.sharding import Mode
-from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
 
 #: Operators outside the chain that are decided one by one; smaller ones beyond follow the last of them.

@@ -25,8 +25,8 @@ import numpy as np
 
 from osdp.cost.sharding.problem import ShardingProblem
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Mode
-from osdp.search.options import SHARDING, SearchOptions
 from osdp.search.sharding.chain import solve_chain
 from osdp.search.sharding.cutting_planes import (
     CLOSE_ENOUGH,

@@ -20,8 +20,8 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, Work
 from osdp.model.training import Training
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Route
-from osdp.search.options import SearchOptions
 from osdp.search.sharding.root_unit import root_choices
 from tests.helpers.problems import random_model, random_problem
 from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of, units_of

@@ -18,11 +18,11 @@ from osdp.hardware.device_info import PointToPointLink
 from osdp.inputs import usable_schedules
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.runtime import checkpoint
 from osdp.runtime.mesh import parallel_mesh
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow

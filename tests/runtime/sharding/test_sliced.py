@@ -13,8 +13,8 @@ from benchmarks.support.models import CASES
 from osdp import OSDP, Plan, PlanMismatchError, Training, make_plan
 from osdp.cost.evaluate import evaluate
 from osdp.errors import InfeasibleError
+from osdp.plan.search_options import SLICES
 from osdp.plan.sharding import Decision, Mode, Unit
-from osdp.search.options import SLICES
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net
 from tests.helpers.plans import plan_by_hand, split

@@ -14,12 +14,12 @@ from osdp import OSDP, ModelDesc, Training, codec
 from osdp.comm.objects import on_first_rank
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.plan.dims import ParallelDims
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.shard_math import slice_bounds
 from osdp.plan.sharding import Mode
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.runtime.token_slices.kv_prefix import Prefix
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow

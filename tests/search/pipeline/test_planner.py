@@ -12,8 +12,8 @@ from osdp.hardware.device_info import PointToPointLink
 from osdp.model.dataflow import Dataflow
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.profiler.roofline import estimate
-from osdp.search.options import SearchOptions
 from osdp.search.pipeline.planner import best_pipeline, plan_at
 from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow

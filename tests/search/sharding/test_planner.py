@@ -14,8 +14,8 @@ from osdp.errors import InfeasibleError
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode, Unit
-from osdp.search.options import SearchOptions
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, batches, best_plan
 from osdp.search.sharding.solve import min_peak, solve, solve_bounded

@@ -16,8 +16,8 @@ from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode
 from osdp.cost.sharding.time import time_row
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.model.description import Operator, Parameter
+from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
-from osdp.search.options import SearchOptions
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.milp import solve_milp
 from osdp.search.sharding.root_unit import root_choices

@@ -1,0 +1,182 @@
+"""Profiles and links under settings that were not measured, by what is known of how they grow.
+
+Work grows with the batch as the trace says (:class:`osdp.model.description.Work`), collectives with the ranks
+as those of a ring (:mod:`osdp.cluster.cost.links` has the source), the step of an optimizer with the tensors
+that it reads and writes.
+"""
+
+import math
+from dataclasses import replace
+
+from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.model.description import DTYPE_BYTES, ModelDesc, Work
+from osdp.model.training import FUSED, Training
+from osdp.profiler.roofline import LAUNCH_SECONDS
+
+#: FLOPs for each byte moved from which a pass is bound by compute rather than by memory.
+_COMPUTE_BOUND = 8
+
+#: Share of a network's nominal rate that is left for the payload of TCP segments of 1,448 bytes in Ethernet
+#: frames of 1,538.
+_PAYLOAD = 1448 / 1538
+
+#: Times that a collective copies its tensor in local memory: into the message and out of it.
+_COPIES = 2
+
+
+def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) -> Profile:
+    """A profile at another local batch.
+
+    Raises:
+        ValueError: The model accepts only the batch that it was traced with.
+    """
+    before = profile.local_batch
+    if local_batch == before:
+        return profile
+    if not model_desc.batch_is_free:
+        raise ValueError(
+            f"{model_desc.name} accepts only the traced batch of {model_desc.local_batch}, not {local_batch}"
+        )
+    traced = {segment.signature: segment for segment in model_desc.distinct_segments}
+
+    def scaled(segment: SegmentProfile) -> SegmentProfile:
+        of_trace = traced[segment.signature]
+        saved = _ratio(of_trace.saved_bytes(before), of_trace.saved_bytes(local_batch))
+        return replace(
+            segment,
+            forward=_scaled_pass(segment.forward, of_trace.forward, before, local_batch),
+            backward=_scaled_pass(segment.backward, of_trace.backward, before, local_batch),
+            saved_bytes=math.ceil(saved * segment.saved_bytes),
+        )
+
+    sample = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in model_desc.sample)
+    more = sample * (local_batch - before) / model_desc.local_batch
+    return replace(
+        profile,
+        local_batch=local_batch,
+        segments=tuple(map(scaled, profile.segments)),
+        resident_bytes=math.ceil(profile.resident_bytes + more),
+    )
+
+
+def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int) -> PassProfile:
+    in_compute = work.flops(before) > _COMPUTE_BOUND * work.moved_bytes(before)
+    bound_by = work.flops if in_compute else work.moved_bytes
+    launch = min(LAUNCH_SECONDS, measured.seconds)
+    seconds = launch + (measured.seconds - launch) * _ratio(bound_by(before), bound_by(after))
+    peak = _ratio(work.peak_bytes(before), work.peak_bytes(after))
+
+    def later(nbytes: int | None) -> int | None:
+        return None if nbytes is None else math.ceil(peak * nbytes)
+
+    return PassProfile(
+        seconds=seconds,
+        live_bytes=math.ceil(_ratio(work.live_bytes(before), work.live_bytes(after)) * measured.live_bytes),
+        peak_bytes=math.ceil(peak * measured.peak_bytes),
+        exchange_seconds=measured.exchange_seconds * after / before,
+        gradient_peak_bytes=later(measured.gradient_peak_bytes),
+        bucket_peak_bytes=later(measured.bucket_peak_bytes),
+    )
+
+
+def _ratio(before: float, after: float) -> float:
+    return after / before if (before > 0 and after > 0) or (before < 0 and after < 0) else 1.0
+
+
+def profile_with_optimizer(profile: Profile, before: Training, after: Training, kind: str) -> Profile:
+    """A profile with the optimizer of another training."""
+    host = profile.host_optimizer
+    return replace(
+        profile,
+        optimizer=_scaled_step(profile.optimizer, before, after, kind),
+        host_optimizer=None if host is None else _scaled_step(host, before, after, "cpu"),
+    )
+
+
+def _scaled_step(step: OptimizerProfile, before: Training, after: Training, kind: str) -> OptimizerProfile:
+    factor = _tensors_touched(after, kind) / _tensors_touched(before, kind)
+    return OptimizerProfile(*(factor * value for value in (step.per_tensor, step.per_dtensor, step.per_byte)))
+
+
+def _tensors_touched(training: Training, kind: str) -> float:
+    """Tensors of a parameter's size that a step reads or writes."""
+    states = training.num_states
+    if training.implementation(kind) == FUSED:
+        return 2 * (1 + states) + 1
+    # Each state takes three kernels, such as lerp, mul and addcmul, and the parameter two; a kernel reads two
+    # tensors and writes one, roughly.
+    return 3 * (3 * states + 2)
+
+
+def device_with_bandwidth(device: DeviceInfo, bandwidth: float) -> DeviceInfo:
+    """The devices with another network: between nodes, or between all ranks if there is one node.
+
+    Args:
+        device: The devices.
+        bandwidth: Bytes per second of each node, or rank, in one direction.
+
+    Raises:
+        ValueError: There is no network.
+    """
+    if device.world_size == 1:
+        raise ValueError("there is one device, and no network")
+    shared = device.devices_per_node if device.nodes > 1 else 1
+    return replace(
+        device,
+        links=tuple(_over_network(link, device, bandwidth, shared) for link in device.links),
+        measured=False,
+    )
+
+
+def _over_network(link: Link, device: DeviceInfo, bandwidth: float, shared: int) -> Link:
+    if device.nodes > 1 and link.group.startswith("inside"):
+        return link
+    # All devices of a node send at once where groups lie across nodes.
+    users = shared if link.group.startswith("across") else 1
+    sent = _sent(link, device) * users / (_PAYLOAD * bandwidth)
+    copied = _COPIES / device.copy_bandwidth
+    return replace(link, bandwidth=1 / (sent + copied), residual=0.0)
+
+
+def _sent(link: Link, device: DeviceInfo) -> float:
+    """Bytes that a rank sends for each byte of the tensor."""
+    part = (link.size - 1) / link.size
+    # The reduce-scatter of gloo is an all-reduce, unless parts are exchanged.
+    is_summed = link.collective == "reduce_scatter" and device.holds_copies and not link.by_exchange
+    return 2 * part if link.collective == "all_reduce" or is_summed else part
+
+
+def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
+    """More or fewer of the same devices: whole nodes, or devices of the only node.
+
+    Raises:
+        ValueError: Nodes would be split, or links between devices are not known.
+    """
+    if ranks == device.world_size:
+        return device
+    per_node = device.devices_per_node
+    if device.nodes > 1 and ranks % per_node and ranks > per_node:
+        raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}: ask for a multiple of {per_node}")
+    if device.world_size == 1:
+        raise ValueError(
+            "links between devices cannot be told from one device: profile on two, or use --devices"
+        )
+    if device.nodes > 1:
+        nodes, per_node = max(ranks // per_node, 1), min(ranks, per_node)
+    else:
+        nodes, per_node = 1, ranks
+    found: tuple[Link, ...] = ()
+    if ranks > 1:
+        # Groups of other sizes were not measured.
+        world = [link for link in device.links if link.group == "world"]
+        found = tuple(_over_ranks(link, ranks) for link in world)
+    return replace(device, nodes=nodes, devices_per_node=per_node, links=found, measured=False)
+
+
+def _over_ranks(link: Link, ranks: int) -> Link:
+    part, wanted = (link.size - 1) / link.size, (ranks - 1) / ranks
+    steps = (ranks - 1) / (link.size - 1)
+    return replace(
+        link, size=ranks, latency=link.latency * steps, bandwidth=link.bandwidth * part / wanted, residual=0.0
+    )

@@ -1,0 +1,188 @@
+"""Alternatives of each unit of a plan: what they would cost, and what would have to change for them."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
+from osdp.cost.sharding.solution import solution_root
+from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with
+from osdp.explain.scaling import profile_at_batch
+from osdp.hardware.device_info import DeviceInfo
+from osdp.plan.basis import Basis
+from osdp.plan.choices import choice_of
+from osdp.plan.explanation import Alternative, PlanExplanation, UnitExplanation
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Unit
+from osdp.search.sharding.explain import Explainer, UnitTuples
+from osdp.text import format_bytes, format_seconds
+
+#: Factors of bandwidth and batch at which a choice is tried again.
+_FACTORS = (1 / 16, 1 / 4, 1 / 2, 2.0, 4.0, 16.0)
+_BATCHES = (1 / 4, 1 / 2, 2.0, 4.0)
+
+#: Relative difference of step times below which a choice counts as no better.
+_ALIKE = 1e-4
+
+
+def explain(plan: Plan, unit: str | None = None) -> PlanExplanation:
+    """Why a plan is as it is: what each unit's other choices would cost, and when they would be better.
+
+    Args:
+        plan: A plan of a model that is not cut into stages.
+        unit: Name of an operator or a module: only units that contain it; all if ``None``.
+
+    Raises:
+        ValueError: The plan does not contain what it was searched from, or no unit has that name.
+    """
+    rebuilt = rebuild(plan)
+    wanted = [index for index, each in enumerate(plan.units) if _has(each.operators, each.modules, unit)]
+    if not wanted:
+        names = ", ".join(dict.fromkeys(name for each in plan.units for name in each.operators))
+        raise ValueError(f"no unit of the plan contains {unit!r}; its operators are {names}")
+    settings = _settings(rebuilt)
+    explainer = Explainer(rebuilt.problem, rebuilt.solution, rebuilt.basis.options)
+    places = _places(rebuilt)
+    known: dict[object, tuple[Alternative, ...]] = {}
+    units = []
+    for index in wanted:
+        each, at = plan.units[index], places.get(index)
+        key: object = index if at is None else explainer.key_of(at)
+        if key not in known and at is None:
+            known[key] = _outside_chain(rebuilt, explainer, each)
+        elif at is not None and key not in known:
+            known[key] = _alternatives(rebuilt, explainer.alternatives(at), settings)
+        nbytes = sum(plan.sharding.by_operator[name].nbytes for name in each.operators)
+        modules = each.operators if each.root else each.modules
+        choice = choice_of(plan.sharding, each) + (" (root unit)" if each.root else "")
+        units.append(UnitExplanation(modules, each.operators, nbytes, choice, known[key]))
+    outcome = rebuilt.solution.outcome
+    return PlanExplanation(
+        outcome.seconds, math.ceil(outcome.peak), plan.memory_limit, _limits(rebuilt), tuple(units)
+    )
+
+
+def _has(operators: Sequence[str], modules: Sequence[str], name: str | None) -> bool:
+    return name is None or any(
+        name == each or each.startswith(f"{name}.") or (module and f"{name}.".startswith(f"{module}."))
+        for each in operators
+        for module in (*modules, "")
+    )
+
+
+def _places(rebuilt: Rebuilt) -> dict[int, int]:
+    """Index of the chain's unit for each of the plan's units that is in the chain."""
+    chain, units = rebuilt.problem.timeline.chain, rebuilt.plan.units
+    owner = {name: index for index, unit in enumerate(units) for name in unit.operators}
+    found: dict[int, int] = {}
+    for at, (start, _, _) in enumerate(rebuilt.solution.units):
+        found.setdefault(owner[chain[start].name], at)
+    return found
+
+
+def _outside_chain(rebuilt: Rebuilt, explainer: Explainer, unit: Unit) -> tuple[Alternative, ...]:
+    """The other choice for the largest operator of a unit outside the chain."""
+    outside = [operator for operator in rebuilt.problem.timeline.root if operator.name in unit.operators]
+    largest = max(outside, key=lambda operator: operator.nbytes)
+    limit = rebuilt.plan.memory_limit
+    return tuple(
+        Alternative(name, outcome.seconds, math.ceil(outcome.peak), outcome.peak <= limit)
+        for name, outcome in explainer.alternatives_outside(largest)
+    )
+
+
+def _alternatives(
+    rebuilt: Rebuilt, others: Sequence[tuple[str, UnitTuples, StepEstimate]], settings: Sequence["_Setting"]
+) -> tuple[Alternative, ...]:
+    chosen, limit = rebuilt.solution.outcome, rebuilt.plan.memory_limit
+    found = []
+    for name, units, outcome in others:
+        fits = outcome.peak <= limit
+        better = list(_chosen_if(units, outcome, chosen, limit, settings)) if fits else []
+        if not fits and outcome.seconds < chosen.seconds:
+            better = [f"a limit of {format_bytes(outcome.peak)} or more"]
+        found.append(Alternative(name, outcome.seconds, math.ceil(outcome.peak), fits, tuple(better)))
+    return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds)))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Another setting: its words, and the problem under it."""
+
+    words: str
+    rebuilt: Rebuilt
+
+    def prefers(self, units: UnitTuples, limit: int) -> bool:
+        """Whether these units are faster than the plan's under this setting, and fit."""
+        problem, solution = self.rebuilt.problem, self.rebuilt.solution
+        outcome = simulate_units(problem, units, solution_root(problem, solution))
+        faster = outcome.seconds < solution.outcome.seconds * (1 - _ALIKE)
+        return outcome.peak <= limit and (faster or solution.outcome.peak > limit)
+
+
+def _chosen_if(
+    units: UnitTuples,
+    outcome: StepEstimate,
+    chosen: StepEstimate,
+    limit: int,
+    settings: Sequence[_Setting],
+) -> Iterator[str]:
+    """Settings under which another choice that fits would be better; the nearest of each kind."""
+    if outcome.peak < chosen.peak:
+        yield f"a limit below {format_bytes(chosen.peak)}"
+    seen: set[str] = set()
+    for setting in settings:
+        kind = setting.words.rpartition(" ")[2]
+        if kind not in seen and setting.prefers(units, limit):
+            seen.add(kind)
+            yield setting.words
+
+
+def _settings(rebuilt: Rebuilt) -> list[_Setting]:
+    """The plan under other bandwidths and batches, those nearest to its own first."""
+    basis, plan = rebuilt.basis, rebuilt.plan
+    found = []
+    if basis.device.world_size > 1:
+        for factor in sorted(_FACTORS, key=lambda each: abs(math.log(each))):
+            words = f"{factor:g} times the bandwidth" if factor > 1 else f"1/{1 / factor:g} of the bandwidth"
+            device = _with_bandwidths(basis.device, factor)
+            found.append(_Setting(words, rebuild_with(plan, replace(basis, device=device))))
+    if basis.model_desc.batch_is_free:
+        for factor in sorted(_BATCHES, key=lambda each: abs(math.log(each))):
+            batch = plan.local_batch * factor
+            if batch >= 1 and batch == int(batch):
+                found.append(_Setting(f"a local batch of {batch:g}", _at_batch(plan, basis, int(batch))))
+    return found
+
+
+def _at_batch(plan: Plan, basis: Basis, local_batch: int) -> Rebuilt:
+    profile = profile_at_batch(basis.profile_at(plan.local_batch), basis.model_desc, local_batch)
+    training = replace(plan.training, local_batch=local_batch)
+    changed = replace(basis, trainings=(training,), profiles=(profile,))
+    return rebuild_with(replace(plan, training=training), changed)
+
+
+def _with_bandwidths(device: DeviceInfo, factor: float) -> DeviceInfo:
+    links = tuple(replace(link, bandwidth=factor * link.bandwidth) for link in device.links)
+    return replace(device, links=links)
+
+
+def limits_of(plan: Plan) -> str:
+    """What keeps a plan from being faster, in a sentence.
+
+    Raises:
+        ValueError: The plan does not contain what it was searched from.
+    """
+    return _limits(rebuild(plan))
+
+
+def _limits(rebuilt: Rebuilt) -> str:
+    plan, outcome = rebuilt.plan, rebuilt.solution.outcome
+    compute = outcome.compute_seconds + outcome.optimizer_seconds
+    waiting = max(outcome.seconds - compute, 0.0)
+    free = plan.memory_limit - outcome.peak
+    told = (
+        f"compute takes {compute / outcome.seconds:.0%} of a step, and waiting for communication "
+        f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%})"
+    )
+    return f"{told}; {format_bytes(max(free, 0))} of the limit are free at the peak"

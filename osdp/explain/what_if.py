@@ -1,0 +1,102 @@
+"""A plan searched again under another setting, from the same measurements."""
+
+from dataclasses import replace
+
+from osdp.explain.rebuild import basis_of
+from osdp.explain.scaling import (
+    device_with_bandwidth,
+    device_with_ranks,
+    profile_at_batch,
+    profile_with_optimizer,
+)
+from osdp.model.training import Training
+from osdp.plan.basis import Basis
+from osdp.plan.plan import Plan
+from osdp.search.sharding.planner import Candidate, best_plan
+from osdp.text import parse_bytes
+
+
+def what_if(
+    plan: Plan,
+    *,
+    memory_limit: str | int | None = None,
+    bandwidth: float | None = None,
+    local_batch: int | None = None,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    optimizer: str | None = None,
+) -> Plan:
+    """The best plan under other settings, from what ``plan`` was searched from; nothing is measured.
+
+    Times of another batch grow as the traced work does, those of another network or number of ranks as
+    collectives of a ring do. A note of the plan says what was not measured.
+
+    Args:
+        plan: A plan of a model that is not cut into stages.
+        memory_limit: Bytes per device, or text such as ``"6GiB"``.
+        bandwidth: Bytes per second of the network between nodes (of one node: between ranks), one way.
+        local_batch: Samples of a microbatch on one rank.
+        microbatches: Microbatches of a step.
+        ranks: Number of data-parallel ranks.
+        optimizer: A class of ``torch.optim``, with its default options.
+
+    Raises:
+        InfeasibleError: No plan fits.
+        ValueError: A setting cannot be planned for without measuring; or the plan does not contain what it
+            was searched from.
+    """
+    basis = basis_of(plan)
+    device, estimated = basis.device, []
+    if memory_limit is not None:
+        device = replace(device, memory_limit=parse_bytes(memory_limit))
+    if ranks is not None:
+        device = device_with_ranks(device, ranks)
+        estimated.append(f"links of {ranks} ranks")
+    if bandwidth is not None:
+        device = device_with_bandwidth(device, bandwidth)
+        estimated.append(f"links of a network of {bandwidth * 8 / 1e9:g} Gbit/s")
+    trainings, profiles = basis.trainings, basis.profiles
+    if local_batch is not None:
+        nearest = min(profiles, key=lambda profile: abs(profile.local_batch - local_batch))
+        profiles = (profile_at_batch(nearest, basis.model_desc, local_batch),)
+        trainings = tuple(dict.fromkeys(replace(each, local_batch=local_batch) for each in trainings))
+        if nearest.local_batch != local_batch:
+            estimated.append(f"times and bytes at batch {local_batch}, from those at {nearest.local_batch}")
+    if microbatches is not None:
+        trainings = tuple(dict.fromkeys(replace(each, microbatches=microbatches) for each in trainings))
+    if optimizer is not None:
+        before = trainings[0]
+        trainings = tuple(dict.fromkeys(_with_optimizer(each, optimizer) for each in trainings))
+        profiles = tuple(
+            profile_with_optimizer(profile, before, trainings[0], device.kind) for profile in profiles
+        )
+        if optimizer != before.optimizer:
+            estimated.append(f"the step of {optimizer}, from that of {before.optimizer}")
+    found = search_again(replace(basis, device=device, trainings=trainings, profiles=profiles))
+    if not estimated:
+        return found
+    return replace(found, notes=(*found.notes, f"not measured: {'; '.join(estimated)}"))
+
+
+def search_again(basis: Basis) -> Plan:
+    """The best plan of a basis.
+
+    Raises:
+        InfeasibleError: No plan fits.
+    """
+    candidates = [
+        Candidate(training, basis.profile_at(training.local_batch or 1)) for training in basis.trainings
+    ]
+    return best_plan(basis.model_desc, candidates, basis.device, basis.options)
+
+
+def _with_optimizer(training: Training, optimizer: str) -> Training:
+    if optimizer == training.optimizer:
+        return training
+    return Training(
+        optimizer=optimizer,
+        param_dtype=training.param_dtype,
+        reduce_dtype=training.reduce_dtype,
+        local_batch=training.local_batch,
+        microbatches=training.microbatches,
+    )

@@ -1,0 +1,24 @@
+"""What was decided for a unit, in words: the same in tables, messages and pictures."""
+
+from osdp.model.fqn import is_inside
+from osdp.plan.sharding import Mode, ShardingPlan, Unit
+
+
+def choice_of(plan: ShardingPlan, unit: Unit) -> str:
+    """A unit's mode, slices, recomputation, offloading and shard group."""
+    decision = plan.by_operator[unit.operators[0]]
+    slices, kept = decision.slices, decision.slices_kept
+    again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
+    words = [
+        f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),
+        ", recomputed" * again,
+        ", in host memory" * unit.offloaded,
+        f" over {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
+        f", two steps by {unit.group_size}" * unit.route.in_two_steps,
+    ]
+    return "".join([unit.mode.value, *words])
+
+
+def choice_of_operators(plan: ShardingPlan) -> dict[str, str]:
+    """The same for each operator, by name."""
+    return {name: choice_of(plan, unit) for unit in plan.units for name in unit.operators}

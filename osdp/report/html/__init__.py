@@ -1,0 +1,9 @@
+"""A plan as one HTML file that needs no network.
+
+Start at :func:`osdp.report.html.page.html_page`.
+
+- ``page``: the page: what was decided and why, its tabs and tables
+- ``charts``: data and layout of its charts, for plotly
+- ``page.css``: its looks, in the light and in the dark, on a phone too
+- ``page.js``: its tabs, sorted tables and charts
+"""

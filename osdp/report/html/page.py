@@ -1,0 +1,386 @@
+"""The page of a plan: on the first screen what was decided, whether it fits, how fast it is and why."""
+
+import base64
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from osdp.plan.explanation import Frontier, PlanReport, UnitExplanation
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
+from osdp.report.html.charts import Chart, frontier_chart, memory_chart, schedule_chart, time_chart
+from osdp.report.plan_table import compress
+from osdp.text import format_bytes, format_seconds
+
+#: What each mode means, for readers who do not know the words, and its colour.
+MODES: dict[str, tuple[str, str]] = {
+    Mode.NO_SHARD: ("replicated: every device keeps a full copy, and gradients are averaged", "#0072B2"),
+    Mode.SHARD_OPTIMIZER: ("a full copy on every device, but optimizer states are sharded", "#56B4E9"),
+    Mode.SHARD_GRAD_OP: ("sharded; gathered for the forward pass and kept until backward", "#009E73"),
+    Mode.FULL_SHARD: ("sharded; gathered for forward, freed, and gathered again for backward", "#E69F00"),
+    Mode.HYBRID_SHARD: ("sharded inside groups of devices, replicated across groups", "#CC79A7"),
+}
+
+#: Relative throughput from which a gain is worth a word.
+_NOTICEABLE = 0.01
+
+_TITLES = {
+    "memory_limit": "Throughput against the memory limit of a device",
+    "local_batch": "Throughput against the batch of a device",
+    "ranks": "Throughput against the number of devices",
+}
+
+
+def html_page(report: PlanReport) -> str:
+    """One self-contained HTML file.
+
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    charts: dict[str, Chart] = {}
+    tabs: list[tuple[str, str]] = []
+    if report.explanation is not None:
+        tabs.append(("Decisions", _decisions(report.explanation.units, report)))
+    if report.memory is not None:
+        charts["memory"] = memory_chart(report.memory, report.measured)
+        tabs.append(("Memory", _memory(report)))
+    if report.times:
+        charts["time"] = time_chart(report.times)
+        tabs.append(("Time", _times(report)))
+    if report.frontiers:
+        for frontier in report.frontiers:
+            charts[frontier.over] = frontier_chart(frontier)
+        tabs.append(("What if", "".join(map(_frontier, report.frontiers))))
+    if report.schedule:
+        charts["schedule"] = schedule_chart(report.schedule)
+        tabs.append(("Schedule", _schedule(report)))
+    tabs.append(("Settings", _settings(report.plan)))
+    title = f"Training plan: {_name(report.plan)}"
+    return "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{_resource('page.css')}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            _first_screen(report),
+            _tabs(tabs),
+            f'<script type="application/json" id="charts">{_json(charts)}</script>',
+            f'<script type="text/plain" id="plotly">{_plotly()}</script>',
+            f"<script>{_resource('page.js')}</script></body></html>\n",
+        ]
+    )
+
+
+def html_summary(report: PlanReport) -> str:
+    """What was decided, whether it fits and how fast it is, for notebooks: no charts and no scripts."""
+    return f"<div><style>{_resource('page.css')}</style>{_first_screen(report)}</div>"
+
+
+def _name(plan: Plan) -> str:
+    ranks = f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
+    return f"{plan.basis.model_desc.name if plan.basis is not None else 'a model'} on {ranks}"
+
+
+def _first_screen(report: PlanReport) -> str:
+    plan = report.plan
+    predicted, limit = plan.predicted, plan.memory_limit
+    fits = predicted.peak_bytes <= limit
+    rate = f"{plan.samples_per_second:.4g} samples/s"
+    tokens = plan.basis.model_desc.tokens_per_sample if plan.basis is not None else None
+    if tokens:
+        rate += f", {plan.samples_per_second * tokens:,.0f} tokens/s"
+    sure = "measured on this kind of device" if plan.measured_profile else "estimated, not measured"
+    proven = "proven fastest" if plan.optimal else "best found; not proven fastest"
+    facts = [
+        (
+            "Does it fit?",
+            f'<b class="{"good" if fits else "bad"}">{"yes" if fits else "no"}</b>'
+            f"{format_bytes(predicted.peak_bytes)} of {format_bytes(limit)} per device, reached in "
+            f"{escape(predicted.peak_moment)}",
+        ),
+        ("How fast?", f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}"),
+        ("What limits it?", _limits(report)),
+        ("How sure is this?", f"<b>{proven}</b>among the plans considered; times are {sure}"),
+    ]
+    if report.measured is not None:
+        facts.append(("Measured in training", _measured(report)))
+    cards = "".join(f'<div class="fact"><span class="soft">{head}</span>{body}</div>' for head, body in facts)
+    return f'<div class="facts">{cards}</div>{_shares(report)}{_why(report)}'
+
+
+def _limits(report: PlanReport) -> str:
+    predicted = report.plan.predicted
+    more = _at_most_memory(report)
+    if more is not None and more[1] > _NOTICEABLE:
+        return f"<b>memory</b>with {more[0]:.3g} times the limit {more[1]:.1%} more throughput"
+    parts = {
+        "compute": predicted.compute_seconds,
+        "communication": predicted.communication_seconds,
+        "the optimizer": predicted.optimizer_seconds,
+    }
+    longest = max(parts, key=lambda name: parts[name])
+    told = ", ".join(f"{name} {seconds / predicted.step_seconds:.0%}" for name, seconds in parts.items())
+    return f"<b>{longest}</b>of a step: {told}"
+
+
+def _measured(report: PlanReport) -> str:
+    measured, predicted = report.measured, report.plan.predicted
+    assert measured is not None
+    if measured.step_seconds is None:
+        return "<b>no step yet</b>"
+    off = measured.step_seconds / predicted.step_seconds - 1
+    told = f"<b>{format_seconds(measured.step_seconds)} a step</b>{off:+.1%} beside the prediction"
+    if measured.peak_bytes is None:
+        return told
+    over = measured.peak_bytes / predicted.peak_bytes - 1
+    return f"{told}; peak {format_bytes(measured.peak_bytes)}, {over:+.1%}"
+
+
+def _shares(report: PlanReport) -> str:
+    """How many bytes of the model are in each mode, as a bar and in words."""
+    decisions = [each for stage in report.plan.stages for each in stage.sharding.decisions]
+    total = sum(each.nbytes for each in decisions)
+    if not total:
+        return ""
+    bars, words = [], []
+    for mode in dict.fromkeys(each.mode for each in sorted(decisions, key=lambda each: -each.nbytes)):
+        nbytes = sum(each.nbytes for each in decisions if each.mode is mode)
+        meaning, colour = MODES[mode]
+        bars.append(f'<span style="flex:{nbytes};background:{colour}" title="{mode.value}"></span>')
+        words.append(
+            f'<p><span class="key" style="background:{colour}"></span><b>{mode.value}</b> '
+            f"{nbytes / total:.0%} of the parameters ({format_bytes(nbytes)}): {meaning}"
+            f"{_reason(report, mode.value)}</p>"
+        )
+    again = [name for stage in report.plan.stages for name in stage.sharding.recomputed]
+    if again:
+        names = escape(", ".join(compress(again)))
+        words.append(
+            f"<p><b>recomputed</b> {len(again)} block{'s' * (len(again) > 1)} ({names}): activations are not "
+            "kept, and backward computes them a second time, to save memory</p>"
+        )
+    return f'<h2>What was decided</h2><div class="share">{"".join(bars)}</div>{"".join(words)}'
+
+
+def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
+    """The largest limit that was tried, as a multiple of the plan's, and what it gains in throughput."""
+    found = [each for each in report.frontiers if each.over == "memory_limit"]
+    points = [p for each in found for p in each.points if p.x > each.here and p.samples_per_second]
+    if not points or points[-1].samples_per_second is None:
+        return None
+    return points[-1].x / found[0].here, points[-1].samples_per_second / report.plan.samples_per_second - 1
+
+
+def _reason(report: PlanReport, mode: str) -> str:
+    """Why the largest unit in a mode is in it."""
+    if report.explanation is None:
+        return ""
+    own = report.explanation
+    units = [unit for unit in own.units if unit.choice.startswith(mode) and unit.alternatives]
+    if not units:
+        return ""
+    unit = max(units, key=lambda each: each.nbytes)
+    faster = [each for each in unit.alternatives if not each.fits and each.step_seconds < own.step_seconds]
+    if faster:
+        best = min(faster, key=lambda each: each.step_seconds)
+        return (
+            f"; {escape(best.choice)} for {escape(_names(unit))} alone would be "
+            f"{format_seconds(own.step_seconds - best.step_seconds)} faster, but exceeds the limit by "
+            f"{format_bytes(best.peak_bytes - own.memory_limit)}"
+        )
+    best = unit.alternatives[0]
+    slower = format_seconds(max(best.step_seconds - own.step_seconds, 0.0))
+    why = f"would take {slower} longer for {escape(_names(unit))} alone"
+    return f"; {escape(best.choice)} {why if best.fits else 'does not fit'}"
+
+
+def _names(unit: UnitExplanation) -> str:
+    return ", ".join(compress(name or "(root)" for name in unit.modules))
+
+
+def _why(report: PlanReport) -> str:
+    """What more or less memory would bring, in sentences."""
+    frontier = next((each for each in report.frontiers if each.over == "memory_limit"), None)
+    if frontier is None:
+        return ""
+    here = report.plan.samples_per_second
+    lines = []
+    more = _at_most_memory(report)
+    if more is not None:
+        factor, gain = more
+        nothing = "no more throughput: memory does not limit this plan"
+        told = f"{gain:.1%} more throughput" if gain > _NOTICEABLE / 10 else nothing
+        lines.append(f"With {factor:.3g} times the memory limit: {told}.")
+    less = [point for point in frontier.points if point.x < frontier.here]
+    if less:
+        lowest = less[0]
+        if lowest.samples_per_second is None:
+            told = f"no plan fits; the least any plan takes is {format_bytes(lowest.peak_bytes)}"
+        else:
+            told = f"{1 - lowest.samples_per_second / here:.1%} less throughput"
+        lines.append(f"With {lowest.x / frontier.here:.2g} of the memory limit: {told}.")
+    return "<h2>What other limits would bring</h2>" + "".join(f"<p>{line}</p>" for line in lines)
+
+
+def _tabs(tabs: Sequence[tuple[str, str]]) -> str:
+    heads, panels = [], []
+    for index, (name, content) in enumerate(tabs):
+        selected = "true" if index == 0 else "false"
+        heads.append(
+            f'<button role="tab" id="tab{index}" aria-controls="panel{index}" aria-selected="{selected}" '
+            f'tabindex="{-1 if index else 0}" data-name="{name.lower().replace(" ", "-")}">{name}</button>'
+        )
+        hidden = "" if index == 0 else " hidden"
+        panels.append(
+            f'<section role="tabpanel" id="panel{index}" aria-labelledby="tab{index}"{hidden}>'
+            f"{content}</section>"
+        )
+    return f'<div role="tablist">{"".join(heads)}</div>{"".join(panels)}'
+
+
+def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
+    rows = []
+    for number, unit in enumerate(units):
+        rows.append(
+            [
+                (str(number), str(number)),
+                (escape(_names(unit)), None),
+                (escape(unit.choice), None),
+                (format_bytes(unit.nbytes), str(unit.nbytes)),
+                (_alternatives(unit, report), None),
+            ]
+        )
+    heads = (("#", True), ("layers", False), ("choice", False), ("size", True), ("other choices", False))
+    return (
+        "<p>Layers that are gathered and reduced together are one unit, in the order in which they run. "
+        "Click a column to sort.</p>" + _table(heads, rows)
+    )
+
+
+def _alternatives(unit: UnitExplanation, report: PlanReport) -> str:
+    assert report.explanation is not None
+    own = report.explanation
+    if not unit.alternatives:
+        return '<span class="soft">none was allowed</span>'
+    lines = []
+    for other in unit.alternatives:
+        seconds, nbytes = other.step_seconds - own.step_seconds, other.peak_bytes - own.peak_bytes
+        time = f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))} a step"
+        memory = f"{'+' if nbytes >= 0 else '-'}{format_bytes(abs(nbytes))} at the peak"
+        fit = '<span class="good">fits</span>' if other.fits else '<span class="bad">does not fit</span>'
+        when = f"; better with {escape(', or '.join(other.chosen_if))}" if other.chosen_if else ""
+        lines.append(f"<p><b>{escape(other.choice)}</b>: {time}, {memory}, {fit}{when}</p>")
+    best = unit.alternatives[0]
+    return f"<details><summary>instead of {escape(best.choice)} ...</summary>{''.join(lines)}</details>"
+
+
+def _memory(report: PlanReport) -> str:
+    assert report.memory is not None
+    peak = report.memory.peak
+    kinds = {
+        "parameters and optimizer states": peak.states,
+        "gathered parameters": peak.parameters,
+        "activations": peak.activations,
+        "gradients": peak.gradients,
+        "communication buffers and temporaries": peak.buffers,
+    }
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds.items() if nbytes)
+    return (
+        f"<p>The most is alive in <b>{escape(peak.name)}</b>: {format_bytes(peak.total)}, of which "
+        f"{parts}.</p>"
+        f"{_chart('memory')}"
+    )
+
+
+def _times(report: PlanReport) -> str:
+    rows = [
+        [
+            (str(number), str(number)),
+            (escape(each.name), None),
+            (escape(each.choice), None),
+            *((format_seconds(value), repr(value)) for value in (
+                each.forward, each.backward, each.communication, each.hidden, each.optimizer,
+            )),
+        ]
+        for number, each in enumerate(report.times)
+    ]  # fmt: skip
+    heads = (
+        ("#", True), ("layers", False), ("choice", False), ("forward", True), ("backward", True),
+        ("waiting", True), ("hidden", True), ("optimizer", True),
+    )  # fmt: skip
+    return (
+        "<p>Seconds of each unit in a step: compute, collectives that compute waits for, and below zero "
+        f"those that run beside it.</p>{_chart('time')}{_table(heads, rows)}"
+    )
+
+
+def _frontier(frontier: Frontier) -> str:
+    note = "" if frontier.over == "memory_limit" else (
+        '<p class="soft">Times of other settings are scaled from this one, not measured.</p>'
+    )  # fmt: skip
+    return f"<h2>{_TITLES[frontier.over]}</h2>{_chart(frontier.over)}{note}"
+
+
+def _schedule(report: PlanReport) -> str:
+    plan = report.plan
+    return (
+        f"<p>{plan.schedule} with {plan.training.microbatches} microbatches: ranks are idle for "
+        f"{plan.bubble:.0%} of the time. Messages between stages are not drawn.</p>{_chart('schedule')}"
+    )
+
+
+def _settings(plan: Plan) -> str:
+    training = plan.training
+    facts = {
+        "devices": f"{plan.world_size} (data {plan.dp}, pipeline {plan.pp}, tensor {plan.tp})",
+        "kind": plan.basis.device.kind if plan.basis is not None else "",
+        "memory limit": format_bytes(plan.memory_limit),
+        "samples a step": f"{plan.global_batch}: {plan.local_batch} x {training.microbatches} x {plan.dp}",
+        "optimizer": training.optimizer,
+        "computed in": training.param_dtype or "the parameters' dtype",
+        "profile": "measured" if plan.measured_profile else "estimated",
+    }
+    rows = [[(name, None), (escape(value), None)] for name, value in facts.items() if value]
+    notes = "".join(f"<p>{escape(note)}</p>" for note in plan.notes)
+    return _table((("setting", False), ("value", False)), rows) + notes
+
+
+def _table(heads: Iterable[tuple[str, bool]], rows: Iterable[Sequence[tuple[str, str | None]]]) -> str:
+    """A table that sorts; a cell is HTML and, where it is a number, that number."""
+    head = "".join(
+        f"<th data-sort{' class=number' if numeric else ''}>{name}</th>" for name, numeric in heads
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td>{text}</td>" if value is None else f'<td class="number" data-value="{value}">{text}</td>'
+            for text, value in row
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _chart(name: str) -> str:
+    return f'<div class="chart" data-chart="{name}"></div>'
+
+
+def _json(charts: dict[str, Chart]) -> str:
+    # A name in the model must not end the script.
+    return json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _resource(name: str) -> str:
+    return resources.files("osdp.report.html").joinpath(name).read_text(encoding="utf8")
+
+
+def _plotly() -> str:
+    """The source of plotly.js, packed: it is most of the file."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError("HTML reports need plotly: pip install 'osdp[report]'", name="plotly") from error
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 6, mtime=0)).decode()

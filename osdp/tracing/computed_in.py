@@ -1,0 +1,44 @@
+"""Description of a model that computes in another dtype than its parameters have, as in mixed precision."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model.description import ModelDesc, Operator
+from osdp.nn.modules import keeps_dtype
+from osdp.tracing.loss import LossFn
+from osdp.tracing.trace import describe
+
+
+def describe_computed_in(
+    model: nn.Module, sample_inputs: Any, dtype: str, *, loss_fn: LossFn | None = None
+) -> ModelDesc:
+    """Describe ``model`` with the work and activations of ``dtype``, and parameters as they are stored.
+
+    Args:
+        model: The model; it may be on ``meta``.
+        sample_inputs: As for :meth:`osdp.ModelDesc.from_module`.
+        dtype: The dtype of compute, for example ``"bfloat16"``.
+        loss_fn: As there.
+
+    Raises:
+        ValueError: As there.
+    """
+    narrow = deepcopy(model).to(getattr(torch, dtype))
+    for module in narrow.modules():
+        if keeps_dtype(module):
+            module.float()
+    desc = describe(narrow, sample_inputs, loss_fn=loss_fn)
+    stored = {
+        name: str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+    def as_stored(operator: Operator) -> Operator:
+        parameters = tuple(replace(each, dtype=stored[each.name]) for each in operator.parameters)
+        return replace(operator, parameters=parameters)
+
+    return replace(desc, operators=tuple(map(as_stored, desc.operators)))
