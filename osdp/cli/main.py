@@ -28,6 +28,7 @@ except ImportError as error:
 from osdp.cli import checkpoint as checkpoint_commands
 from osdp.cli import planning
 from osdp.cli.cluster import commands as cluster_commands
+from osdp.cli.doctor import doctor
 from osdp.cli.models import (
     DEVICE,
     MODEL,
@@ -148,6 +149,7 @@ for command in (
     planning.diff,
     planning.whatif,
     planning.report,
+    doctor,
 ):
     app.command()(flat_options(command))
 

@@ -1,0 +1,68 @@
+"""Each alternative is what the judge says of the plan with that choice alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from osdp import Plan
+from osdp.cost.evaluate import evaluate
+from osdp.plan.sharding import Mode
+from osdp.report.explanation_table import explanation_table
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_alternative_costs_what_the_plan_with_it_costs(planned: Callable[..., Plan], name: str) -> None:
+    plan = planned(name, slices=(), recompute=False)
+    basis = plan.basis
+    assert basis is not None
+    explanation = plan.explain()
+    assert len(explanation.units) == len(plan.units)
+    checked = 0
+    for index, (unit, told) in enumerate(zip(plan.units, explanation.units, strict=True)):
+        for other in told.alternatives:
+            if other.choice not in set(Mode) or unit.root or other.choice == Mode.HYBRID_SHARD:
+                continue
+            mode = Mode(other.choice)
+            units = list(plan.units)
+            units[index] = replace(unit, mode=mode)
+            decisions = tuple(
+                replace(each, mode=mode) if each.operator in unit.operators else each
+                for each in plan.decisions
+            )
+            changed = plan.with_sharding(units=tuple(units), decisions=decisions)
+            judged = evaluate(changed, basis.profiles[0], basis.device, plan.training, basis.model_desc)
+            assert other.step_seconds == pytest.approx(judged.step_seconds, rel=1e-9)
+            assert other.peak_bytes == judged.peak_bytes
+            assert other.fits == (judged.peak_bytes <= plan.memory_limit)
+            checked += 1
+    assert checked > len(plan.units) / 2
+
+
+def test_only_units_that_were_asked_for(planned: Callable[..., Plan]) -> None:
+    plan = planned()
+    block = plan.explain("transformer.h.1")
+    assert 0 < len(block.units) < len(plan.units)
+    assert all(any("h.1" in name for name in unit.operators) for unit in block.units)
+    with pytest.raises(ValueError, match="no unit of the plan contains 'attention'; its operators are"):
+        plan.explain("attention")
+
+
+def test_a_faster_choice_that_does_not_fit_names_the_limit_it_needs(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.45)
+    explanation = plan.explain()
+    refused = [other for unit in explanation.units for other in unit.alternatives if not other.fits]
+    faster = [other for other in refused if other.step_seconds < explanation.step_seconds]
+    assert faster
+    assert all(other.chosen_if[0].startswith("a limit of ") for other in faster)
+
+
+def test_the_table_has_no_line_beyond_110_columns(planned: Callable[..., Plan]) -> None:
+    for fraction in (0.4, 0.7, 1.0):
+        text = explanation_table(planned(fraction=fraction).explain())
+        assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_plan_without_its_basis_says_how_to_get_one(planned: Callable[..., Plan]) -> None:
+    with pytest.raises(ValueError, match="does not contain what it was searched from"):
+        replace(planned(), basis=None).explain()

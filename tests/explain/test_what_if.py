@@ -1,0 +1,98 @@
+"""Planning again from a plan finds what planning anew finds, where nothing has to be scaled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from osdp import InfeasibleError, Link, ModelDesc, Plan, Training, make_plan
+from osdp.explain.difference import diff
+from osdp.explain.frontier import batch_frontier, limit_frontier, ranks_frontier
+from osdp.explain.scaling import device_with_bandwidth, device_with_ranks
+from osdp.explain.what_if import what_if
+from osdp.integrations.huggingface.models import language_model, token_batch
+from osdp.report.explanation_table import difference_table
+from tests.explain.conftest import FIELDS, device
+
+
+def test_another_limit(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.9)
+    less = what_if(plan, memory_limit=int(0.6 * plan.memory_limit))
+    assert plan.basis is not None
+    fresh = make_plan(None, plan.basis.model_desc, device(int(0.6 * plan.memory_limit)))
+    assert less == fresh
+    assert less.predicted.peak_bytes <= less.memory_limit < plan.predicted.peak_bytes
+    with pytest.raises(InfeasibleError):
+        what_if(plan, memory_limit="1MiB")
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_another_batch_of_an_estimate_is_the_estimate_at_that_batch(
+    planned: Callable[..., Plan], batch: int
+) -> None:
+    plan = planned(fraction=20.0)
+    other = what_if(plan, local_batch=batch)
+    desc = ModelDesc.from_module(language_model("gpt2", FIELDS["gpt2"]), token_batch(batch, 32))
+    fresh = make_plan(None, desc, device(plan.memory_limit))
+    assert other.modes == fresh.modes
+    assert other.predicted.peak_bytes == pytest.approx(fresh.predicted.peak_bytes, rel=0.02)
+    assert other.predicted.step_seconds == pytest.approx(fresh.predicted.step_seconds, rel=0.1)
+    assert any("not measured: times and bytes at batch" in note for note in other.notes)
+
+
+def test_another_optimizer(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=20.0)
+    assert plan.basis is not None
+    other = what_if(plan, optimizer="SGD")
+    training = Training(optimizer="SGD", local_batch=plan.local_batch)
+    fresh = make_plan(None, plan.basis.model_desc, device(plan.memory_limit), training=training)
+    assert other.predicted.peak_bytes == fresh.predicted.peak_bytes
+    assert other.modes == fresh.modes
+    assert other.predicted.optimizer_seconds < plan.predicted.optimizer_seconds
+
+
+def test_links_of_more_ranks_are_those_of_a_longer_ring() -> None:
+    # n - 1 steps, (n - 1) / n of the bytes.
+    more = device_with_ranks(device(ranks=4, bandwidth=1e9), 8)
+    link = more.link("all_gather")
+    assert (more.world_size, link.size) == (8, 8)
+    assert link.latency == pytest.approx(1e-5 * 7 / 3)
+    assert link.bandwidth == pytest.approx(1e9 * (3 / 4) / (7 / 8))
+    with pytest.raises(ValueError, match="cannot be told from one device"):
+        device_with_ranks(replace(device(), devices_per_node=1, links=()), 2)
+
+
+def test_a_network_sends_what_a_ring_sends() -> None:
+    slow = device_with_bandwidth(device(ranks=4), 125e6)
+    copies = 2 / slow.copy_bandwidth
+    sent = 0.75 / (125e6 * 1448 / 1538)
+    assert slow.link("all_gather").bandwidth == pytest.approx(1 / (sent + copies))
+    assert slow.link("all_reduce").bandwidth == pytest.approx(1 / (2 * sent + copies))
+    exchanged = replace(slow, links=tuple(replace(link, by_exchange=True) for link in slow.links), kind="cpu")
+    again = device_with_bandwidth(exchanged, 125e6)
+    assert isinstance(again.link("reduce_scatter"), Link)
+    assert again.link("reduce_scatter").bandwidth == pytest.approx(1 / (sent + copies))
+
+
+def test_differences_name_blocks_and_add_up(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.9)
+    other = what_if(plan, memory_limit=int(0.45 * plan.memory_limit))
+    found = diff(plan, other)
+    assert found.same_operators + sum(len(each.operators) for each in found.changes) == len(plan.decisions)
+    assert found.changes
+    assert [row[0] for row in found.settings] == ["memory limit"]
+    assert max(map(len, difference_table(found).splitlines())) <= 110
+    alike = diff(plan, plan)
+    assert (alike.changes, alike.settings) == ((), ())
+    with pytest.raises(ValueError, match="plans of two models"):
+        diff(plan, planned("llama"))
+
+
+def test_frontiers_rise_with_memory(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.5)
+    found = limit_frontier(plan, points=5)
+    rates = [point.samples_per_second or 0.0 for point in found.points]
+    assert rates == sorted(rates)
+    assert found.here in [point.x for point in found.points]
+    assert {point.x for point in batch_frontier(plan).points} >= {1, 2, 4}
+    assert [point.x for point in ranks_frontier(plan).points] == [2, 4, 8, 16]
