@@ -20,6 +20,9 @@ from osdp.errors import AlteredCheckpointError
 #: Bytes that a checksum covers.
 CHUNK = 2**22
 
+#: Bytes after which the system is asked to write to disk what it has.
+_WRITTEN_BACK = 2**24
+
 _SUFFIX = ".manifest"
 _VERSION = 1
 #: Of the hash of ``.metadata``, in the manifest's name.
@@ -70,8 +73,13 @@ class SummedFile(io.BufferedWriter):
 
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
         """Write ``data`` and count it."""
+        before = self.sums.nbytes
         self.sums.add(memoryview(data).cast("B"))
-        return super().write(data)
+        written = super().write(data)
+        if self.sums.nbytes // _WRITTEN_BACK > before // _WRITTEN_BACK and hasattr(os, "posix_fadvise"):
+            # The disk begins while the rest is summed and copied: the sync at the end has less to wait for.
+            os.posix_fadvise(self.fileno(), 0, self.sums.nbytes, os.POSIX_FADV_DONTNEED)
+        return written
 
 
 def manifest_name(metadata: bytes) -> str:
