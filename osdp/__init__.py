@@ -43,6 +43,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from osdp.api import make_plan, make_tensor_plan
     from osdp.errors import InfeasibleError, PlanMismatchError
+    from osdp.explain.difference import diff
+    from osdp.explain.what_if import what_if
     from osdp.hardware.device_info import DeviceInfo, HostLink, Link
     from osdp.hardware.profile import Profile
     from osdp.integrations.paper_options import gen_fsdp_args
@@ -72,12 +74,14 @@ __all__ = [
     "SplitLinear",
     "TokenSlices",
     "Training",
+    "diff",
     "gen_fsdp_args",
     "make_plan",
     "make_tensor_plan",
     "split_cross_entropy",
     "split_embedding",
     "split_linear",
+    "what_if",
 ]
 
 #: Read by setup.py, too.
@@ -88,6 +92,8 @@ _HOME = {
     "OptimalShardedDataParallel": "osdp.wrapper",
     "make_plan": "osdp.api",
     "make_tensor_plan": "osdp.api",
+    "diff": "osdp.explain.difference",
+    "what_if": "osdp.explain.what_if",
     "gen_fsdp_args": "osdp.integrations.paper_options",
     "DeviceInfo": "osdp.hardware.device_info",
     "HostLink": "osdp.hardware.device_info",

@@ -5,6 +5,7 @@ Reading bounds size and depth, and has a one-sentence error for any defect.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -211,8 +212,7 @@ def _decode_union(kind: Any, plain: Any, where: str) -> Any:
 
 def _decode_dataclass(kind: type, plain: Any, where: str) -> Any:
     _expect(isinstance(plain, dict), "an object", plain, where)
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints, fields = _fields_of(kind)
     if "version" in fields and plain.get("version") not in (None, fields["version"].default):
         # Checked first: fields of another version would otherwise be reported as unknown.
         supported = fields["version"].default
@@ -230,6 +230,12 @@ def _decode_dataclass(kind: type, plain: Any, where: str) -> Any:
     if unknown or missing:
         raise ValueError(f"{where}: unknown fields {quote(unknown)}, missing fields {quote(missing)}")
     return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in plain.items()})
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[dict[str, Any], "dict[str, dataclasses.Field[Any]]"]:
+    """Types and fields of a dataclass, which take longer to look up than a value takes to read."""
+    return typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
 
 
 def _decode_tuple(kind: Any, plain: Any, where: str) -> Any:

@@ -8,6 +8,7 @@ Under torchrun (``torchrun --no-python osdp profile ...``), ``profile`` also mea
 processes.
 """
 
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -80,8 +81,14 @@ def start(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit"),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="also print what the search and the measurements do")
+    ] = False,
 ) -> None:
     """Options without a command."""
+    if verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("osdp").setLevel(logging.DEBUG)
 
 
 @app.command()

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from osdp.cost.sharding.problem import RootUnitCost
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import solution_root
 from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with
@@ -112,10 +114,15 @@ class _Setting:
     words: str
     rebuilt: Rebuilt
 
+    @cached_property
+    def root(self) -> RootUnitCost:
+        """Costs of the operators outside the chain, the same for all units."""
+        return solution_root(self.rebuilt.problem, self.rebuilt.solution)
+
     def prefers(self, units: UnitTuples, limit: int) -> bool:
         """Whether these units are faster than the plan's under this setting, and fit."""
-        problem, solution = self.rebuilt.problem, self.rebuilt.solution
-        outcome = simulate_units(problem, units, solution_root(problem, solution))
+        solution = self.rebuilt.solution
+        outcome = simulate_units(self.rebuilt.problem, units, self.root)
         faster = outcome.seconds < solution.outcome.seconds * (1 - _ALIKE)
         return outcome.peak <= limit and (faster or solution.outcome.peak > limit)
 

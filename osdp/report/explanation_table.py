@@ -42,7 +42,7 @@ def _alike(units: Sequence[UnitExplanation]) -> list[list[UnitExplanation]]:
 
 
 def _unit_lines(units: Sequence[UnitExplanation], explanation: PlanExplanation) -> list[str]:
-    names = ", ".join(compress(name or "(root)" for unit in units for name in unit.modules))
+    names = ", ".join(compress(name or "(the model's own)" for unit in units for name in unit.modules))
     each = " each" if len(units) > 1 else ""
     head = f"{names}: {units[0].choice}, {format_bytes(units[0].nbytes)}{each}"
     rows: list[tuple[str, ...]] = [("instead", "a step", "peak", "fits", "better with")]

@@ -205,7 +205,12 @@ def _unit_row(plan: ShardingPlan, numbers: Sequence[int]) -> tuple[str, ...]:
 
 def _module_names(units: Sequence[Unit]) -> list[str]:
     # The root unit has no module of its own to name: list its operators instead.
-    names = [name for unit in units for name in (unit.operators if unit.root else unit.modules)]
+    # Parameters of the model itself have an empty name.
+    names = [
+        name or "(the model's own)"
+        for unit in units
+        for name in (unit.operators if unit.root else unit.modules)
+    ]
     root = ["root:"] if units[0].root else []
     return [" ".join([*root, *compress(names)[:1]]), *compress(names)[1:]]
 

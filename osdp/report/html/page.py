@@ -197,7 +197,7 @@ def _reason(report: PlanReport, mode: str) -> str:
 
 
 def _names(unit: UnitExplanation) -> str:
-    return ", ".join(compress(name or "(root)" for name in unit.modules))
+    return ", ".join(compress(name or "(the model's own)" for name in unit.modules))
 
 
 def _why(report: PlanReport) -> str:

@@ -20,6 +20,12 @@ from osdp.text import format_bytes, format_seconds
 
 UnitTuples = tuple[UnitSpan, ...]
 
+#: The reason on one device, where other modes cost the same.
+_ALONE = "on one device there is nothing to shard"
+
+#: Seconds that are no difference.
+_NO_TIME = 5e-8
+
 
 class Explainer:
     """Explains each decision by what the next-best choice would have cost."""
@@ -37,6 +43,8 @@ class Explainer:
         key = self.key_of(index)
         if key not in self._known:
             strategy = self._found.units[index][2]
+            if self._problem.device.world_size == 1 and not strategy.offloaded and not strategy.recomputed:
+                return _ALONE
             forced = self._forced and len(self._strategies) == 1 and not strategy.offloaded
             self._known[key] = "forced" if forced else self._compare(index)
         return self._known[key]
@@ -112,6 +120,8 @@ class Explainer:
 
     def _root_difference(self, operator: Operator, mode: Mode) -> str:
         """What it would cost if an operator outside the chain were replicated, or in the root unit."""
+        if self._problem.device.world_size == 1:
+            return _ALONE
         if self._forced:
             return "forced"
         return _difference(self._found.outcome, [self._outside_chain(operator, mode)], self._limit)
@@ -161,10 +171,8 @@ def _difference(chosen: StepEstimate, others: Sequence[tuple[str, StepEstimate]]
         slower, mode, outcome = min(fitting, key=lambda item: item[0])
         # The best other choice that fits: what it would cost, and what it would save.
         saved = chosen.peak - outcome.peak
-        parts.append(
-            f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
-            + (f" and save {format_bytes(saved)}" if saved > 0 else "")
-        )
+        longer = f"cost {format_seconds(slower)} more a step" if slower > _NO_TIME else "take as long"
+        parts.append(f"{mode} would {longer}" + (f" and save {format_bytes(saved)}" if saved > 0 else ""))
     for mode, outcome in others:
         if outcome.peak > limit and outcome.seconds < chosen.seconds:
             gain, over = chosen.seconds - outcome.seconds, outcome.peak - limit

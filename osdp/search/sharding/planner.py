@@ -1,5 +1,6 @@
 """Search for the best Plan of a model on given devices: batch, modes, units, reason of each decision."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.solve import min_peak, solve_bounded
 from osdp.text import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _LARGEST_SHOWN = 3
 #: Relative gaps up to this are rounding.
@@ -340,7 +343,9 @@ def _decision(problem: ShardingProblem, operator: Operator, strategy: UnitStrate
 
 def search_notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
     """Notes about the search of an assignment, for its plan."""
-    notes = [f"{found.num_rows} bounds on the time and the memory of a step decided the search"]
+    # For who looks into the search: readers of a plan need no more than whether it is proven best.
+    logger.debug("%d bounds on the time and the memory of a step decided the search", found.num_rows)
+    notes = []
     if gap > _PROVEN:
         notes.append(f"proven to be within {gap:.2%} of the highest throughput")
     if any(strategy.offloaded for _, _, strategy in found.units):

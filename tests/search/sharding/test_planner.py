@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from osdp.cost.evaluate import evaluate
 from osdp.cost.sharding.problem import build_problem
 from osdp.errors import InfeasibleError
+from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
@@ -119,7 +120,8 @@ def test_reasons_are_what_the_judge_says_of_the_other_modes(seed: int) -> None:
                 claim = f"{mode} would save {format_seconds(-slower)} but exceed the limit by {over}"
                 assert (claim in reason) == (slower < 0)
             else:
-                claim = f"{mode} would cost {format_seconds(max(slower, 0.0))} more a step"
+                longer = f"cost {format_seconds(slower)} more a step" if slower > 5e-8 else "take as long"
+                claim = f"{mode} would {longer}"
             told += claim in reason
         assert told or reason == "no other choice fits the limit"
 
@@ -279,12 +281,21 @@ def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.Mo
     assert any("proven to be within" in note for note in plan.notes)
 
 
-def test_notes_count_the_moments_and_proven_plans_are_optimal() -> None:
-    plan = plan_within(3, peak_range(3)[0])
+def test_a_proven_plan_needs_no_note_and_the_log_has_what_decided(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="osdp"):
+        plan = plan_within(3, peak_range(3)[0])
     assert plan.optimal
-    (note,) = plan.notes
-    assert note.endswith("bounds on the time and the memory of a step decided the search")
-    assert int(note.split()[0]) >= 2, "at least the time and the optimizer step"
+    assert plan.notes == ()
+    (line,) = [text for text in caplog.messages if text.endswith("decided the search")]
+    assert int(line.split()[0]) >= 2, "at least the time and the optimizer step"
+
+
+def test_on_one_device_there_is_nothing_to_shard() -> None:
+    # It said that each other mode would cost 0.0 us more.
+    model_desc, profile = random_model(3, 3, 2)
+    alone = DeviceInfo(memory_limit=2**40)
+    plan = best_plan(model_desc, [Candidate(Training(), profile)], alone)
+    assert {decision.reason for decision in plan.decisions} == {"on one device there is nothing to shard"}
 
 
 def test_same_input_same_plan() -> None:
