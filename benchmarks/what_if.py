@@ -78,10 +78,8 @@ def compare(
         differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
         found.append(
             {
-                "same_decisions": wanted == got,
-                "differ": sorted(
-                    {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
-                ),
+                "same_decisions": not differ,
+                "differ": sorted(differ),
                 "time_error": answer.predicted.step_seconds / judged.step_seconds - 1,
                 "peak_error": answer.predicted.peak_bytes / judged.peak_bytes - 1,
                 "over_fresh": judged.step_seconds / fresh.predicted.step_seconds - 1,
