@@ -28,12 +28,14 @@ def test_the_public_names_are_these() -> None:
         "SplitLinear",
         "TokenSlices",
         "Training",
+        "diff",
         "gen_fsdp_args",
         "make_plan",
         "make_tensor_plan",
         "split_cross_entropy",
         "split_embedding",
         "split_linear",
+        "what_if",
     ]
 
 

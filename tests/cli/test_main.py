@@ -244,8 +244,10 @@ def test_a_wrong_file_is_named_in_one_message(command: str, kind: str, wrong: di
         run(*arguments[command])
     message = str(caught.value)
     assert Path(path).name in message and "Traceback" not in message
-    if command in ("plan", "layers"):
+    if command == "layers":
         assert "is not a folder written by osdp profile: it has no model_desc.json" in message
+    elif command == "plan":
+        assert "folder written by osdp profile" in message
 
 
 @pytest.mark.parametrize(
