@@ -105,7 +105,7 @@ def _time_row(name: str, first: float, second: float) -> tuple[str, ...]:
 def memory_table(rows: Iterable[MemoryRow]) -> str:
     """Format the memory of uniform plans by mode and batch; at most 110 columns."""
     header = (
-        "mode", "batch", "states", "gathered", "activations", "gradients", "buffers", "peak", "fits", "step",
+        "mode", "batch", "states", "gathered", "activations", "gradients", "buffers", "peak", "fits",
     )  # fmt: skip
     cells: list[tuple[str, ...]] = [header]
     for row in rows:
@@ -114,7 +114,6 @@ def memory_table(rows: Iterable[MemoryRow]) -> str:
             of = row.peak
             parts = (of.states, of.parameters, of.activations, of.gradients, of.buffers)
             kinds = [format_bytes(nbytes) for nbytes in parts]
-        seconds = "-" if row.step_seconds is None else format_seconds(row.step_seconds)
         fits = "yes" if row.fits else "no"
-        cells.append((row.choice, str(row.local_batch), *kinds, format_bytes(row.peak_bytes), fits, seconds))
+        cells.append((row.choice, str(row.local_batch), *kinds, format_bytes(row.peak_bytes), fits))
     return align(cells, right=range(1, len(header)))
