@@ -15,6 +15,18 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
+_FRAME = """<!doctype html><html><body style="margin:0">
+<iframe src="{page}" style="border:0;width:{width}px;height:1600px"></iframe>
+<script>
+window.addEventListener("message", (event) => {{
+  const place = document.createElement("pre");
+  place.id = "answer";
+  place.textContent = event.data;
+  document.body.append(place);
+}});
+</script></body></html>"""
+
+
 def look_at(page: Path, script: str, width: int = 1400, *, dark: bool = False) -> Any:
     """What ``script`` returns in ``page``, once its charts are there; with what the console was told.
 
@@ -45,22 +57,22 @@ def look_at(page: Path, script: str, width: int = 1400, *, dark: bool = False) -
       while (!document.body.dataset.ready && !osdpErrors.length) await wait();
       let answer = null;
       try { answer = await (async () => { %s })(); } catch (error) { osdpErrors.push(String(error)); }
-      const place = document.createElement("pre");
-      place.id = "answer";
-      place.textContent = JSON.stringify({ answer, errors: osdpErrors });
-      document.body.append(place);
+      window.parent.postMessage(JSON.stringify({ answer, errors: osdpErrors }), "*");
     })();
     </script>
     """
     html = page.read_text(encoding="utf8")
     head, body, rest = html.partition("<body>")
+    # Windows of Chromium are 500 pixels wide at least, frames in them are not.
+    frame = page.with_name(f"frame-{page.name}")
+    frame.write_text(_FRAME.format(width=width, page=f"asked-{page.name}"), encoding="utf8")
     asked = page.with_name(f"asked-{page.name}")
     asked.write_text(head + probe + body + rest.replace("</body>", ask % script + "</body>"), encoding="utf8")
     command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
-        f"--window-size={width},1600", "--virtual-time-budget=20000",
+        f"--window-size={max(width, 500)},1600", "--virtual-time-budget=20000",
         f"--user-data-dir={page.parent / 'profile'}",
-        *(["--blink-settings=preferredColorScheme=0"] if dark else []), asked.absolute().as_uri(),
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []), frame.absolute().as_uri(),
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     told = found.rpartition('<pre id="answer">')[2].partition("</pre>")[0]

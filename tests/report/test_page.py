@@ -32,7 +32,8 @@ CLICK_ALL = """
     seen[tab.textContent] = { hidden: panel.hidden, text: panel.innerText.length,
       charts: charts.map((chart) => chart.querySelectorAll("svg path").length) };
   }
-  return { seen, shown: document.querySelectorAll('[role="tabpanel"]:not([hidden])').length,
+  return { seen, width: window.innerWidth,
+    shown: document.querySelectorAll('[role="tabpanel"]:not([hidden])').length,
     wide: document.documentElement.scrollWidth - window.innerWidth };
 """
 
@@ -49,7 +50,7 @@ def test_every_tab_opens_and_draws(
     assert found["errors"] == []
     answer = found["answer"]
     assert list(answer["seen"]) == ["Decisions", "Memory", "Time", "What if", "Settings"]
-    assert answer["shown"] == 1
+    assert (answer["shown"], answer["width"]) == (1, width)
     assert not any(tab["hidden"] for tab in answer["seen"].values())
     charts = {name: tab["charts"] for name, tab in answer["seen"].items()}
     assert [len(charts[name]) for name in ("Memory", "Time", "What if")] == [1, 1, 3]
@@ -82,7 +83,7 @@ def test_a_click_on_a_head_sorts_by_number(planned: Callable[..., Plan], tmp_pat
     script = """
       const head = [...document.querySelectorAll("th")].find((each) => each.textContent.startsWith("size"));
       const rows = () => [...head.closest("table").tBodies[0].rows];
-      const sizes = () => rows().map((row) => +row.children[3].dataset.value);
+      const sizes = () => rows().map((row) => +row.children[4].dataset.value);
       head.click();
       const up = sizes();
       head.click();

@@ -9,7 +9,7 @@ function layoutOf(chart) {
   const grid = dark.matches ? "#30363d" : "#d0d7de";
   const axis = { gridcolor: grid, zerolinecolor: grid, automargin: true };
   const layout = { ...chart.layout };
-  return { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink },
+  return { ...layout, autosize: true, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink },
     margin: { l: 55, r: 15, t: 15, b: 45 }, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
     legend: { orientation: "h", y: narrow() ? -0.25 : -0.15 },
     hoverlabel: { bgcolor: dark.matches ? "#161b22" : "#ffffff", font: { color: ink } } };

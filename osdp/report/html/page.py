@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 
@@ -22,6 +23,9 @@ MODES: dict[str, tuple[str, str]] = {
     Mode.FULL_SHARD: ("sharded; gathered for forward, freed, and gathered again for backward", "#E69F00"),
     Mode.HYBRID_SHARD: ("sharded inside groups of devices, replicated across groups", "#CC79A7"),
 }
+
+#: Seconds that are no difference.
+_NO_TIME = 5e-8
 
 #: Relative throughput from which a gain is worth a word.
 _NOTICEABLE = 0.01
@@ -117,12 +121,14 @@ def _limits(report: PlanReport) -> str:
         return f"<b>memory</b>with {more[0]:.3g} times the limit {more[1]:.1%} more throughput"
     parts = {
         "compute": predicted.compute_seconds,
-        "communication": predicted.communication_seconds,
+        "waiting for communication": predicted.communication_seconds,
         "the optimizer": predicted.optimizer_seconds,
     }
     longest = max(parts, key=lambda name: parts[name])
-    told = ", ".join(f"{name} {seconds / predicted.step_seconds:.0%}" for name, seconds in parts.items())
-    return f"<b>{longest}</b>of a step: {told}"
+    others = [f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in parts if name != longest]
+    own = f"{parts[longest] / predicted.step_seconds:.0%}"
+    free = "; more memory would not help" if more is not None else ""
+    return f"<b>{longest}</b>{own} of a step ({', '.join(others)}){free}"
 
 
 def _measured(report: PlanReport) -> str:
@@ -191,9 +197,14 @@ def _reason(report: PlanReport, mode: str) -> str:
             f"{format_bytes(best.peak_bytes - own.memory_limit)}"
         )
     best = unit.alternatives[0]
-    slower = format_seconds(max(best.step_seconds - own.step_seconds, 0.0))
-    why = f"would take {slower} longer for {escape(_names(unit))} alone"
-    return f"; {escape(best.choice)} {why if best.fits else 'does not fit'}"
+    slower = best.step_seconds - own.step_seconds
+    if not best.fits:
+        return f"; {escape(best.choice)} does not fit, and would be no faster"
+    if slower <= _NO_TIME:
+        return f"; {escape(best.choice)} would be as fast"
+    return (
+        f"; {escape(best.choice)} would take {format_seconds(slower)} longer for {escape(_names(unit))} alone"
+    )
 
 
 def _names(unit: UnitExplanation) -> str:
@@ -242,21 +253,39 @@ def _tabs(tabs: Sequence[tuple[str, str]]) -> str:
 
 def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
     rows = []
-    for number, unit in enumerate(units):
+    for number, alike in _alike(units):
+        unit, each = alike[0], " each" if len(alike) > 1 else ""
+        names = ", ".join(compress(name or "(the model's own)" for unit in alike for name in unit.modules))
         rows.append(
             [
                 (str(number), str(number)),
-                (escape(_names(unit)), None),
+                (escape(names), None),
                 (escape(unit.choice), None),
-                (format_bytes(unit.nbytes), str(unit.nbytes)),
+                (str(len(alike)), str(len(alike))),
+                (f"{format_bytes(unit.nbytes)}{each}", str(unit.nbytes * len(alike))),
                 (_alternatives(unit, report), None),
             ]
         )
-    heads = (("#", True), ("layers", False), ("choice", False), ("size", True), ("other choices", False))
+    heads = (
+        ("#", True), ("layers", False), ("choice", False), ("units", True), ("size", True),
+        ("best other choice", False),
+    )  # fmt: skip
     return (
-        "<p>Layers that are gathered and reduced together are one unit, in the order in which they run. "
-        "Click a column to sort.</p>" + _table(heads, rows)
+        "<p>Layers that are gathered and reduced together are one unit. Units are in the order in which they "
+        "run; neighbours that are alike share a row. Click a column to sort.</p>" + _table(heads, rows)
     )
+
+
+def _alike(units: Sequence[UnitExplanation]) -> list[tuple[int, list[UnitExplanation]]]:
+    """Neighbouring units of equal size with equal choices and alternatives, with the number of the first."""
+    found: list[tuple[int, list[UnitExplanation]]] = []
+    for number, unit in enumerate(units):
+        last = found[-1][1][-1] if found else None
+        if last is not None and replace(unit, modules=last.modules, operators=last.operators) == last:
+            found[-1][1].append(unit)
+        else:
+            found.append((number, [unit]))
+    return found
 
 
 def _alternatives(unit: UnitExplanation, report: PlanReport) -> str:
@@ -273,7 +302,10 @@ def _alternatives(unit: UnitExplanation, report: PlanReport) -> str:
         when = f"; better with {escape(', or '.join(other.chosen_if))}" if other.chosen_if else ""
         lines.append(f"<p><b>{escape(other.choice)}</b>: {time}, {memory}, {fit}{when}</p>")
     best = unit.alternatives[0]
-    return f"<details><summary>instead of {escape(best.choice)} ...</summary>{''.join(lines)}</details>"
+    slower = best.step_seconds - own.step_seconds
+    cost = f"+{format_seconds(slower)} a step" if slower > _NO_TIME else "as fast"
+    told = f"{escape(best.choice)}: {cost if best.fits else 'does not fit'}"
+    return f"<details><summary>{told}</summary>{''.join(lines)}</details>"
 
 
 def _memory(report: PlanReport) -> str:
