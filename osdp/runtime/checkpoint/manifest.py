@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from osdp.errors import AlteredCheckpointError
 CHUNK = 2**22
 
 #: Bytes after which the system is asked to write to disk what it has.
-_WRITTEN_BACK = 2**24
+_SYNCED = 2**24
 
 _SUFFIX = ".manifest"
 _VERSION = 1
@@ -70,16 +71,30 @@ class SummedFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.sums = RunningSums()
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="osdp-sync")
+        self._syncs: list[Future[None]] = []
 
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
         """Write ``data`` and count it."""
         before = self.sums.nbytes
         self.sums.add(memoryview(data).cast("B"))
         written = super().write(data)
-        if self.sums.nbytes // _WRITTEN_BACK > before // _WRITTEN_BACK and hasattr(os, "posix_fadvise"):
+        if self.sums.nbytes // _SYNCED > before // _SYNCED:
             # The disk begins while the rest is summed and copied: the sync at the end has less to wait for.
-            os.posix_fadvise(self.fileno(), 0, self.sums.nbytes, os.POSIX_FADV_DONTNEED)
+            self._syncs.append(self._syncing.submit(os.fsync, self.fileno()))
         return written
+
+    def close(self) -> None:
+        """Close it, once the disk has what it was asked to write.
+
+        Raises:
+            OSError: The disk could not write; the system tells that once, so that a later sync would not.
+        """
+        self._syncing.shutdown()
+        super().close()
+        syncs, self._syncs = self._syncs, []
+        for sync in syncs:
+            sync.result()
 
 
 def manifest_name(metadata: bytes) -> str:

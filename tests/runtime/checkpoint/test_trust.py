@@ -1,5 +1,6 @@
 """A checkpoint that was altered is refused before anything changes, and what it says is never run."""
 
+import errno
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from osdp import OSDP
 from osdp.errors import AlteredCheckpointError
 from osdp.runtime import checkpoint
+from osdp.runtime.checkpoint.manifest import SummedFile
 from osdp.torch_private.saving import in_one_process
 from tests.helpers.distributed import run
 from tests.helpers.nets import loss_of, tokens
@@ -219,3 +221,23 @@ def too_large_a_copy(path: str) -> None:
 
 def test_a_copy_that_exceeds_the_limit_is_refused(tmp_path: Path) -> None:
     run(2, too_large_a_copy, str(tmp_path / "large"))
+
+
+def test_a_disk_that_fails_while_the_file_is_still_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The system tells of such an error once: a sync at the end would succeed.
+    calls = []
+
+    def fails_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr("osdp.runtime.checkpoint.manifest.os.fsync", fails_once)
+    with pytest.raises(OSError, match="the disk is broken"), SummedFile(tmp_path / "file") as file:
+        for _ in range(5):
+            file.write(bytes(2**22))
+        file.flush()
+        os.fsync(file.fileno())
+    assert len(calls) == 2
