@@ -11,7 +11,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.schedules import ActionKind
 
 #: Seconds for each frontier; large models get fewer points.
-_SECONDS = 0.5
+_SECONDS = 0.2
 
 
 def collect(plan: Plan, measured: MemoryReport | None = None, *, seconds: float = _SECONDS) -> PlanReport:

@@ -1,13 +1,18 @@
 """Throughput along one setting: memory limit, batch or ranks, each point a search of its own."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
-from osdp.explain.what_if import what_if
+from osdp.explain.what_if import candidates_of, changed_basis, search_again
+from osdp.plan.basis import Basis
 from osdp.plan.explanation import Frontier, FrontierPoint
 from osdp.plan.plan import Plan
+from osdp.search.sharding.planner import fastest
 
 #: Points of a frontier.
 POINTS = 9
@@ -32,7 +37,7 @@ def limit_frontier(plan: Plan, points: int = POINTS, *, seconds: float | None = 
     others = [round(own * (_LEAST + (_MOST - _LEAST) * i / (points - 2))) for i in range(points - 1)]
     # The ends first: they say what more or less memory brings at all.
     ordered = [others[-1], others[0], *others[-2:0:-1]]
-    found = _points(plan, own, ordered, lambda limit: what_if(plan, memory_limit=int(limit)), seconds)
+    found = _points(plan, own, ordered, lambda limit: {"memory_limit": int(limit)}, seconds)
     return Frontier("memory_limit", found, own)
 
 
@@ -49,7 +54,7 @@ def batch_frontier(plan: Plan, *, seconds: float | None = None) -> Frontier:
     own = plan.local_batch
     batches = {*(own * factor for factor in (2, 3, 4)), *(own // factor for factor in (2, 4))} - {0, own}
     ordered = sorted(batches, key=lambda batch: abs(batch - own))
-    found = _points(plan, own, ordered, lambda batch: what_if(plan, local_batch=int(batch)), seconds)
+    found = _points(plan, own, ordered, lambda batch: {"local_batch": int(batch)}, seconds)
     return Frontier("local_batch", found, own)
 
 
@@ -70,7 +75,7 @@ def ranks_frontier(plan: Plan, *, seconds: float | None = None) -> Frontier:
         (count for count in counts if not several_nodes or count % per_node == 0),
         key=lambda count: abs(count - own),
     )
-    found = _points(plan, own, ordered, lambda count: what_if(plan, ranks=int(count)), seconds)
+    found = _points(plan, own, ordered, lambda count: {"ranks": int(count)}, seconds)
     return Frontier("ranks", found, own)
 
 
@@ -78,24 +83,29 @@ def _points(
     plan: Plan,
     own: float,
     settings: Iterable[float],
-    search: Callable[[float], Plan],
+    change: Callable[[float], dict[str, Any]],
     seconds: float | None,
 ) -> tuple[FrontierPoint, ...]:
-    start, found = time.monotonic(), [_point(own, plan)]
+    start = time.monotonic()
+    found = [FrontierPoint(own, plan.samples_per_second, plan.predicted.peak_bytes)]
     for x in settings:
         if seconds is not None and time.monotonic() - start > seconds:
             break
-        try:
-            best = search(x)
-        except InfeasibleError as error:
-            found.append(FrontierPoint(x, None, error.best_peak))
-        else:
-            found.append(_point(x, best))
+        found.append(_point(x, changed_basis(basis_of(plan), **change(x))[0]))
     return tuple(sorted(found, key=lambda point: point.x))
 
 
-def _point(x: float, plan: Plan) -> FrontierPoint:
-    sizes: dict[str, int] = {}
-    for decision in plan.decisions:
-        sizes[decision.mode.value] = sizes.get(decision.mode.value, 0) + decision.nbytes
-    return FrontierPoint(x, plan.samples_per_second, plan.predicted.peak_bytes, tuple(sizes.items()))
+def _point(x: float, basis: Basis) -> FrontierPoint:
+    """The best throughput under a setting; reasons of decisions, which take time, are not needed."""
+    candidates = candidates_of(basis)
+    options = replace(basis.options, offload=False)
+    answer = fastest(basis.model_desc, candidates, basis.device, options)
+    if answer is None:
+        try:
+            plan = search_again(basis)  # what it has to offload for, or how much is missing
+        except InfeasibleError as error:
+            return FrontierPoint(x, None, error.best_peak)
+        return FrontierPoint(x, plan.samples_per_second, plan.predicted.peak_bytes)
+    problem, solution, _ = answer
+    samples = problem.profile.local_batch * problem.training.microbatches * basis.device.world_size
+    return FrontierPoint(x, samples / solution.outcome.seconds, math.ceil(solution.outcome.peak))

@@ -45,8 +45,38 @@ def what_if(
         ValueError: A setting cannot be planned for without measuring; or the plan does not contain what it
             was searched from.
     """
-    basis = basis_of(plan)
-    device, estimated = basis.device, []
+    basis, estimated = changed_basis(
+        basis_of(plan),
+        memory_limit=memory_limit,
+        bandwidth=bandwidth,
+        local_batch=local_batch,
+        microbatches=microbatches,
+        ranks=ranks,
+        optimizer=optimizer,
+    )
+    found = search_again(basis)
+    if not estimated:
+        return found
+    return replace(found, notes=(*found.notes, f"not measured: {'; '.join(estimated)}"))
+
+
+def changed_basis(
+    basis: Basis,
+    *,
+    memory_limit: str | int | None = None,
+    bandwidth: float | None = None,
+    local_batch: int | None = None,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    optimizer: str | None = None,
+) -> tuple[Basis, list[str]]:
+    """A basis with the changes of :func:`what_if`, and what of it was not measured, in words.
+
+    Raises:
+        ValueError: As there.
+    """
+    estimated: list[str] = []
+    device = basis.device
     if memory_limit is not None:
         device = replace(device, memory_limit=parse_bytes(memory_limit))
     if ranks is not None:
@@ -72,10 +102,7 @@ def what_if(
         )
         if optimizer != before.optimizer:
             estimated.append(f"the step of {optimizer}, from that of {before.optimizer}")
-    found = search_again(replace(basis, device=device, trainings=trainings, profiles=profiles))
-    if not estimated:
-        return found
-    return replace(found, notes=(*found.notes, f"not measured: {'; '.join(estimated)}"))
+    return replace(basis, device=device, trainings=trainings, profiles=profiles), estimated
 
 
 def search_again(basis: Basis) -> Plan:
@@ -84,10 +111,12 @@ def search_again(basis: Basis) -> Plan:
     Raises:
         InfeasibleError: No plan fits.
     """
-    candidates = [
-        Candidate(training, basis.profile_at(training.local_batch or 1)) for training in basis.trainings
-    ]
-    return best_plan(basis.model_desc, candidates, basis.device, basis.options)
+    return best_plan(basis.model_desc, candidates_of(basis), basis.device, basis.options)
+
+
+def candidates_of(basis: Basis) -> list[Candidate]:
+    """The batches that a basis chooses from."""
+    return [Candidate(training, basis.profile_at(training.local_batch or 1)) for training in basis.trainings]
 
 
 def _with_optimizer(training: Training, optimizer: str) -> Training:

@@ -181,13 +181,11 @@ class FrontierPoint:
         x: The setting: bytes of the memory limit, samples of a microbatch, or ranks.
         samples_per_second: Its throughput over all ranks; ``None`` where nothing fits.
         peak_bytes: Its peak, or the lowest peak of any plan where nothing fits.
-        choices: Bytes of parameters in each mode.
     """
 
     x: float
     samples_per_second: float | None
     peak_bytes: int
-    choices: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

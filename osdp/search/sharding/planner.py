@@ -70,12 +70,12 @@ def best_plan(
         InfeasibleError: No plan of any candidate fits the limit.
     """
     on_device = replace(options, offload=False)
-    answer = _fastest(model_desc, candidates, device, on_device)
+    answer = fastest(model_desc, candidates, device, on_device)
     if answer is None and options.offload and _knows_host(candidates, device):
         candidates = [
             replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
         ]
-        answer = _fastest(model_desc, candidates, device, options)
+        answer = fastest(model_desc, candidates, device, options)
         if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
             answer = None
     if answer is None:
@@ -114,10 +114,13 @@ def _host_bytes(problem: ShardingProblem, found: ShardingSolution) -> float:
     return total
 
 
-def _fastest(
+def fastest(
     model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, options: SearchOptions
 ) -> tuple[ShardingProblem, ShardingSolution, float] | None:
-    """The assignment with the highest throughput, and its relative gap to the bound of the throughput."""
+    """The assignment with the highest throughput, and its relative gap to the bound of the throughput.
+
+    It has no names and no reasons yet, which :func:`best_plan` adds; ``None`` if nothing fits.
+    """
     best: tuple[ShardingProblem, ShardingSolution] | None = None
     rate = possible = 0.0
     for candidate in candidates:
