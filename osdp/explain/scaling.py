@@ -122,10 +122,20 @@ def device_with_bandwidth(device: DeviceInfo, bandwidth: float) -> DeviceInfo:
     if device.world_size == 1:
         raise ValueError("there is one device, and no network")
     shared = device.devices_per_node if device.nodes > 1 else 1
+    links = tuple(_over_network(link, device, bandwidth, shared) for link in device.links)
+    found = replace(device, links=links, measured=False)
+    # What is hidden is told of the all-reduce. Of a longer one, the part that is on the wire needs no core.
+    wire = max(0.0, 1 - found.link("all_reduce").bandwidth / device.link("all_reduce").bandwidth)
+
+    def hidden(share: float) -> float:
+        return wire + (1 - wire) * share
+
+    mixed = device.mixed_overlap
     return replace(
-        device,
-        links=tuple(_over_network(link, device, bandwidth, shared) for link in device.links),
-        measured=False,
+        found,
+        overlap=hidden(device.overlap),
+        mixed_overlap=None if mixed is None else hidden(mixed),
+        compute_overlap=hidden(device.compute_overlap),
     )
 
 

@@ -68,6 +68,10 @@ def test_a_network_sends_what_a_ring_sends() -> None:
     sent = 0.75 / (125e6 * 1448 / 1538)
     assert slow.link("all_gather").bandwidth == pytest.approx(1 / (sent + copies))
     assert slow.link("all_reduce").bandwidth == pytest.approx(1 / (2 * sent + copies))
+    # The measured half needed a core, what the network adds needs none.
+    half = device_with_bandwidth(replace(device(ranks=4), overlap=0.5, compute_overlap=0.5), 125e6)
+    longer = device(ranks=4).link("all_reduce").bandwidth / slow.link("all_reduce").bandwidth
+    assert half.overlap == half.compute_overlap == pytest.approx(1 - 0.5 / longer)
     exchanged = replace(slow, links=tuple(replace(link, by_exchange=True) for link in slow.links), kind="cpu")
     again = device_with_bandwidth(exchanged, 125e6)
     assert isinstance(again.link("reduce_scatter"), Link)
