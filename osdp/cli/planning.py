@@ -1,6 +1,7 @@
 """``osdp plan``, ``memory``, ``show``, ``explain``, ``diff``, ``whatif`` and ``report``."""
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,11 +108,14 @@ def _verdict(made: Plan) -> str:
         if made.measured_profile
         else "times are estimated from the specifications of the devices, memory from the trace"
     )
-    return (
-        f"\nfits: {format_bytes(peak)} of {format_bytes(limit)}\n"
-        f"speed: {format_seconds(made.predicted.step_seconds)} a step, {rate}\n"
-        f"limited by: {limits_of(made)}\nhow sure: {sure}"
-    )
+    lines = [
+        f"fits: {format_bytes(peak)} of {format_bytes(limit)}",
+        f"speed: {format_seconds(made.predicted.step_seconds)} a step, {rate}",
+        f"limited by: {limits_of(made)}",
+        f"how sure: {sure}",
+    ]
+    wrapped = [textwrap.fill(line, 110, subsequent_indent="  ") for line in lines]
+    return "\n".join(["", *wrapped])
 
 
 def memory(

@@ -45,6 +45,7 @@ def test_every_command_on(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"fits: {plan.predicted.peak_bytes / 2**20:.2f} MiB of 1.00 GiB" in printed
     assert "tokens/s" in printed
     assert "how sure: times are estimated" in printed
+    assert max(map(len, printed.splitlines())) <= 120
     assert (plan.dp, plan.training.param_dtype) == (8, "bfloat16")
 
     def answer(*words: str) -> Any:
