@@ -16,8 +16,8 @@ from osdp.plan.sharding import Decision, ShardingPlan, Unit
 from osdp.report.pipeline_table import pipeline_table
 from osdp.text import align, format_bytes, format_seconds
 
-_NAME_WIDTH = 36
-_REASON_WIDTH = 38
+_NAME_WIDTH = 30
+_REASON_WIDTH = 33
 _WAY_WIDTH = 13
 _MOST_LINES = 8
 _HEADER = ("modules", "mode", "units", "operators", "bytes", "why")
@@ -37,12 +37,13 @@ def stage_table(plan: Plan, stage: int) -> str:
     The reason in a row is that of the largest operator of its first unit.
 
     Returns:
-        Lines of at most about 110 columns.
+        Lines of at most 110 columns.
     """
     sharding, notes = plan.stages[stage].sharding, plan.stages[stage].notes
     rows = [_HEADER, *(_unit_row(sharding, numbers) for numbers in _alike(sharding))]
     table = align(rows, right=(2, 3, 4))
-    return "\n".join([*_facts(plan, sharding), "", table, "", *_totals(sharding), *_notes(notes)])
+    facts = [textwrap.fill(fact, 110, subsequent_indent=" " * 11) for fact in _facts(plan, sharding)]
+    return "\n".join([*facts, "", table, "", *_totals(sharding), *_notes(notes)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

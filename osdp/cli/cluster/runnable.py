@@ -64,8 +64,8 @@ def write_runnable(
     typer.echo(
         f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
         f"{format_bytes(made.predicted.peak_bytes)} in addition to the reserve; from its dimensions "
-        f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}; the traced figures are those of the "
-        "plan that is written, the others ranked the layouts"
+        f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}; the traced ones are of the plan "
+        "that is written, the others ranked the layouts"
     )
     typer.echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
     if hasattr(model, "config"):
