@@ -34,7 +34,7 @@ def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
     if "optimizer" not in state:
         return state
     tensors, options = _split(state["optimizer"])
-    if any(isinstance(value, torch.Tensor) for values in options.values() for value in values.values()):
+    if any(_has_tensor(value) for values in options.values() for value in values.values()):
         return state  # tensors, such as a learning rate on a GPU, are not to be compared
     groups: list[Group] = []
     for mine in gather_objects(options) if in_stages else [options]:
@@ -46,6 +46,13 @@ def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
             if name not in group["params"]:
                 group["params"].append(name)
     return {**state, "optimizer": {**tensors, "param_groups": groups}}
+
+
+def _has_tensor(value: Any) -> bool:
+    """Whether an option is a tensor, or a list of some."""
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple)) and any(map(has_tensor, value))
+    )
 
 
 def are_in_groups(metadata: Metadata) -> bool:
@@ -74,6 +81,11 @@ def read_options(folder: Path, metadata: Metadata) -> dict[str, Any]:
         for option, value in group.items()
         if option != "params"
     }
+
+
+def as_held(value: Any, held: Any) -> Any:
+    """An option that was read, as a tensor where the optimizer holds one."""
+    return torch.full_like(held, value) if isinstance(held, torch.Tensor) else value
 
 
 def without_options(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,13 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
 from osdp.runtime.checkpoint.kept import Kept, KeptState
 from osdp.runtime.checkpoint.match import require_same
-from osdp.runtime.checkpoint.optimizer_options import are_in_groups, in_groups, read_options, without_options
+from osdp.runtime.checkpoint.optimizer_options import (
+    are_in_groups,
+    as_held,
+    in_groups,
+    read_options,
+    without_options,
+)
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
@@ -261,7 +267,8 @@ def load(
             reader = RestrictedReader(folder, contents.metadata)
             state_dict_loader.load(read, storage_reader=reader, planner=RestrictedPlanner())
         if options:
-            mine = {name: options[name] for name in state["optimizer"] if name in options}
+            held = state["optimizer"]
+            mine = {name: as_held(options[name], held[name]) for name in held if name in options}
             state = {**read, "optimizer": {**read["optimizer"], **mine}}
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if is_fresh and optimizer is not None:

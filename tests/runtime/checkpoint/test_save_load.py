@@ -168,3 +168,19 @@ def test_options_are_stored_by_group_as_torch_stores_them(tmp_path: Path) -> Non
     checkpoint.load(tmp_path, net, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.01]
     assert all(torch.equal(value, by_torch[name]) for name, value in weights(net).items())
+
+
+@pytest.mark.parametrize("saved", [0.05, torch.tensor(0.05)])
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path, saved: Any) -> None:
+    # Graphs that were captured read it where it lies.
+    net, _ = make(None, seed=7)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=saved, foreach=False)
+    train(net, optimizer, range(1))
+    checkpoint.save(tmp_path, net, optimizer)
+
+    net, _ = make(None, seed=99)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1.0), foreach=False)
+    checkpoint.load(tmp_path, net, optimizer)
+    found = optimizer.param_groups[0]["lr"]
+    assert isinstance(found, torch.Tensor)
+    assert found.item() == pytest.approx(0.05)
