@@ -144,6 +144,9 @@ def _over_network(link: Link, device: DeviceInfo, bandwidth: float, shared: int)
         return link
     # All devices of a node send at once where groups lie across nodes.
     users = shared if link.group.startswith("across") else 1
+    if link.collective == "reduce_scatter" and device.holds_copies:
+        # Where parts are exchanged, half as much is sent: what pays is found out again for this network.
+        link = replace(link, by_exchange=True)
     sent = _sent(link, device) * users / (_PAYLOAD * bandwidth)
     copied = _COPIES / device.copy_bandwidth
     return replace(link, bandwidth=1 / (sent + copied), residual=0.0)

@@ -51,7 +51,7 @@ def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
 def _has_tensor(value: Any) -> bool:
     """Whether an option is a tensor, or a list of some."""
     return isinstance(value, torch.Tensor) or (
-        isinstance(value, (list, tuple)) and any(map(has_tensor, value))
+        isinstance(value, (list, tuple)) and any(map(_has_tensor, value))
     )
 
 
