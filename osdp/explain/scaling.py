@@ -147,17 +147,15 @@ def _over_network(link: Link, device: DeviceInfo, bandwidth: float, shared: int)
     if link.collective == "reduce_scatter" and device.holds_copies:
         # Where parts are exchanged, half as much is sent: what pays is found out again for this network.
         link = replace(link, by_exchange=True)
-    sent = _sent(link, device) * users / (_PAYLOAD * bandwidth)
+    sent = _sent(link) * users / (_PAYLOAD * bandwidth)
     copied = _COPIES / device.copy_bandwidth
     return replace(link, bandwidth=1 / (sent + copied), residual=0.0)
 
 
-def _sent(link: Link, device: DeviceInfo) -> float:
+def _sent(link: Link) -> float:
     """Bytes that a rank sends for each byte of the tensor."""
     part = (link.size - 1) / link.size
-    # The reduce-scatter of gloo is an all-reduce, unless parts are exchanged.
-    is_summed = link.collective == "reduce_scatter" and device.holds_copies and not link.by_exchange
-    return 2 * part if link.collective == "all_reduce" or is_summed else part
+    return 2 * part if link.collective == "all_reduce" else part
 
 
 def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
