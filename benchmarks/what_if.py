@@ -57,7 +57,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Worker: for each change the answer, and what is measured anew."""
     from benchmarks.support.models import CASES
-    from osdp import Plan, Training, make_plan, what_if
+    from osdp import InfeasibleError, Plan, Training, make_plan, what_if
     from osdp.cost.evaluate import evaluate
     from osdp.plan.choices import choice_of_operators
 
@@ -65,12 +65,21 @@ def compare(
     plan = Plan.load(path)
     found = []
     for change in changes:
-        answer = what_if(plan, **change)
+        try:
+            answer: Plan | None = what_if(plan, **change)
+        except InfeasibleError:
+            answer = None
         batch = change.get("local_batch", BATCH)
         training = Training(local_batch=batch, optimizer=change.get("optimizer", "AdamW"))
         model, sample = CASES[case].model(), CASES[case].sample(batch)
         limit = change.get("memory_limit", plan.memory_limit)
-        fresh = make_plan(model, sample, limit, training=training, cache_dir=None)
+        try:
+            fresh: Plan | None = make_plan(model, sample, limit, training=training, cache_dir=None)
+        except InfeasibleError:
+            fresh = None
+        if answer is None or fresh is None:
+            found.append({"same_decisions": answer is fresh, "fits": [answer is not None, fresh is not None]})
+            continue
         basis = fresh.basis
         assert basis is not None
         judged = evaluate(answer, basis.profiles[0], basis.device, answer.training, basis.model_desc)
@@ -126,7 +135,7 @@ def measure(options: Options) -> Result:
     measured = [row for row in result.rows if "time_error" in row]
     result.summary = {
         "cases": len(result.rows),
-        "same_decisions": sum(row["same_decisions"] for row in measured),
+        "same_decisions": sum(row.get("same_decisions", False) for row in result.rows),
         "worst_time_error": max((abs(row["time_error"]) for row in measured), default=None),
         "worst_peak_error": max((abs(row["peak_error"]) for row in measured), default=None),
         "worst_over_fresh": max((row["over_fresh"] for row in measured), default=None),
