@@ -10,11 +10,11 @@ def choice_of(plan: ShardingPlan, unit: Unit) -> str:
     slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
     words = [
+        f" in groups of {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
+        f" in two steps, groups of {unit.group_size}" * unit.route.in_two_steps,
         f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),
         ", recomputed" * again,
         ", in host memory" * unit.offloaded,
-        f" over {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
-        f", two steps by {unit.group_size}" * unit.route.in_two_steps,
     ]
     return "".join([unit.mode.value, *words])
 

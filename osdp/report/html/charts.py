@@ -116,15 +116,24 @@ def _bars(names: Sequence[str], seconds: Sequence[float], words: str, colour: st
     }  # fmt: skip
 
 
+#: Points up to which a line between them says little.
+_FEW = 4
+
 _OVER = {
     "memory_limit": ("memory limit of a device, GiB", _GIB),
     "local_batch": ("samples of a microbatch on a device", 1),
-    "ranks": ("ranks", 1),
+    "ranks": ("devices", 1),
 }
 
 
 def _told(point: FrontierPoint) -> str:
     return f"{point.samples_per_second:.4g} samples/s, peak {format_bytes(point.peak_bytes)}"
+
+
+def _shape(frontier: Frontier) -> dict[str, str]:
+    """Between two limits the plan of the lower one still fits; where few were tried, more is not known."""
+    is_dense = frontier.over == "memory_limit" and len(frontier.points) > _FEW
+    return {"shape": "hv"} if is_dense else {"dash": "dot"}
 
 
 def frontier_chart(frontier: Frontier) -> Chart:
@@ -137,7 +146,7 @@ def frontier_chart(frontier: Frontier) -> Chart:
         {
             "type": "scatter", "mode": "lines+markers", "name": "best plan",
             "x": [point.x / unit for point in fitting], "y": [point.samples_per_second for point in fitting],
-            "line": {"color": "#0072B2", **({"shape": "hv"} if frontier.over == "memory_limit" else {})},
+            "line": {"color": "#0072B2", **_shape(frontier)},
             "text": [_told(point) for point in fitting],
             "hovertemplate": "%{x}: %{text}<extra></extra>",
         },

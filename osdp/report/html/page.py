@@ -33,7 +33,7 @@ _NOTICEABLE = 0.01
 _TITLES = {
     "memory_limit": "Throughput against the memory limit of a device",
     "local_batch": "Throughput against the batch of a device",
-    "ranks": "Throughput against the number of devices",
+    "ranks": "Throughput against the number of devices, each with its own batch",
 }
 
 
@@ -96,7 +96,9 @@ def _first_screen(report: PlanReport) -> str:
     if tokens:
         rate += f", {plan.samples_per_second * tokens:,.0f} tokens/s"
     sure = "measured on this kind of device" if plan.measured_profile else "estimated, not measured"
-    proven = "proven fastest" if plan.optimal else "best found; not proven fastest"
+    proven = "proven fastest" if plan.optimal else "best found"
+    gap = [note for note in plan.notes if note.startswith("proven to be within")]
+    among = "among the plans considered" if plan.optimal else escape("; ".join(gap) or "not proven fastest")
     facts = [
         (
             "Does it fit?",
@@ -106,7 +108,7 @@ def _first_screen(report: PlanReport) -> str:
         ),
         ("How fast?", f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}"),
         ("What limits it?", _limits(report)),
-        ("How sure is this?", f"<b>{proven}</b>among the plans considered; times are {sure}"),
+        ("How sure is this?", f"<b>{proven}</b>{among}; times are {sure}"),
     ]
     if report.measured is not None:
         facts.append(("Measured in training", _measured(report)))
@@ -343,7 +345,7 @@ def _times(report: PlanReport) -> str:
         ("waiting", True), ("hidden", True), ("optimizer", True),
     )  # fmt: skip
     return (
-        "<p>Seconds of each unit in a step: compute, collectives that compute waits for, and below zero "
+        "<p>Time of each unit in a step: compute, collectives that compute waits for, and below zero "
         f"those that run beside it.</p>{_chart('time')}{_table(heads, rows)}"
     )
 
@@ -369,7 +371,8 @@ def _settings(plan: Plan) -> str:
         "devices": f"{plan.world_size} (data {plan.dp}, pipeline {plan.pp}, tensor {plan.tp})",
         "kind": plan.basis.device.kind if plan.basis is not None else "",
         "memory limit": format_bytes(plan.memory_limit),
-        "samples a step": f"{plan.global_batch}: {plan.local_batch} x {training.microbatches} x {plan.dp}",
+        "samples a step": f"{plan.global_batch}: {plan.local_batch} each x {training.microbatches} "
+        f"microbatches x {plan.dp} devices",
         "optimizer": training.optimizer,
         "computed in": training.param_dtype or "the parameters' dtype",
         "profile": "measured" if plan.measured_profile else "estimated",

@@ -13,6 +13,7 @@ Start at :mod:`osdp.search.sharding.planner`, then :func:`osdp.search.sharding.s
 - ``chain_problem``: from candidates to a chain and back
 - ``initial_plans``: simple plans to start from
 - ``local_search``: better neighbours of a plan
+- ``single_changes``: a plan that is not proven best, improved by single units
 - ``explain``: the reason of each decision: what the next-best choice would have cost
 - ``milp``: an independent checker, by HiGHS
 """

@@ -26,6 +26,7 @@ from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
+from osdp.search.sharding.single_changes import with_single_changes
 from osdp.search.sharding.solve import min_peak, solve_bounded
 from osdp.text import format_bytes
 
@@ -81,6 +82,11 @@ def best_plan(
     if answer is None:
         raise _infeasible(model_desc, candidates, device, options)
     problem, found, gap = answer
+    if gap > _PROVEN:
+        improved = with_single_changes(problem, found, options)
+        # Never below what counts as proven: a changed unit may be none that the search considers.
+        gap = max(2 * _PROVEN, 1 - (1 - gap) * found.outcome.seconds / improved.outcome.seconds)
+        found = improved
     plan = whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
     profiles = {candidate.profile.local_batch: candidate.profile for candidate in candidates}
     trainings = tuple(
