@@ -15,6 +15,7 @@ from osdp.text import align, format_bytes, format_seconds
 
 _WIDTH = 110
 _NAME_WIDTH = 34
+_CHOICE_WIDTH = 28
 
 
 def explanation_table(explanation: PlanExplanation) -> str:
@@ -91,10 +92,16 @@ def difference_table(difference: PlanDifference) -> str:
     changes = [("operators", "bytes", "first", "second")]
     for each in difference.changes:
         names = textwrap.wrap(", ".join(compress(each.names)), _NAME_WIDTH, break_on_hyphens=False)
-        changes.append(("\n".join(names), format_bytes(each.nbytes), each.before or "-", each.after or "-"))
+        changes.append(
+            ("\n".join(names), format_bytes(each.nbytes), _choice(each.before), _choice(each.after))
+        )
     return "\n".join(
         [*lines, align(changes, right=(1,)), "", f"{difference.same_operators} operators are decided alike"]
     )
+
+
+def _choice(text: str) -> str:
+    return "\n".join(textwrap.wrap(text or "-", _CHOICE_WIDTH))
 
 
 def _time_row(name: str, first: float, second: float) -> tuple[str, ...]:

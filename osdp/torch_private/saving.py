@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 
@@ -34,6 +35,21 @@ def put_entry(planner: DefaultLoadPlanner, item: ReadItem, value: Any) -> None:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:
         planner.state_dict[name] = value
+
+
+def layout_and_offset(file: IO[bytes]) -> tuple[bytes, int]:
+    """How ``torch.save`` described the one tensor in ``file``, and where its bytes begin.
+
+    Two tensors whose descriptions are equal have equal shapes, strides, dtypes and orders of bytes.
+    """
+    reader: Any = torch._C.PyTorchFileReader(file)
+    order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
+    return reader.get_record("data.pkl") + order, reader.get_record_offset("data/0")
+
+
+def entry_file(reader: FileSystemReader, stream: IO[bytes], entry: Any) -> IO[bytes]:
+    """The part of ``stream`` that an entry of a checkpoint takes, as a file."""
+    return reader._slice_file(stream, entry)
 
 
 def with_file_prefix(plan: SavePlan, prefix: str) -> SavePlan:
