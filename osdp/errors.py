@@ -44,6 +44,8 @@ class InfeasibleError(ValueError):
         best_peak: The lowest predicted peak of any plan that the search found, in bytes per device.
         largest: The largest operators, largest first.
         suggestions: Changes that would help, one sentence each.
+        lowest: The :class:`~osdp.Plan` with that peak, to be looked at: ``error.lowest.report("plan.html")``;
+            ``None`` where the model is cut into stages.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class InfeasibleError(ValueError):
         best_peak: int,
         largest: Sequence[LargeOperator],
         suggestions: Sequence[str],
+        lowest: Any = None,
     ) -> None:
         self.limit = limit
         self.best_peak = best_peak
         self.largest = tuple(largest)
         self.suggestions = tuple(suggestions)
+        self.lowest = lowest
         names = ", ".join(f"{op.name} ({format_bytes(op.nbytes)})" for op in self.largest)
         helps = "".join(f"\n  - {suggestion}" for suggestion in self.suggestions)
         super().__init__(
@@ -68,7 +72,9 @@ class InfeasibleError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rank 0 plans and sends the exception to the other ranks if it fails: it must be picklable.
-        facts = {name: getattr(self, name) for name in ("limit", "best_peak", "largest", "suggestions")}
+        facts = {
+            name: getattr(self, name) for name in ("limit", "best_peak", "largest", "suggestions", "lowest")
+        }
         return partial(type(self), **facts), ()
 
     @property

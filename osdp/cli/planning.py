@@ -2,6 +2,8 @@
 
 import json
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +14,15 @@ from osdp import codec
 from osdp.cli.described import Described, DescribeOptions, from_folder, on_the_spot
 from osdp.cli.models import MODEL, load_described_model
 from osdp.cli.options import Out, TrustCode
+from osdp.errors import InfeasibleError
 from osdp.plan.plan import Plan
 from osdp.text import format_bytes, format_seconds
 
 _PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")]
+_Page = Annotated[
+    Path | None,
+    typer.Option("--report", help="also write the page of osdp report; if nothing fits, of the lowest peak"),
+]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 _Model = Annotated[
     str,
@@ -47,6 +54,7 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="tensor-parallel degree")] = 1,
     schedule: Annotated[str | None, typer.Option(help="pipeline schedule; by default the fastest")] = None,
     trust_code: TrustCode = False,
+    page: _Page = None,
     out: Out = Path("plan.json"),
 ) -> None:
     """Find the fastest plan for MODEL, save it and print it."""
@@ -75,15 +83,35 @@ def plan(
         options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
         options["microbatches"] = () if microbatches is None else (microbatches,)
         module, sample = load_described_model(Path(model), trust_code=trust_code)
-        made = make_plan(module, sample, device_info, **options)
+        with _shortfall_in(page):
+            made = make_plan(module, sample, device_info, **options)
     elif schedule is not None:
         raise ValueError(f"--schedule {schedule} is for pipeline stages: pass --pp as well")
     else:
-        made = make_plan(None, found.model_desc, device_info, **options)
+        with _shortfall_in(page):
+            made = make_plan(None, found.model_desc, device_info, **options)
     made.save(out)
     typer.echo(made)
     if made.basis is not None:
         typer.echo(_verdict(made))
+    if page is not None:
+        _write_page(made, page)
+
+
+@contextmanager
+def _shortfall_in(page: Path | None) -> Iterator[None]:
+    """Writes the page of the plan with the lowest peak, to show what is missing where, if nothing fits."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if page is not None and error.lowest is not None:
+            _write_page(error.lowest, page)
+        raise
+
+
+def _write_page(made: Plan, path: Path) -> None:
+    made.report(path)
+    typer.echo(f"written: {path}")
 
 
 def _described(model: str, options: DescribeOptions, device: Path | None = None) -> Described:
@@ -209,6 +237,7 @@ def whatif(
     ranks: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks")] = None,
     optimizer: Annotated[str | None, typer.Option(help="a class in torch.optim")] = None,
     out: Annotated[Path | None, typer.Option(help="also save the new plan")] = None,
+    page: _Page = None,
     as_json: _Json = False,
 ) -> None:
     """Plan again under other settings, from the same measurements, and compare with PLAN."""
@@ -218,17 +247,20 @@ def whatif(
     from osdp.text import parse_rate
 
     before = Plan.load(path)
-    after = what_if(
-        before,
-        memory_limit=memory_limit,
-        bandwidth=None if bandwidth is None else parse_rate(bandwidth),
-        local_batch=batch,
-        microbatches=microbatches,
-        ranks=ranks,
-        optimizer=optimizer,
-    )
+    with _shortfall_in(page):
+        after = what_if(
+            before,
+            memory_limit=memory_limit,
+            bandwidth=None if bandwidth is None else parse_rate(bandwidth),
+            local_batch=batch,
+            microbatches=microbatches,
+            ranks=ranks,
+            optimizer=optimizer,
+        )
     if out is not None:
         after.save(out)
+    if page is not None:
+        _write_page(after, page)
     found = difference_of(before, after)
     if as_json:
         typer.echo(codec.to_json(found), nl=False)

@@ -20,6 +20,7 @@
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -211,11 +212,11 @@ def node_of(fields: Mapping[str, Any], where: str) -> NodeType:
 
 def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     fields = node.fields(_NODE_FIELDS, ("gpu", "count", "devices", "network"))
-    name = str(fields["gpu"])
+    name = _gpu_called(str(fields["gpu"]), gpus)
     if name not in gpus:
         raise node.at("gpu").wrong(
-            f"unknown GPU {quote(name)}; there are {', '.join(gpus)}{_nearest(name, tuple(gpus))}, or "
-            "describe it under gpus: of a cluster file"
+            f"unknown GPU {quote(name)}; there are {', '.join(gpus)}, and others can be described under "
+            f"gpus: of a cluster file{_nearest(name, tuple(gpus))}"
         )
     spec = gpus[name]
     gpu = _gpu(name, spec)
@@ -275,6 +276,16 @@ def _price(price: _Place) -> Price:
             f"must be a day such as 2026-01-31, got {quote(fields['date'])}"
         ) from error
     return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
+
+
+def _gpu_called(name: str, gpus: Mapping[str, _Place]) -> str:
+    """``name``, or that of the data file if it is told with its memory, as in ``"A100-40GB"``."""
+    base, _, memory = name.rpartition("-")
+    if name in gpus or base not in gpus or not re.fullmatch(r"\d+GB", memory):
+        return name
+    # Drivers keep some of what is sold: a T4 of 16 GB has 15 GiB.
+    share = gpus[base].at("memory").size() / (int(memory[:-2]) * 2**30)
+    return base if 0.9 < share <= 1 else name
 
 
 def _nearest(name: Any, known: Sequence[str]) -> str:

@@ -247,8 +247,7 @@ def _recompute_faults(problem: ShardingProblem, plan: ShardingPlan, units: Seque
     ]
     for start, stop, strategy in units:
         # FSDP2 would gather a part of a recomputed block twice.
-        whole = bool(again.possible[start]) and again.until[start] == 2 * stop
-        if strategy.recomputed and strategy.gathers and not whole:
+        if strategy.recomputed and strategy.gathers and not again.is_block(start, stop):
             faults.append(
                 f"operator {chain[start].name!r} is in a sharded unit that is only part of a recomputed block"
             )

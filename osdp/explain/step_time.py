@@ -46,9 +46,11 @@ def unit_times(plan: Plan) -> tuple[UnitTime, ...]:
         found.append(
             UnitTime(
                 name=", ".join(unit.modules) if not unit.root else name,
+                operators=tuple(operator.name for operator in timeline.chain[start:stop]),
                 choice=choice,
                 forward=count * float(timeline.forward_seconds[regions].sum()),
                 backward=count * float(timeline.backward_seconds[regions].sum() + again[index]),
+                recomputed=count * float(again[index]),
                 communication=float(waited[index]),
                 hidden=float(hidden[index]),
                 optimizer=float(units.step_seconds[index]),
@@ -59,7 +61,6 @@ def unit_times(plan: Plan) -> tuple[UnitTime, ...]:
     last_backward = count * float(timeline.backward_seconds[-1])
     optimizer = solution.outcome.optimizer_seconds - sum(each.optimizer for each in found)
     rest = solution.outcome.seconds - told - last_forward - last_backward - optimizer
-    found.append(
-        UnitTime("the loss, and what no unit has", "", last_forward, last_backward, rest, 0.0, optimizer)
-    )
+    nobody = "the loss, and what no unit has"
+    found.append(UnitTime(nobody, (), "", last_forward, last_backward, 0.0, rest, 0.0, optimizer))
     return tuple(found)

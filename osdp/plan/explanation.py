@@ -156,18 +156,22 @@ class UnitTime:
 
     Attributes:
         name: The unit.
+        operators: Names of its operators that are in the chain.
         choice: Its choice, in words.
         forward: Compute in forward, all microbatches together.
         backward: Compute in backward, recomputation included.
+        recomputed: Part of it that computes activations a second time.
         communication: Collectives that compute waits for, and hooks.
         hidden: Collectives that compute hides.
         optimizer: Its optimizer step.
     """
 
     name: str
+    operators: tuple[str, ...]
     choice: str
     forward: float
     backward: float
+    recomputed: float
     communication: float
     hidden: float
     optimizer: float

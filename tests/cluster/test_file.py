@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 
 from osdp.cluster.export.topology import topology
-from osdp.cluster.file import known_gpus, load_cluster, make_gpu
+from osdp.cluster.file import known_gpus, load_cluster, make_gpu, node_of
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.known_transformers import SHAPES, shape_from_config, shape_of
 from osdp.cluster.transformer import TransformerShape
@@ -144,3 +144,11 @@ def test_an_unknown_model_lists_those_there_are() -> None:
         shape_from_config({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9, "n_ctx": 4}, "mine")
     with pytest.raises(ValueError, match="3 heads do not divide a hidden size of 8"):
         TransformerShape(name="odd", layers=1, hidden=8, heads=3, sequence=4, vocabulary=9)
+
+
+@pytest.mark.parametrize(("told", "known"), [("A100-40GB", "A100"), ("T4-16GB", "T4"), ("V100-16GB", "V100")])
+def test_a_gpu_may_be_told_with_its_memory(told: str, known: str) -> None:
+    fields = {"gpu": told, "count": 1, "devices": 2, "network": "1 Gbit/s"}
+    assert node_of(fields, "--devices") == node_of(fields | {"gpu": known}, "--devices")
+    with pytest.raises(ValueError, match="unknown GPU 'A100-64GB'"):
+        node_of(fields | {"gpu": "A100-64GB"}, "--devices")

@@ -56,3 +56,17 @@ def loss_function(ctx: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
     ctx.weights(model)
+
+
+@habit(seconds=_SLOW)
+def optimizer_step(ctx: Context) -> None:
+    """Compiles the optimizer's step: torch.compile(optimizer.step)."""
+    model = ctx.wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step_of = torch.compile(optimizer.step, backend="aot_eager")
+    for step in range(3):
+        x, y = ctx.batch(step)
+        ctx.loss(mse(model(x), y)).backward()
+        step_of()
+        optimizer.zero_grad()
+    ctx.weights(model)

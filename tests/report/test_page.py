@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc, Plan, make_plan
+from osdp.cli.main import main
 from osdp.explain.collect import collect
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import StagePlan
@@ -162,3 +163,33 @@ def test_pictures_for_papers(planned: Callable[..., Plan], tmp_path: Path) -> No
     draw(report, tmp_path / "plan.svg")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "plan.svg").read_text(encoding="utf8").count("<path") > 20
+
+
+def test_a_limit_below_every_plan_shows_what_is_missing(
+    planned: Callable[..., Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned().save(tmp_path / "plan.json")
+    page = tmp_path / "short.html"
+    with pytest.raises(SystemExit, match="nothing fits the memory limit"):
+        main(["whatif", str(tmp_path / "plan.json"), "--memory-limit", "1MiB", "--report", str(page)])
+    assert f"written: {page}" in capsys.readouterr().out
+    text = page.read_text(encoding="utf8")
+    assert 'class="bad">no</b>' in text
+    assert "above the limit" in text
+    assert "too much, and no plan was found that takes less" in text
+
+
+def test_units_have_one_number_everywhere(planned: Callable[..., Plan]) -> None:
+    report = collect(planned(fraction=0.6), seconds=0.0)
+    assert report.explanation is not None
+    names = [unit.operators for unit in report.explanation.units]
+    text = html_page(report)
+    times = text.partition('id="panel2"')[2].partition("</section>")[0]
+    found = re.findall(r'<tr><td class="number" data-value="(\d+)">\1</td><td>([^<]*)</td>', times)
+    assert found
+    for number, name in found:
+        modules = report.explanation.units[int(number)].modules
+        assert any(
+            html.unescape(name) in each or each in html.unescape(name)
+            for each in (*modules, *names[int(number)])
+        )

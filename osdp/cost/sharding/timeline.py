@@ -83,6 +83,10 @@ class RecomputeSpan:
     seconds: Floats
     possible: Bools
 
+    def is_block(self, start: int, stop: int) -> bool:
+        """Whether operators ``start`` up to ``stop`` are a whole block that can be recomputed."""
+        return bool(self.possible[start]) and bool(self.until[start] == 2 * stop)
+
 
 @dataclass(frozen=True)
 class Timeline:

@@ -50,9 +50,11 @@ def memory_chart(timeline: MemoryTimeline, measured: MemoryReport | None = None)
         )  # fmt: skip
     ends = [0, places[-1]]
     traces.append(_line(ends, timeline.memory_limit, "limit", "#D55E00", "dash"))
+    peak, over = timeline.peak, timeline.peak.total - timeline.memory_limit
+    if over > 0:
+        traces.append(_above(timeline))
     if measured is not None and measured.peak_bytes is not None:
         traces.append(_line(ends, measured.peak_bytes, "measured peak", "#000000", "dot"))
-    peak = timeline.peak
     at = moments.index(peak)
     phases = [moment.phase for moment in moments]
     starts = [(phase, phases.index(phase)) for phase in dict.fromkeys(phases)]
@@ -66,12 +68,25 @@ def memory_chart(timeline: MemoryTimeline, measured: MemoryReport | None = None)
                 {
                     "x": at,
                     "y": peak.total / _GIB,
-                    "text": f"peak {format_bytes(peak.total)}",
+                    "text": f"peak {format_bytes(peak.total)}"
+                    + (f", {format_bytes(over)} above the limit" if over > 0 else ""),
                     "showarrow": True,
                 }
             ],
         },
     }
+
+
+def _above(timeline: MemoryTimeline) -> Any:
+    """What does not fit: the area between the limit, which is the trace before, and the stack."""
+    limit = timeline.memory_limit
+    missing = [max(moment.total - limit, 0.0) for moment in timeline.moments]
+    return {
+        "type": "scatter", "x": list(range(len(missing))), "y": _gib([limit + each for each in missing]),
+        "name": "above the limit", "mode": "lines", "line": {"width": 0}, "fill": "tonexty",
+        "fillcolor": "rgba(213,94,0,0.55)", "text": [format_bytes(each) for each in missing],
+        "hovertemplate": "%{text}<extra>above the limit</extra>",
+    }  # fmt: skip
 
 
 def _line(x: Sequence[float], y: float, name: str, colour: str, dash: str) -> Any:
@@ -85,9 +100,11 @@ def _gib(values: Sequence[float]) -> list[float]:
     return [round(value / _GIB, 5) for value in values]
 
 
-def time_chart(times: Sequence[UnitTime]) -> Chart:
-    """Seconds of each unit, stacked; what compute hides lies beside, below zero."""
-    names = [f"{index}. {time.name}" for index, time in enumerate(times)]
+def time_chart(times: Sequence[UnitTime], numbers: Sequence[str]) -> Chart:
+    """Seconds of each unit, by its number, stacked; what compute hides lies beside, below zero."""
+    names = [
+        f"{number}. {time.name}" if number else time.name for number, time in zip(numbers, times, strict=True)
+    ]
     traces: list[Any] = []
     for field, words, colour in TIMES:
         values = [max(getattr(time, field), 0.0) for time in times]
@@ -101,7 +118,7 @@ def time_chart(times: Sequence[UnitTime]) -> Chart:
             "yaxis": {"title": {"text": "ms a step"}},
             "xaxis": {
                 "tickvals": names[:: max(len(names) // 12, 1)],
-                "ticktext": list(range(0, len(names), max(len(names) // 12, 1))),
+                "ticktext": list(numbers[:: max(len(names) // 12, 1)]),
                 "title": {"text": "unit, as numbered below"},
             },
         },

@@ -8,7 +8,8 @@ from dataclasses import replace
 from html import escape
 from importlib import resources
 
-from osdp.plan.explanation import Frontier, PlanReport, UnitExplanation
+from osdp.plan.basis import Basis
+from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanReport, UnitExplanation
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.report.html.charts import Chart, frontier_chart, memory_chart, schedule_chart, time_chart
@@ -22,6 +23,24 @@ MODES: dict[str, tuple[str, str]] = {
     Mode.SHARD_GRAD_OP: ("sharded; gathered for the forward pass and kept until backward", "#009E73"),
     Mode.FULL_SHARD: ("sharded; gathered for forward, freed, and gathered again for backward", "#E69F00"),
     Mode.HYBRID_SHARD: ("sharded inside groups of devices, replicated across groups", "#CC79A7"),
+}
+
+#: For each mode the choices to set beside it: how they begin, and what they would do, in plain words.
+_BESIDE: dict[str, dict[str, str]] = {
+    Mode.NO_SHARD: {"SHARD_GRAD_OP": "sharding", "FULL_SHARD": "sharding, and gathering twice,"},
+    Mode.SHARD_OPTIMIZER: {"NO_SHARD": "whole optimizer states", "SHARD_GRAD_OP": "sharding"},
+    Mode.SHARD_GRAD_OP: {
+        "NO_SHARD": "a full copy on every device",
+        "FULL_SHARD": "freeing it after forward and gathering it again",
+    },
+    Mode.FULL_SHARD: {
+        "NO_SHARD": "a full copy on every device",
+        "SHARD_GRAD_OP": "keeping it gathered until backward",
+    },
+    Mode.HYBRID_SHARD: {
+        "NO_SHARD": "a full copy on every device",
+        "SHARD_GRAD_OP": "sharding over all devices, and more traffic between the groups,",
+    },
 }
 
 #: Seconds that are no difference.
@@ -51,7 +70,7 @@ def html_page(report: PlanReport) -> str:
         charts["memory"] = memory_chart(report.memory, report.measured)
         tabs.append(("Memory", _memory(report)))
     if report.times:
-        charts["time"] = time_chart(report.times)
+        charts["time"] = time_chart(report.times, _numbers(report))
         tabs.append(("Time", _times(report)))
     if report.frontiers:
         for frontier in report.frontiers:
@@ -90,23 +109,29 @@ def _name(plan: Plan) -> str:
 def _first_screen(report: PlanReport) -> str:
     plan = report.plan
     predicted, limit = plan.predicted, plan.memory_limit
-    fits = predicted.peak_bytes <= limit
+    over = predicted.peak_bytes - limit
     rate = f"{plan.samples_per_second:.4g} samples/s"
     tokens = plan.basis.model_desc.tokens_per_sample if plan.basis is not None else None
     if tokens:
         rate += f", {plan.samples_per_second * tokens:,.0f} tokens/s"
     sure = "measured on this kind of device" if plan.measured_profile else "estimated, not measured"
-    proven = "proven fastest" if plan.optimal else "best found"
+    proven = "proven fastest" if plan.optimal else "best found" if over <= 0 else "lowest peak found"
     gap = [note for note in plan.notes if note.startswith("proven to be within")]
-    among = "among the plans considered" if plan.optimal else escape("; ".join(gap) or "not proven fastest")
+    among = "among the plans considered" if plan.optimal else escape("; ".join(gap) or "not proven")
+    free = f"{format_bytes(-over)} ({-over / limit:.1%}) are left" if over <= 0 else (
+        f"{format_bytes(over)} too much, and no plan was found that takes less"
+    )  # fmt: skip
     facts = [
         (
             "Does it fit?",
-            f'<b class="{"good" if fits else "bad"}">{"yes" if fits else "no"}</b>'
-            f"{format_bytes(predicted.peak_bytes)} of {format_bytes(limit)} per device, reached in "
-            f"{escape(predicted.peak_moment)}",
+            f'<b class="{"good" if over <= 0 else "bad"}">{"yes" if over <= 0 else "no"}</b>'
+            f"{format_bytes(predicted.peak_bytes)} of {format_bytes(limit)} per device at the peak, in "
+            f"{escape(predicted.peak_moment)}; {free}",
         ),
-        ("How fast?", f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}"),
+        (
+            "How fast?" if over <= 0 else "How fast would it be?",
+            f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}",
+        ),
         ("What limits it?", _limits(report)),
         ("How sure is this?", f"<b>{proven}</b>{among}; times are {sure}"),
     ]
@@ -167,9 +192,31 @@ def _shares(report: PlanReport) -> str:
         names = escape(", ".join(compress(again)))
         words.append(
             f"<p><b>recomputed</b> {len(again)} block{'s' * (len(again) > 1)} ({names}): activations are not "
-            "kept, and backward computes them a second time, to save memory</p>"
+            "kept, and backward computes them a second time, to save memory. "
+            f"{_cost_of_recomputing(report)}{_kept_instead(report)}</p>"
         )
     return f'<h2>What was decided</h2><div class="share">{"".join(bars)}</div>{"".join(words)}'
+
+
+def _cost_of_recomputing(report: PlanReport) -> str:
+    seconds = sum(each.recomputed for each in report.times)
+    share = seconds / report.plan.predicted.step_seconds
+    return f"That takes {format_seconds(seconds)}, {share:.1%} of the step. " if report.times else ""
+
+
+def _kept_instead(report: PlanReport) -> str:
+    """What it would bring to keep the activations of one recomputed block."""
+    units = report.explanation.units if report.explanation is not None else ()
+    keeping = [
+        (unit, each)
+        for unit in units
+        for each in unit.alternatives
+        if each.choice.startswith("keeping its act")
+    ]
+    if report.explanation is None or not keeping:
+        return ""
+    unit, other = max(keeping, key=lambda each: each[0].nbytes)
+    return f"Why: keeping those of {escape(_names(unit))} alone {_beside(other, report.explanation)}"
 
 
 def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
@@ -182,7 +229,7 @@ def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
 
 
 def _reason(report: PlanReport, mode: str) -> str:
-    """Why the largest unit in a mode is in it."""
+    """Why units are in a mode: what the largest of them would cost in others."""
     if report.explanation is None:
         return ""
     own = report.explanation
@@ -190,23 +237,32 @@ def _reason(report: PlanReport, mode: str) -> str:
     if not units:
         return ""
     unit = max(units, key=lambda each: each.nbytes)
-    faster = [each for each in unit.alternatives if not each.fits and each.step_seconds < own.step_seconds]
-    if faster:
-        best = min(faster, key=lambda each: each.step_seconds)
-        return (
-            f"; {escape(best.choice)} for {escape(_names(unit))} alone would be "
-            f"{format_seconds(own.step_seconds - best.step_seconds)} faster, but exceeds the limit by "
-            f"{format_bytes(best.peak_bytes - own.memory_limit)}"
-        )
-    best = unit.alternatives[0]
-    slower = best.step_seconds - own.step_seconds
-    if not best.fits:
-        return f"; {escape(best.choice)} does not fit, and would be no faster"
-    if slower <= _NO_TIME:
-        return f"; {escape(best.choice)} would be as fast"
-    return (
-        f"; {escape(best.choice)} would take {format_seconds(slower)} longer for {escape(_names(unit))} alone"
-    )
+    # SHARD_GRAD_OP and FULL_SHARD differ in what happens between forward and backward, all others in storage.
+    named = {each.choice: each for each in reversed(unit.alternatives)}
+    clauses = [
+        f"{words} {_beside(other, own)}"
+        for key, words in _BESIDE[mode].items()
+        if (other := next((named[name] for name in named if name.startswith(key)), None)) is not None
+    ]
+    if not clauses:
+        best = unit.alternatives[0]
+        clauses = [f"{escape(best.choice)} {_beside(best, own)}"]
+    return f". Why: for {escape(_names(unit))} alone " + "; ".join(clauses)
+
+
+def _beside(other: Alternative, own: PlanExplanation) -> str:
+    """What another choice for one unit would do to the step and the peak, as the end of a sentence."""
+    seconds, nbytes = other.step_seconds - own.step_seconds, other.peak_bytes - own.peak_bytes
+    if abs(seconds) <= _NO_TIME:
+        told = "would take as long"
+    else:
+        told = f"would be {format_seconds(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
+    if not other.fits:
+        over = format_bytes(other.peak_bytes - own.memory_limit)
+        return f"{told}, {'and would' if seconds > _NO_TIME else 'but'} exceed the limit by {over}"
+    if nbytes < 0:
+        return f"{told} and save {format_bytes(-nbytes)}, which is not needed"
+    return told
 
 
 def _names(unit: UnitExplanation) -> str:
@@ -258,9 +314,10 @@ def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
     for number, alike in _alike(units):
         unit, each = alike[0], " each" if len(alike) > 1 else ""
         names = ", ".join(compress(name or "(the model's own)" for unit in alike for name in unit.modules))
+        last = number + len(alike) - 1
         rows.append(
             [
-                (str(number), str(number)),
+                (f"{number}\u2013{last}" if last > number else str(number), str(number)),
                 (escape(names), None),
                 (escape(unit.choice), None),
                 (str(len(alike)), str(len(alike))),
@@ -328,17 +385,24 @@ def _memory(report: PlanReport) -> str:
     )
 
 
+def _numbers(report: PlanReport) -> list[str]:
+    """For each row of times the number of its unit among the decisions."""
+    units = report.explanation.units if report.explanation is not None else ()
+    number = {name: str(index) for index, unit in enumerate(units) for name in unit.operators}
+    return [number.get(each.operators[0], "") if each.operators else "" for each in report.times]
+
+
 def _times(report: PlanReport) -> str:
     rows = [
         [
-            (str(number), str(number)),
+            (number, number or "-1"),
             (escape(each.name), None),
             (escape(each.choice), None),
             *((format_seconds(value), repr(value)) for value in (
                 each.forward, each.backward, each.communication, each.hidden, each.optimizer,
             )),
         ]
-        for number, each in enumerate(report.times)
+        for number, each in zip(_numbers(report), report.times, strict=True)
     ]  # fmt: skip
     heads = (
         ("#", True), ("layers", False), ("choice", False), ("forward", True), ("backward", True),
@@ -346,7 +410,8 @@ def _times(report: PlanReport) -> str:
     )  # fmt: skip
     return (
         "<p>Time of each unit in a step: compute, collectives that compute waits for, and below zero "
-        f"those that run beside it.</p>{_chart('time')}{_table(heads, rows)}"
+        "those that run beside it. Units are numbered as among the decisions; one that replicates "
+        f"several layers has a row for each.</p>{_chart('time')}{_table(heads, rows)}"
     )
 
 
@@ -366,20 +431,38 @@ def _schedule(report: PlanReport) -> str:
 
 
 def _settings(plan: Plan) -> str:
-    training = plan.training
+    training, basis = plan.training, plan.basis
     facts = {
         "devices": f"{plan.world_size} (data {plan.dp}, pipeline {plan.pp}, tensor {plan.tp})",
-        "kind": plan.basis.device.kind if plan.basis is not None else "",
+        **(_basis(basis) if basis is not None else {}),
         "memory limit": format_bytes(plan.memory_limit),
         "samples a step": f"{plan.global_batch}: {plan.local_batch} each x {training.microbatches} "
         f"microbatches x {plan.dp} devices",
         "optimizer": training.optimizer,
         "computed in": training.param_dtype or "the parameters' dtype",
+        "gradients are reduced in": training.reduce_dtype or "the dtype of compute",
         "profile": "measured" if plan.measured_profile else "estimated",
     }
     rows = [[(name, None), (escape(value), None)] for name, value in facts.items() if value]
     notes = "".join(f"<p>{escape(note)}</p>" for note in plan.notes)
     return _table((("setting", False), ("value", False)), rows) + notes
+
+
+def _basis(basis: Basis) -> dict[str, str]:
+    """The devices, their network and the model."""
+    device, desc = basis.device, basis.model_desc
+    dtypes = dict.fromkeys(p.dtype for operator in desc.operators for p in operator.parameters)
+    links = {
+        f"{link.collective.replace('_', '-')}, {link.group}": f"{link.bandwidth / 1e9:.3g} GB/s and "
+        f"{format_seconds(link.latency)} each"
+        for link in device.links
+    }
+    return {
+        "kind": device.kind,
+        "nodes": f"{device.nodes} with {device.devices_per_node} devices each",
+        **links,
+        "parameters": f"{desc.num_parameters:,} in {', '.join(dtypes)}, {format_bytes(desc.nbytes)}",
+    }
 
 
 def _table(heads: Iterable[tuple[str, bool]], rows: Iterable[Sequence[tuple[str, str | None]]]) -> str:

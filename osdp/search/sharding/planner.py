@@ -1,6 +1,7 @@
 """Search for the best Plan of a model on given devices: batch, modes, units, reason of each decision."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,8 @@ from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.single_changes import with_single_changes
-from osdp.search.sharding.solve import min_peak, solve_bounded
+from osdp.search.sharding.solve import min_peak, min_peak_solution, solve_bounded
+from osdp.search.sharding.ties import with_fewest_kinds
 from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -87,13 +89,19 @@ def best_plan(
         # Never below what counts as proven: a changed unit may be none that the search considers.
         gap = max(2 * _PROVEN, 1 - (1 - gap) * found.outcome.seconds / improved.outcome.seconds)
         found = improved
+    found = with_fewest_kinds(problem, found, options)
     plan = whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
+    return replace(plan, basis=_basis(model_desc, candidates, device, options))
+
+
+def _basis(
+    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, options: SearchOptions
+) -> Basis:
     profiles = {candidate.profile.local_batch: candidate.profile for candidate in candidates}
     trainings = tuple(
         replace(candidate.training, local_batch=candidate.profile.local_batch) for candidate in candidates
     )
-    basis = Basis(model_desc, device, trainings, tuple(profiles.values()), options)
-    return replace(plan, basis=basis)
+    return Basis(model_desc, device, trainings, tuple(profiles.values()), options)
 
 
 def _knows_host(candidates: Sequence[Candidate], device: DeviceInfo) -> bool:
@@ -178,14 +186,19 @@ def _infeasible(
         for problem in _problems(model_desc, candidate, device, options)
     ]
     usable = replace(options, offload=options.offload and _knows_host(candidates, device))
-    peaks = [min_peak(problem, options=usable) for problem in problems]
-    lowest = problems[int(np.argmin(peaks))]
+    found = [min_peak_solution(problem, options=usable) for problem in problems]
+    best, lowest = min(zip(found, problems, strict=True), key=lambda each: each[0].outcome.peak)
+    plan = whole_plan(model_desc, lowest, best, options, 1.0)
+    over = plan.predicted.peak_bytes - device.memory_limit
+    note = f"no plan fits; this one has the lowest peak found, {format_bytes(over)} above the limit"
+    basis = _basis(model_desc, candidates, device, options)
     largest = sorted(model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
     return InfeasibleError(
         limit=device.memory_limit,
-        best_peak=int(np.ceil(min(peaks))),
+        best_peak=math.ceil(best.outcome.peak),
         largest=[LargeOperator(op.name, op.nbytes) for op in largest],
         suggestions=_suggestions(lowest, options),
+        lowest=replace(plan, basis=basis, notes=(note, *device.doubts)),
     )
 
 

@@ -1,31 +1,33 @@
-"""Last improvement of a plan that is not proven best: no other choice for one unit is faster and fits.
+"""Last improvement of a plan that is not proven best: no other choice for one unit is better and fits.
 
 Readers of a plan are shown these choices (:mod:`osdp.search.sharding.explain`); one that is better in every
 way would make them doubt the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
-from osdp.cost.sharding.solution import ShardingSolution
+from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.model.description import Operator
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.search.sharding.explain import Explainer
 
-#: Maximum number of changes that are made; each takes a look at all units.
-_MOST = 12
+#: Maximum number of rounds, in each of which all units are looked at, and of changes made in a round.
+_ROUNDS, _CHANGES = 6, 24
 
-#: Relative time that a change must save.
-_WORTH = 1e-6
+#: Relative time that a change must save, or, where it costs none, relative memory at the peak.
+_WORTH, _WORTH_BYTES = 1e-6, 1e-3
 
 
 def with_single_changes(
     problem: ShardingProblem, found: ShardingSolution, options: SearchOptions
 ) -> ShardingSolution:
-    """``found``, improved by other choices for single units as long as one is faster and fits.
+    """``found``, improved by other choices for single units as long as one is better and fits.
+
+    Better is faster, or, where none is, lower at the peak and as fast.
 
     Args:
         problem: The step to plan.
@@ -33,16 +35,51 @@ def with_single_changes(
         options: Allowed choices.
     """
     limit = problem.device.memory_limit
-    for _ in range(_MOST):
-        better = [
+    for _ in range(_ROUNDS):
+        others = [
             other
             for other in _changes(problem, found, options)
-            if other.outcome.peak <= limit and other.outcome.seconds < found.outcome.seconds * (1 - _WORTH)
+            if other.outcome.peak <= limit and _is_better(other.outcome, found.outcome)
         ]
-        if not better:
+        if not others:
             break
-        found = min(better, key=lambda other: other.outcome.seconds)
+        others.sort(key=lambda other: (other.outcome.seconds, other.outcome.peak))
+        found = _together(problem, found, others[: _CHANGES + 1])
     return found
+
+
+def _together(
+    problem: ShardingProblem, start: ShardingSolution, others: Sequence[ShardingSolution]
+) -> ShardingSolution:
+    """The best of ``others``, with those changes of the rest that still improve it."""
+    found, *rest = others
+    root, limit = solution_root(problem, found), problem.device.memory_limit
+    changed = _places(start, found)
+    for other in rest:
+        places = _places(start, other)
+        # Changes of one unit contradict each other: "keep its block's activations", "recompute it in slices".
+        if places & changed:
+            continue
+        units = tuple(
+            its if place in places else own
+            for place, (its, own) in enumerate(zip(other.units, found.units, strict=True))
+        )
+        outcome = simulate_units(problem, units, root)
+        if outcome.peak <= limit and _is_better(outcome, found.outcome):
+            found, changed = replace(found, units=units, outcome=outcome), changed | places
+    return found
+
+
+def _places(start: ShardingSolution, other: ShardingSolution) -> set[int]:
+    """The units in which ``other`` differs from ``start``."""
+    units = zip(other.units, start.units, strict=True)
+    return {place for place, (its, before) in enumerate(units) if its != before}
+
+
+def _is_better(other: StepEstimate, own: StepEstimate) -> bool:
+    if other.seconds < own.seconds * (1 - _WORTH):
+        return True
+    return other.seconds <= own.seconds and other.peak < own.peak * (1 - _WORTH_BYTES)
 
 
 def _changes(
