@@ -33,8 +33,9 @@ class DecoderStage:
 
     Attributes:
         name: Description of what is measured.
-        module: Called with ``inputs_embeds=`` of shape ``(batch, length, hidden_size)``, ``past_key_values=``
-            and ``use_cache=True``; its first output has that shape, too. It is on its device already.
+        module: Called with ``inputs_embeds=`` of shape ``(batch, length, hidden_size)``, a cache and
+            ``use_cache=True``; its first output has that shape, too. It is on its device already.
+        cache_argument: Name by which it takes the cache.
         new_cache: Makes an empty cache; its ``layers`` have ``keys`` and ``values`` once there are any.
         num_layers: Number of its layers.
         hidden_size: Number of features of its hidden states.
@@ -42,6 +43,7 @@ class DecoderStage:
 
     name: str
     module: nn.Module
+    cache_argument: str
     new_cache: Callable[[], Any]
     num_layers: int
     hidden_size: int
@@ -150,9 +152,7 @@ def _fill_cache(stage: DecoderStage, batch: int, length: int) -> Any:
     cache = stage.new_cache()
     if length:
         with torch.no_grad():
-            stage.module(
-                inputs_embeds=_random_hidden(stage, batch, length), past_key_values=cache, use_cache=True
-            )
+            _call(stage, _random_hidden(stage, batch, length), cache)
     return cache
 
 
@@ -199,8 +199,13 @@ def _run_sequence(
 
 
 def _forward(stage: DecoderStage, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    output = stage.module(inputs_embeds=x, past_key_values=cache, use_cache=True)[0]
+    output = _call(stage, x, cache)
     return output, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def _call(stage: DecoderStage, x: torch.Tensor, cache: Any) -> torch.Tensor:
+    output: torch.Tensor = stage.module(inputs_embeds=x, use_cache=True, **{stage.cache_argument: cache})[0]
+    return output
 
 
 def _detach_cache(cache: Any) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def decoder_stage(
     """
     from transformers import AutoModel
 
-    from osdp.integrations.huggingface.slice_cache import check_sliceable, empty_cache
+    from osdp.integrations.huggingface.slice_cache import cache_argument, check_sliceable, empty_cache
 
     # The model itself stays on the meta device; only its configuration is used.
     config: Any = causal_lm(name, overrides).config
@@ -57,6 +57,8 @@ def decoder_stage(
     with torch.device(device):
         module = AutoModel.from_config(config).to(dtype).train()
     check_sliceable(module)
+    cache = cache_argument(module)
+    assert cache is not None  # checked
     width = config.hidden_size
     described = f"{num_layers} layers of {name} with {width} channels"
-    return DecoderStage(described, module, lambda: empty_cache(config, length or 0), num_layers, width)
+    return DecoderStage(described, module, cache, lambda: empty_cache(config, length or 0), num_layers, width)

@@ -19,6 +19,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from osdp.integrations.huggingface.stored_layer import StoredLayer
 from osdp.runtime.token_slices.kv_prefix import Pair
 
+#: What decoders call their cache since transformers 5.24, and what they called it before.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
 
 class SliceCache(DynamicCache):
     """Keys and values in the layers of one stage while one slice goes through them.
@@ -26,10 +29,12 @@ class SliceCache(DynamicCache):
     Args:
         layers: The layers as earlier slices left them.
         past: Keys and values of the layers that belong to this stage, by index.
+        name: Argument of the model's forward that takes a cache.
     """
 
-    def __init__(self, layers: Sequence[DynamicLayer], past: Mapping[int, Pair]) -> None:
+    def __init__(self, layers: Sequence[DynamicLayer], past: Mapping[int, Pair], name: str) -> None:
         super().__init__()
+        self.name = name
         self.layers = list(layers)
         self.past = past
         self.added: dict[int, Pair] = {}
@@ -42,14 +47,15 @@ class SliceCache(DynamicCache):
         Raises:
             ValueError: Layers of the model cache something other than keys and values.
         """
-        layers = _layers(model)
+        layers, name = _layers(model), cache_argument(model)
+        assert name is not None  # check_sliceable refuses such models
 
-        return lambda length=0: cls(_stored(layers, length), {})
+        return lambda length=0: cls(_stored(layers, length), {}, name)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments with which the model uses this cache."""
-        return {"past_key_values": self, "use_cache": True}
+        return {self.name: self, "use_cache": True}
 
     @property
     def held(self) -> dict[int, Pair]:
@@ -67,7 +73,7 @@ class SliceCache(DynamicCache):
                 nothing = torch.zeros(1, 1, length, 1)
                 after.update(nothing, nothing)
             layers.append(after)
-        return SliceCache(layers, past)
+        return SliceCache(layers, past, self.name)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -85,6 +91,13 @@ class SliceCache(DynamicCache):
             self._after[layer_idx] = self.layers[layer_idx] = layer
             self.added[layer_idx] = (key_states, value_states)
         return found
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """The argument of the model's forward that takes a key-value cache; ``None`` if there is none."""
+    takes = inspect.signature(model.forward).parameters
+    found = [name for name in CACHE_ARGUMENTS if name in takes]
+    return found[0] if found and "use_cache" in takes else None
 
 
 def empty_cache(config: Any, length: int) -> Any:
@@ -134,7 +147,6 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         ValueError: The model attends to later tokens, or has no key-value cache; the message says which.
     """
     config = getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
     both_ways = sorted({type(m).__name__ for m in model.modules() if getattr(m, "is_causal", None) is False})
     if not both_ways and getattr(_text_config(config), "is_causal", True) is False:
         both_ways = ["is_causal=False in its configuration"]
@@ -145,8 +157,9 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         )
     elif getattr(config, "is_encoder_decoder", False):
         reason = "its decoder attends to the encoder's output for the whole sequence"
-    elif config is None or not {"past_key_values", "use_cache"} <= set(takes):
-        reason = "its forward takes no past_key_values, so it has no cache like transformers' decoders"
+    elif config is None or cache_argument(model) is None:
+        takes = " or ".join(CACHE_ARGUMENTS)
+        reason = f"its forward takes no {takes}, so it has no cache like transformers' decoders"
     elif trains and drops_cache(model):
         reason = (
             "its own activation checkpointing drops the cache in training; turn that off and let the plan "

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.integrations.huggingface.slice_cache import SliceCache, check_sliceable, drops_cache
+from osdp.integrations.huggingface.slice_cache import (
+    CACHE_ARGUMENTS,
+    SliceCache,
+    check_sliceable,
+    drops_cache,
+)
 from osdp.integrations.huggingface.token_loss import by_position, check_by_position, check_targets
 from osdp.plan.token_slices import TokenSlices
 from osdp.runtime.losses import LossFn
@@ -21,7 +26,7 @@ _REFUSED = {
         "the model would shift them inside each slice; pass them as targets, with "
         "osdp.integrations.huggingface.causal_lm_loss as loss_fn"
     ),
-    "past_key_values": "token slices use a cache of their own",
+    **dict.fromkeys(CACHE_ARGUMENTS, "token slices use a cache of their own"),
 }
 
 
