@@ -62,7 +62,7 @@ def loss_function(ctx: Context) -> None:
 def optimizer_step(ctx: Context) -> None:
     """Compiles the optimizer's step: torch.compile(optimizer.step)."""
     model = ctx.wrap(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ctx.sgd(model)
     step_of = torch.compile(optimizer.step, backend="aot_eager")
     for step in range(3):
         x, y = ctx.batch(step)

@@ -1,5 +1,6 @@
 """Tensor-parallel plans: derived for every architecture alike, and refused where they would be wrong."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -11,14 +12,11 @@ from osdp.api import make_tensor_plan
 from osdp.nn.modules import kind_of
 from osdp.plan.tensor_parallel import ShardedModule, Style, TensorParallelPlan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from tests.helpers.transformer_models import ARCHITECTURES, batch_of, build
 
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
-
+VERSION = tuple(map(int, version("transformers").split(".")[:2]))
 
 #: What stays whole, and which attributes are divided, by architecture.
 KEPT = {
@@ -35,7 +33,7 @@ DIVIDED = {
     "gpt2": {"split_size"},
     "gpt_neo": {"num_heads"},
     # Since transformers 5.24 its shapes follow from what it is given.
-    "gptj": {"num_attention_heads"} if _version() < (5, 24) else set(),
+    "gptj": {"num_attention_heads"} if VERSION < (5, 24) else set(),
     "opt": {"num_heads"},
     "t5": {"n_heads"},
 }
