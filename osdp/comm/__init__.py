@@ -4,6 +4,7 @@ Start at :func:`osdp.comm.collectives.set_route`.
 
 - ``groups``: meshes and communicators of neighbouring ranks, each made once
 - ``collectives``: all-gather and reduce-scatter over links of two speeds
+- ``messages``: messages between two ranks, waited for in intervals
 - ``objects``: Python objects gathered and broadcast
 - ``shards``: which part of a tensor a rank holds
 """

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
+from osdp.comm.messages import Messages
 from osdp.plan.sharding import Route
 from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, backend_of, reduce_scatter
 
@@ -258,28 +259,27 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> list[dist.Work]:
+def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> Messages:
     """Start the messages that have elements, receives first: see :func:`_swap`."""
     operations = [operation for operation in (*receives, *sends) if operation.tensor.numel()]
-    return dist.batch_isend_irecv(operations) if operations else []
+    return Messages(dist.batch_isend_irecv(operations) if operations else ())
 
 
-def gather_in_place(parts: Parts, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]) -> None:
+def gather_in_place(parts: Parts, group: dist.ProcessGroup, wait: Callable[[Messages], object]) -> None:
     """Fill in the parts of the other ranks: each rank sends its own to every other.
 
     Args:
         parts: The memory of every rank's part; this rank's own has its values.
         group: The ranks.
-        wait: Waits for a message.
+        wait: Waits for messages.
     """
     packed, mine, others = _Packed(parts), group.rank(), _others(group)
     pairs = [(rank, of_ranks) for rank in others for of_ranks in packed.messages]
-    works = _start(
+    messages = _start(
         (dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank, parts in pairs),
         (dist.P2POp(dist.isend, parts[mine], group=group, group_peer=rank) for rank, parts in pairs),
     )
-    for work in works:
-        wait(work)
+    wait(messages)
     for rank in others:
         packed.unpack(rank)
 
@@ -300,20 +300,20 @@ class PartExchange:
         messages, others = self._packed.messages, _others(group)
         self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
         incoming = list(zip(others, self._received, strict=True))
-        self._works = _start(
+        self._under_way: Messages | None = _start(
             (dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, own in incoming for part in own),
             (dist.P2POp(dist.isend, m[r], group=group, group_peer=r) for r in others for m in messages),
         )
 
     def is_completed(self) -> bool:
         """Whether all messages have arrived."""
-        return all(work.is_completed() for work in self._works)
+        return self._under_way is None or self._under_way.is_completed()
 
-    def finish(self, wait: Callable[[dist.Work], object]) -> None:
+    def finish(self, wait: Callable[[Messages], object]) -> None:
         """Wait for all messages, and add up; later calls have no effect."""
-        for work in self._works:
-            wait(work)
-        self._works = []
+        if self._under_way is not None:
+            wait(self._under_way)
+        self._under_way = None
         for received in self._received:
             for of_ranks, part in zip(self._packed.messages, received, strict=True):
                 of_ranks[self._mine].add_(part)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, operands
+from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.optimizers import treat_in_lists
 
 
@@ -31,6 +33,7 @@ class CountedDTensor(GroupDTensor):
     changes: Changes
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -52,6 +55,13 @@ class CountedDTensor(GroupDTensor):
                         _count_view(view, tensor)
         return found
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        """As DTensor's, for compiled code, which compares types."""
+        whole: Any = DTensor.__tensor_unflatten__(*args)
+        count_changes(whole)
+        return whole
+
     def _plain(self) -> DTensor:
         # The storage of its local part is that of the whole parameter.
         plain = DTensor(self._local_tensor.clone(), self._spec, requires_grad=self.requires_grad)
@@ -70,6 +80,8 @@ def _count(tensor: Any, changes: Changes) -> None:
 
 
 def _count_view(view: Any, tensor: Any) -> None:
+    if isinstance(view._local_tensor, FakeTensor):  # while a step is compiled: it has no memory
+        return
     if _memory_of(view) == _memory_of(tensor):
         _count(view, tensor.changes)
         own, local = view._local_tensor, tensor._local_tensor

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.optimizers import treat_in_lists
 
 #: In the names of functions on lists of tensors, element by element.
@@ -29,6 +30,7 @@ class GroupDTensor(DTensor):
     """A DTensor on a mesh of groups, which computes together with DTensors on other meshes of its ranks."""
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -55,6 +57,13 @@ class GroupDTensor(DTensor):
                 mesh = written.device_mesh
             args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
             return _results(func(*args, **kwargs))
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        """As DTensor's, for compiled code, which compares types."""
+        whole: Any = DTensor.__tensor_unflatten__(*args)
+        whole.__class__ = GroupDTensor
+        return whole
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values in other placements."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
+from osdp.comm.messages import Messages
 from osdp.torch_private.distributed import all_gather, store_of
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Control:
         elif work is not None:
             self._wait(work, what)
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def wait(self, work: dist.Work | Messages, what: str) -> None:
         """Wait for a collective of the model; on an accelerator only the stream waits.
 
         Raises:
@@ -164,7 +165,7 @@ class Control:
         """Whether collectives of the model block the host."""
         return self._blocks
 
-    def _wait(self, work: dist.Work, what: str) -> None:
+    def _wait(self, work: dist.Work | Messages, what: str) -> None:
         self.check()
         if self._finished(work, what):
             return
@@ -197,7 +198,7 @@ class Control:
             self.size,
         )
 
-    def _finished(self, work: dist.Work, what: str) -> bool:
+    def _finished(self, work: dist.Work | Messages, what: str) -> bool:
         try:
             work.wait(_SLICE)
         except RuntimeError as error:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.comm.collectives import gather_in_place
+from osdp.comm.messages import Messages
 from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.counted_dtensor import CountedDTensor, count_changes
 from osdp.runtime.module.parameter_owners import ParameterSites
@@ -224,13 +225,13 @@ class ReplicatedParameters:
     Attributes:
         parameters: The parameters, in the order they were given.
         swapped_in: Whether modules register the compute parameters at present.
-        wait: Waits for a message between ranks.
+        wait: Waits for messages between ranks.
     """
 
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.swapped_in = False
-        self.wait: Callable[[dist.Work], object] = lambda work: work.wait()
+        self.wait: Callable[[Messages], object] = lambda work: work.wait()
         self._has_copies = False
         self._in_shards = [p for p in self.parameters if isinstance(p, ParameterSteppedInShards)]
 

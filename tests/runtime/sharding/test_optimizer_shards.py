@@ -4,7 +4,9 @@ That it trains as a single process does is in tests/test_parity.py and the habit
 """
 
 import io
+import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -345,3 +347,28 @@ def refusal() -> str:
 
 def test_a_parameter_without_dimensions_is_refused() -> None:
     assert "'1.scale' has no dimension to shard, but its unit is SHARD_OPTIMIZER" in run(2, refusal)[0]
+
+
+def trained_with_a_late_rank(by_exchange: bool, seconds: float) -> list[torch.Tensor]:
+    model, rank = build(), dist.get_rank()
+    applied(model, by_exchange=by_exchange)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss = loss_of(model, rank, step)
+        time.sleep(seconds * rank)  # before the exchange of gradients
+        loss.backward()
+        time.sleep(seconds * rank)  # before the gather of parameters
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("by_exchange", [False, True])
+def test_a_late_rank_is_waited_for(by_exchange: bool) -> None:
+    """Ranks wait in intervals of a second; a message of gloo was given up at the end of the first.
+
+    A rank that computed, compiled or saved for a second longer than another ended the training.
+    """
+    late = run(2, partial(trained_with_a_late_rank, by_exchange, 1.3))
+    prompt = run(2, partial(trained_with_a_late_rank, by_exchange, 0.0))
+    torch.testing.assert_close(late, prompt, rtol=0, atol=0)
