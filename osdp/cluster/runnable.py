@@ -2,8 +2,8 @@
 
 The cluster planner estimates a transformer from its dimensions. Here the model itself is traced and cut at
 the layout's stage boundaries, and each stage is planned operator by operator with the modes that the layout's
-ZeRO stage allows. ZeRO 1 and 2 become ``SHARD_GRAD_OP``, the closest mode of the runtime; if that does not
-fit, all modes are allowed.
+ZeRO stage allows: 1 is ``SHARD_OPTIMIZER``, 3 ``FULL_SHARD``. ZeRO 2, and 1 beside tensor parallelism, become
+``SHARD_GRAD_OP``, the closest mode of the runtime. If these do not fit, all modes are allowed.
 """
 
 from collections.abc import Sequence
@@ -42,11 +42,11 @@ from osdp.tracing.sample_batch import SampleBatch
 
 _MODES = {
     0: (Mode.NO_SHARD,),
-    1: (Mode.SHARD_GRAD_OP,),
+    1: (Mode.SHARD_OPTIMIZER,),
     2: (Mode.SHARD_GRAD_OP,),
     3: (Mode.FULL_SHARD,),
 }
-_ANY = (Mode.NO_SHARD, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
+_ANY = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 
 
 def runnable_plan(
@@ -90,7 +90,7 @@ def runnable_plan(
     )
     model_desc = _described(model, sample_inputs, half)
     # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
-    wanted = _ANY if layout.zero is None else _MODES[layout.zero]
+    wanted = _wanted(layout)
     for modes in dict.fromkeys((wanted, _ANY)):
         rules = SearchOptions(allowed=modes, recompute=layout.recompute is not RecomputeLayers.NONE)
         try:
@@ -103,6 +103,13 @@ def runnable_plan(
             if modes == _ANY:
                 raise
     raise AssertionError("unreachable")
+
+
+def _wanted(layout: ParallelLayout) -> tuple[Mode, ...]:
+    """Modes for the ZeRO stage of a layout; beside tensor parallelism none shards optimizer states alone."""
+    if layout.zero is None:
+        return _ANY
+    return _MODES[2 if layout.zero == 1 and layout.degrees.tp > 1 else layout.zero]
 
 
 def traced_layers(
@@ -194,8 +201,11 @@ def _noted(made: Plan, layout: ParallelLayout, modes: Sequence[Mode]) -> Plan:
         made = _with_note(
             made, f"ZeRO {layout.zero} everywhere does not fit by the trace; modes are chosen by operator"
         )
-    elif layout.zero in (1, 2):
-        made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards gradients")
+    elif layout.zero in (1, 2) and modes == (Mode.SHARD_GRAD_OP,):
+        also = (
+            "parameters outside of forward and backward" if layout.zero == 2 else "gradients and parameters"
+        )
+        made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards {also}")
     if layout.recompute is RecomputeLayers.FULL and not all(
         stage.sharding.recomputed for stage in made.stages
     ):

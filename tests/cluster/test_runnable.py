@@ -111,11 +111,14 @@ def test_zero_decides_which_ways_there_are() -> None:
         ways[zero] = {decision.mode for decision in plan.decisions if decision.mode is not Mode.NO_SHARD}
     assert ways == {
         0: set(),
-        1: {Mode.SHARD_GRAD_OP},
+        1: {Mode.SHARD_OPTIMIZER},
         2: {Mode.SHARD_GRAD_OP},
         # What the root's unit holds stays gathered.
         3: {Mode.FULL_SHARD, Mode.SHARD_GRAD_OP},
     }
+    shared = plan_of(ParallelDims(1, 2, 2), 1)
+    assert {decision.mode for decision in shared.decisions} <= {Mode.NO_SHARD, Mode.SHARD_GRAD_OP}
+    assert any("ZeRO 1 becomes SHARD_GRAD_OP" in note for note in shared.notes)
 
 
 def test_devices_with_slower_memory_are_slower() -> None:
