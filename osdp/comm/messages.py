@@ -18,18 +18,18 @@ class Messages:
     """
 
     def __init__(self, works: Iterable[dist.Work]) -> None:
-        self._works = tuple(works)
-        self._waiting: threading.Thread | None = None
+        self._works = list(works)
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._error: RuntimeError | None = None
 
     def __len__(self) -> int:
-        """Their number."""
+        """Number of messages that are still waited for."""
         return len(self._works)
 
     def is_completed(self) -> bool:
         """Whether all have arrived, or one of them failed."""
-        return self._ended.is_set() or all(work.is_completed() for work in self._works)
+        return self._ended.is_set() or all(work.is_completed() for work in tuple(self._works))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until all have arrived; with a time-out in a thread, which goes on after it.
@@ -37,25 +37,23 @@ class Messages:
         Raises:
             RuntimeError: A message failed, or ``timeout`` is over, and then :meth:`is_completed` is false.
         """
-        if timeout is None and self._waiting is None:
-            for work in self._works:
-                work.wait()
-            return True
-        if self._waiting is None and self._works:
-            # Not to be waited for at the end of a program in which the other rank never sends.
-            self._waiting = threading.Thread(target=self._wait, daemon=True)
-            self._waiting.start()
-        seconds = None if timeout is None else timeout.total_seconds()
-        if self._works and not self._ended.wait(seconds):
-            raise RuntimeError(f"messages of other ranks have not arrived within {seconds} s")
+        if timeout is not None and self._thread is None and self._works:
+            # A daemon: the end of a program does not wait for a rank that never sends.
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        if self._thread is None:
+            self._wait()
+        elif not self._ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(f"messages of other ranks have not arrived within {timeout}")
         if self._error is not None:
             raise self._error
         return True
 
     def _wait(self) -> None:
         try:
-            for work in self._works:
-                work.wait()
+            while self._works:
+                self._works[0].wait()
+                del self._works[0]  # and with it the tensor that it holds, before whoever waits goes on
         except RuntimeError as error:
             self._error = error
         self._ended.set()
