@@ -139,6 +139,28 @@ def device_with_bandwidth(device: DeviceInfo, bandwidth: float) -> DeviceInfo:
     )
 
 
+def device_with_faster_links(device: DeviceInfo, factor: float) -> DeviceInfo:
+    """The devices with collectives that take ``1 / factor`` of the time."""
+    links = tuple(
+        replace(link, latency=link.latency / factor, bandwidth=link.bandwidth * factor)
+        for link in device.links
+    )
+    return replace(device, links=links)
+
+
+def profile_with_faster_compute(profile: Profile, factor: float) -> Profile:
+    """A profile whose forward and backward passes take ``1 / factor`` of the time."""
+
+    def faster(each: PassProfile) -> PassProfile:
+        return replace(each, seconds=each.seconds / factor)
+
+    segments = tuple(
+        replace(segment, forward=faster(segment.forward), backward=faster(segment.backward))
+        for segment in profile.segments
+    )
+    return replace(profile, segments=segments)
+
+
 def _over_network(link: Link, device: DeviceInfo, bandwidth: float, shared: int) -> Link:
     if device.nodes > 1 and link.group.startswith("inside"):
         return link

@@ -9,7 +9,7 @@ from osdp.cost.sharding.problem import RootUnitCost
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import solution_root
 from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with
-from osdp.explain.scaling import profile_at_batch
+from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
 from osdp.hardware.device_info import DeviceInfo
 from osdp.plan.basis import Basis
 from osdp.plan.choices import choice_of
@@ -60,7 +60,12 @@ def explain(plan: Plan, unit: str | None = None) -> PlanExplanation:
         units.append(UnitExplanation(modules, each.operators, nbytes, choice, known[key]))
     outcome = rebuilt.solution.outcome
     return PlanExplanation(
-        outcome.seconds, math.ceil(outcome.peak), plan.memory_limit, _limits(rebuilt), tuple(units)
+        outcome.seconds,
+        math.ceil(outcome.peak),
+        plan.memory_limit,
+        _limits(rebuilt),
+        *_gains(rebuilt),
+        tuple(units),
     )
 
 
@@ -183,6 +188,23 @@ def limits_of(plan: Plan) -> str:
     return _limits(rebuild(plan))
 
 
+def _gains(rebuilt: Rebuilt) -> tuple[float, float]:
+    """Relative throughput that the plan gains if compute, or collectives, are twice as fast.
+
+    Shares of a step would mislead: compute that hides collectives takes long, and gains nothing.
+    """
+    basis, seconds = rebuilt.basis, rebuilt.solution.outcome.seconds
+    profiles = tuple(profile_with_faster_compute(profile, 2) for profile in basis.profiles)
+    faster = (
+        replace(basis, profiles=profiles),
+        replace(basis, device=device_with_faster_links(basis.device, 2)),
+    )
+    compute, links = (
+        seconds / rebuild_with(rebuilt.plan, each).solution.outcome.seconds - 1 for each in faster
+    )
+    return compute, links
+
+
 def _limits(rebuilt: Rebuilt) -> str:
     plan, outcome = rebuilt.plan, rebuilt.solution.outcome
     compute = outcome.compute_seconds + outcome.optimizer_seconds
@@ -192,4 +214,9 @@ def _limits(rebuilt: Rebuilt) -> str:
         f"compute takes {compute / outcome.seconds:.0%} of a step, and waiting for communication "
         f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%})"
     )
-    return f"{told}; {format_bytes(max(free, 0))} of the limit are free at the peak"
+    faster_compute, faster_links = _gains(rebuilt)
+    return (
+        f"{told}; with compute twice as fast there would be {faster_compute:.0%} more throughput, with "
+        f"communication twice as fast {faster_links:.0%}; {format_bytes(max(free, 0))} of the limit are free "
+        "at the peak"
+    )

@@ -56,6 +56,8 @@ class PlanExplanation:
         peak_bytes: Peak memory.
         memory_limit: The limit.
         limits: What keeps the plan from being faster, in a sentence.
+        compute_gain: Relative throughput that the same plan gains if compute is twice as fast.
+        links_gain: The same if collectives are twice as fast.
         units: Its units, in trace order.
     """
 
@@ -63,6 +65,8 @@ class PlanExplanation:
     peak_bytes: int
     memory_limit: int
     limits: str
+    compute_gain: float
+    links_gain: float
     units: tuple[UnitExplanation, ...]
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from osdp import Plan
+from osdp import Plan, what_if
 from osdp.cost.evaluate import evaluate
+from osdp.explain.collect import collect
 from osdp.plan.sharding import Mode
 from osdp.report.explanation_table import explanation_table
+from osdp.report.html.page import html_page
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -66,3 +68,23 @@ def test_the_table_has_no_line_beyond_110_columns(planned: Callable[..., Plan]) 
 def test_a_plan_without_its_basis_says_how_to_get_one(planned: Callable[..., Plan]) -> None:
     with pytest.raises(ValueError, match="does not contain what it was searched from"):
         replace(planned(), basis=None).explain()
+
+
+def test_what_limits_a_plan_is_what_would_make_it_faster(planned: Callable[..., Plan]) -> None:
+    """A page said "compute", which took most of the step, of a plan whose compute only hid a slow network."""
+    plan = planned(slices=(), recompute=False)
+    basis, explanation = plan.basis, plan.explain()
+    assert basis is not None
+    halved = tuple(
+        replace(link, latency=link.latency / 2, bandwidth=2 * link.bandwidth) for link in basis.device.links
+    )
+    device = replace(basis.device, links=halved)
+    judged = evaluate(plan, basis.profiles[0], device, plan.training, basis.model_desc)
+    assert explanation.links_gain == pytest.approx(explanation.step_seconds / judged.step_seconds - 1)
+    # Twice as fast at everything but the optimizer's step and what a collective takes of compute.
+    both = explanation.links_gain + explanation.compute_gain
+    assert 0 < explanation.compute_gain < both < 2.1
+    slow = what_if(plan, bandwidth=1e6).explain()
+    assert slow.links_gain > 0.5 > 0.1 > slow.compute_gain
+    page = html_page(collect(what_if(plan, bandwidth=1e6), seconds=0.0))
+    assert "<b>communication</b>if it were twice as fast" in page

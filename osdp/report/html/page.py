@@ -151,11 +151,17 @@ def _limits(report: PlanReport) -> str:
         "waiting for communication": predicted.communication_seconds,
         "the optimizer": predicted.optimizer_seconds,
     }
-    longest = max(parts, key=lambda name: parts[name])
-    others = [f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in parts if name != longest]
-    own = f"{parts[longest] / predicted.step_seconds:.0%}"
+    shares = ", ".join(f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in parts)
     free = "; more memory would not help" if more is not None else ""
-    return f"<b>{longest}</b>{own} of a step ({', '.join(others)}){free}"
+    own = report.explanation
+    if own is None:
+        return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step: {shares}{free}"
+    gains = {"compute": own.compute_gain, "communication": own.links_gain}
+    first, second = sorted(gains, key=lambda name: -gains[name])
+    return (
+        f"<b>{first}</b>if it were twice as fast, there would be {gains[first]:.0%} more throughput; if "
+        f"{second} were, {gains[second]:.0%}{free}. Of a step: {shares}"
+    )
 
 
 def _measured(report: PlanReport) -> str:
