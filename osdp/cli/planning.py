@@ -104,8 +104,13 @@ def _shortfall_in(page: Path | None) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        if page is not None and error.lowest is not None:
-            _write_page(error.lowest, page)
+        if page is not None and error.lowest is None:
+            typer.echo(f"{page} is not written: there is none of models that are cut into stages", err=True)
+        elif page is not None:
+            try:
+                _write_page(error.lowest, page)
+            except (ImportError, OSError) as fault:  # what nothing fits is the larger fault
+                typer.echo(f"{page} is not written: {fault}", err=True)
         raise
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
-from osdp.comm.messages import Messages
+from osdp.comm.messages import PendingMessages
 from osdp.plan.sharding import Route
 from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, backend_of, reduce_scatter
 
@@ -259,13 +259,15 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> Messages:
+def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> PendingMessages:
     """Start the messages that have elements, receives first: see :func:`_swap`."""
     operations = [operation for operation in (*receives, *sends) if operation.tensor.numel()]
-    return Messages(dist.batch_isend_irecv(operations) if operations else ())
+    return PendingMessages(dist.batch_isend_irecv(operations) if operations else ())
 
 
-def gather_in_place(parts: Parts, group: dist.ProcessGroup, wait: Callable[[Messages], object]) -> None:
+def gather_in_place(
+    parts: Parts, group: dist.ProcessGroup, wait: Callable[[PendingMessages], object]
+) -> None:
     """Fill in the parts of the other ranks: each rank sends its own to every other.
 
     Args:
@@ -300,7 +302,7 @@ class PartExchange:
         messages, others = self._packed.messages, _others(group)
         self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
         incoming = list(zip(others, self._received, strict=True))
-        self._under_way: Messages | None = _start(
+        self._under_way: PendingMessages | None = _start(
             (dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, own in incoming for part in own),
             (dist.P2POp(dist.isend, m[r], group=group, group_peer=r) for r in others for m in messages),
         )
@@ -309,7 +311,7 @@ class PartExchange:
         """Whether all messages have arrived."""
         return self._under_way is None or self._under_way.is_completed()
 
-    def finish(self, wait: Callable[[Messages], object]) -> None:
+    def finish(self, wait: Callable[[PendingMessages], object]) -> None:
         """Wait for all messages, and add up; later calls have no effect."""
         if self._under_way is not None:
             wait(self._under_way)

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class Messages:
-    """Messages under way, as one :class:`torch.distributed.Work`.
+class PendingMessages:
+    """Messages under way, waited for as one.
 
     A rank that waits in intervals can look for faults of others in between. A collective of gloo goes on when
     a wait for it has timed out, but a message is given up and its connection broken: a thread waits for it.
@@ -21,7 +21,7 @@ class Messages:
         self._works = list(works)
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
 
     def __len__(self) -> int:
         """Number of messages that are still waited for."""
@@ -29,17 +29,25 @@ class Messages:
 
     def is_completed(self) -> bool:
         """Whether all have arrived, or one of them failed."""
-        return self._ended.is_set() or all(work.is_completed() for work in tuple(self._works))
+        if self._thread is not None:
+            return self._ended.is_set()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until all have arrived; with a time-out in a thread, which goes on after it.
 
+        Args:
+            timeout: The longest time to wait; for ever if ``None``.
+
+        Returns:
+            True.
+
         Raises:
-            RuntimeError: A message failed, or ``timeout`` is over, and then :meth:`is_completed` is false.
+            RuntimeError: A message failed, or ``timeout`` is over: then another call waits on.
         """
         if timeout is not None and self._thread is None and self._works:
             # A daemon: the end of a program does not wait for a rank that never sends.
-            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread = threading.Thread(target=self._wait_in_thread, daemon=True)
             self._thread.start()
         if self._thread is None:
             self._wait()
@@ -50,10 +58,14 @@ class Messages:
         return True
 
     def _wait(self) -> None:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]  # and with it the tensor that it holds, before whoever waits goes on
+
+    def _wait_in_thread(self) -> None:
         try:
-            while self._works:
-                self._works[0].wait()
-                del self._works[0]  # and with it the tensor that it holds, before whoever waits goes on
-        except RuntimeError as error:
+            self._wait()
+        except BaseException as error:
             self._error = error
-        self._ended.set()
+        finally:
+            self._ended.set()

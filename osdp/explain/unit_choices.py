@@ -58,14 +58,16 @@ def explain(plan: Plan, unit: str | None = None) -> PlanExplanation:
         modules = each.operators if each.root else each.modules
         choice = choice_of(plan.sharding, each) + (" (root unit)" if each.root else "")
         units.append(UnitExplanation(modules, each.operators, nbytes, choice, known[key]))
-    outcome = rebuilt.solution.outcome
+    outcome, gains = rebuilt.solution.outcome, _gains(rebuilt)
     return PlanExplanation(
-        outcome.seconds,
-        math.ceil(outcome.peak),
-        plan.memory_limit,
-        _limits(rebuilt),
-        *_gains(rebuilt),
-        tuple(units),
+        step_seconds=outcome.seconds,
+        peak_bytes=math.ceil(outcome.peak),
+        memory_limit=plan.memory_limit,
+        limits=_limits(rebuilt, gains),
+        compute_gain=gains.compute,
+        links_gain=gains.links,
+        optimizer_gain=gains.optimizer,
+        units=tuple(units),
     )
 
 
@@ -185,27 +187,37 @@ def limits_of(plan: Plan) -> str:
     Raises:
         ValueError: The plan does not contain what it was searched from.
     """
-    return _limits(rebuild(plan))
+    rebuilt = rebuild(plan)
+    return _limits(rebuilt, _gains(rebuilt))
 
 
-def _gains(rebuilt: Rebuilt) -> tuple[float, float]:
-    """Relative throughput that the plan gains if compute, or collectives, are twice as fast.
+@dataclass(frozen=True, slots=True)
+class _Gains:
+    """Relative throughput that a plan gains if one part of its step is twice as fast.
 
     Shares of a step would mislead: compute that hides collectives takes long, and gains nothing.
     """
-    basis, seconds = rebuilt.basis, rebuilt.solution.outcome.seconds
+
+    compute: float
+    links: float
+    optimizer: float
+
+
+def _gains(rebuilt: Rebuilt) -> _Gains:
+    basis, outcome = rebuilt.basis, rebuilt.solution.outcome
+
+    def gain(faster: Basis) -> float:
+        return outcome.seconds / rebuild_with(rebuilt.plan, faster).solution.outcome.seconds - 1
+
     profiles = tuple(profile_with_faster_compute(profile, 2) for profile in basis.profiles)
-    faster = (
-        replace(basis, profiles=profiles),
-        replace(basis, device=device_with_faster_links(basis.device, 2)),
+    return _Gains(
+        compute=gain(replace(basis, profiles=profiles)),
+        links=gain(replace(basis, device=device_with_faster_links(basis.device, 2))),
+        optimizer=1 / (1 - outcome.optimizer_seconds / outcome.seconds / 2) - 1,
     )
-    compute, links = (
-        seconds / rebuild_with(rebuilt.plan, each).solution.outcome.seconds - 1 for each in faster
-    )
-    return compute, links
 
 
-def _limits(rebuilt: Rebuilt) -> str:
+def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     plan, outcome = rebuilt.plan, rebuilt.solution.outcome
     compute = outcome.compute_seconds + outcome.optimizer_seconds
     waiting = max(outcome.seconds - compute, 0.0)
@@ -214,9 +226,8 @@ def _limits(rebuilt: Rebuilt) -> str:
         f"compute takes {compute / outcome.seconds:.0%} of a step, and waiting for communication "
         f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%})"
     )
-    faster_compute, faster_links = _gains(rebuilt)
     return (
-        f"{told}; with compute twice as fast there would be {faster_compute:.0%} more throughput, with "
-        f"communication twice as fast {faster_links:.0%}; {format_bytes(max(free, 0))} of the limit are free "
+        f"{told}; with compute twice as fast there would be {gains.compute:.0%} more throughput, with "
+        f"communication twice as fast {gains.links:.0%}; {format_bytes(max(free, 0))} of the limit are free "
         "at the peak"
     )

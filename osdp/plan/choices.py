@@ -3,6 +3,9 @@
 from osdp.model.fqn import is_inside
 from osdp.plan.sharding import Mode, ShardingPlan, Unit
 
+#: The choice not to recompute a block.
+KEPT = "keeping its activations"
+
 
 def choice_of(plan: ShardingPlan, unit: Unit) -> str:
     """A unit's mode, slices, recomputation, offloading and shard group."""

@@ -58,6 +58,7 @@ class PlanExplanation:
         limits: What keeps the plan from being faster, in a sentence.
         compute_gain: Relative throughput that the same plan gains if compute is twice as fast.
         links_gain: The same if collectives are twice as fast.
+        optimizer_gain: The same if the optimizer's step is.
         units: Its units, in trace order.
     """
 
@@ -67,6 +68,7 @@ class PlanExplanation:
     limits: str
     compute_gain: float
     links_gain: float
+    optimizer_gain: float
     units: tuple[UnitExplanation, ...]
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from osdp.comm.collectives import gather_in_place
-from osdp.comm.messages import Messages
+from osdp.comm.messages import PendingMessages
 from tests.helpers.distributed import run
 
 #: Sizes of the ranks' shards of each tensor: small and large, even and not, some of them empty.
@@ -24,7 +24,7 @@ def faults() -> list[str]:
             wholes.append((number, sizes, whole))
             parts.append(shards)
 
-    def wait(messages: Messages) -> None:
+    def wait(messages: PendingMessages) -> None:
         sent.append(len(messages))
         messages.wait()
 

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from osdp.integrations.huggingface.stored_layer import StoredLayer
 from osdp.runtime.token_slices.kv_prefix import Pair
 
-#: What decoders call their cache since transformers 5.24, and what they called it before.
-CACHE_ARGUMENTS = ("cache", "past_key_values")
+#: What decoders called their cache before transformers 5.24, and what they call it since.
+CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 
 class SliceCache(DynamicCache):
@@ -94,7 +94,7 @@ class SliceCache(DynamicCache):
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that takes a key-value cache; ``None`` if there is none."""
+    """The argument of the model's forward that takes a key-value cache, if it takes ``use_cache``, too."""
     takes = inspect.signature(model.forward).parameters
     found = [name for name in CACHE_ARGUMENTS if name in takes]
     return found[0] if found and "use_cache" in takes else None
@@ -159,7 +159,7 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         reason = "its decoder attends to the encoder's output for the whole sequence"
     elif config is None or cache_argument(model) is None:
         takes = " or ".join(CACHE_ARGUMENTS)
-        reason = f"its forward takes no {takes}, so it has no cache like transformers' decoders"
+        reason = f"its forward takes no {takes} and use_cache, so it has no cache like transformers' decoders"
     elif trains and drops_cache(model):
         reason = (
             "its own activation checkpointing drops the cache in training; turn that off and let the plan "

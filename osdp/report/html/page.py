@@ -3,12 +3,14 @@
 import base64
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import resources
 
 from osdp.plan.basis import Basis
+from osdp.plan.choices import KEPT
 from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanReport, UnitExplanation
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
@@ -133,7 +135,7 @@ def _first_screen(report: PlanReport) -> str:
             f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}",
         ),
         ("What limits it?", _limits(report)),
-        ("How sure is this?", f"<b>{proven}</b>{among}; times are {sure}"),
+        ("How sure is this?", f"<b>{proven}</b>{among}; times are {sure}, memory is from the trace"),
     ]
     if report.measured is not None:
         facts.append(("Measured in training", _measured(report)))
@@ -143,6 +145,9 @@ def _first_screen(report: PlanReport) -> str:
 
 def _limits(report: PlanReport) -> str:
     predicted = report.plan.predicted
+    over = predicted.peak_bytes - report.plan.memory_limit
+    if over > 0:
+        return f"<b>memory</b>{format_bytes(over)} more are needed to train at all"
     more = _at_most_memory(report)
     if more is not None and more[1] > _NOTICEABLE:
         return f"<b>memory</b>with {more[0]:.3g} times the limit {more[1]:.1%} more throughput"
@@ -156,11 +161,18 @@ def _limits(report: PlanReport) -> str:
     own = report.explanation
     if own is None:
         return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step: {shares}{free}"
-    gains = {"compute": own.compute_gain, "communication": own.links_gain}
-    first, second = sorted(gains, key=lambda name: -gains[name])
+    gains = {
+        "compute": own.compute_gain,
+        "communication": own.links_gain,
+        "the optimizer": own.optimizer_gain,
+    }
+    if report.plan.world_size == 1:
+        del gains["communication"]
+    first, *others = sorted(gains, key=lambda name: -gains[name])
+    rest = ", ".join(f"{name}: {gains[name]:.0%}" for name in others)
     return (
-        f"<b>{first}</b>if it were twice as fast, there would be {gains[first]:.0%} more throughput; if "
-        f"{second} were, {gains[second]:.0%}{free}. Of a step: {shares}"
+        f"<b>{first}</b>if it were twice as fast, there would be {gains[first]:.0%} more throughput "
+        f"({rest}){free}. Of a step: {shares}"
     )
 
 
@@ -193,6 +205,14 @@ def _shares(report: PlanReport) -> str:
             f"{nbytes / total:.0%} of the parameters ({format_bytes(nbytes)}): {meaning}"
             f"{_reason(report, mode.value)}</p>"
         )
+    units = [unit for stage in report.plan.stages for unit in stage.sharding.units]
+    groups = sorted({unit.group_size for unit in units if unit.route.in_two_steps})
+    if groups:
+        words.append(
+            f"<p><b>in two steps, groups of {' and '.join(map(str, groups))}</b>: sharded over all devices; "
+            "collectives first run across the groups and then inside them, or the other way round, so that "
+            "the slower links between groups carry less</p>"
+        )
     again = [name for stage in report.plan.stages for name in stage.sharding.recomputed]
     if again:
         names = escape(", ".join(compress(again)))
@@ -207,22 +227,20 @@ def _shares(report: PlanReport) -> str:
 def _cost_of_recomputing(report: PlanReport) -> str:
     seconds = sum(each.recomputed for each in report.times)
     share = seconds / report.plan.predicted.step_seconds
-    return f"That takes {format_seconds(seconds)}, {share:.1%} of the step. " if report.times else ""
+    return f"That is {format_seconds(seconds)} of compute, {share:.1%} of the step. " if report.times else ""
 
 
 def _kept_instead(report: PlanReport) -> str:
     """What it would bring to keep the activations of one recomputed block."""
     units = report.explanation.units if report.explanation is not None else ()
-    keeping = [
-        (unit, each)
-        for unit in units
-        for each in unit.alternatives
-        if each.choice.startswith("keeping its act")
-    ]
+    keeping = [(unit, each) for unit in units for each in unit.alternatives if each.choice == KEPT]
     if report.explanation is None or not keeping:
         return ""
     unit, other = max(keeping, key=lambda each: each[0].nbytes)
-    return f"Why: keeping those of {escape(_names(unit))} alone {_beside(other, report.explanation)}"
+    own, reason = report.explanation, ""
+    if abs(other.step_seconds - own.step_seconds) <= _NO_TIME and own.links_gain > own.compute_gain:
+        reason = ", since communication is what the step waits for"
+    return f"Why: keeping those of {escape(_names(unit))} alone {_beside(other, own)}{reason}"
 
 
 def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
@@ -235,25 +253,34 @@ def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
 
 
 def _reason(report: PlanReport, mode: str) -> str:
-    """Why units are in a mode: what the largest of them would cost in others."""
+    """Why units are in a mode: what one of those that hold the most parameters would cost in others."""
     if report.explanation is None:
         return ""
     own = report.explanation
     units = [unit for unit in own.units if unit.choice.startswith(mode) and unit.alternatives]
     if not units:
         return ""
-    unit = max(units, key=lambda each: each.nbytes)
+    kinds = Counter[str]()
+    for each in units:
+        kinds[_kind(each)] += each.nbytes
+    most = kinds.most_common(1)[0][0]
+    unit = next(each for each in units if _kind(each) == most)
     # SHARD_GRAD_OP and FULL_SHARD differ in what happens between forward and backward, all others in storage.
-    named = {each.choice: each for each in reversed(unit.alternatives)}
-    clauses = [
-        f"{words} {_beside(other, own)}"
-        for key, words in _BESIDE[mode].items()
-        if (other := next((named[name] for name in named if name.startswith(key)), None)) is not None
-    ]
+    clauses = []
+    for key, words in _BESIDE[mode].items():
+        others = [each for each in unit.alternatives if each.choice.startswith(key)]
+        if others:
+            fastest = min(others, key=lambda each: (not each.fits, each.step_seconds))
+            clauses.append(f"{words} {_beside(fastest, own)}")
     if not clauses:
         best = unit.alternatives[0]
         clauses = [f"{escape(best.choice)} {_beside(best, own)}"]
     return f". Why: for {escape(_names(unit))} alone " + "; ".join(clauses)
+
+
+def _kind(unit: UnitExplanation) -> str:
+    """The same text for units of one size and choice."""
+    return f"{unit.nbytes} {unit.choice}"
 
 
 def _beside(other: Alternative, own: PlanExplanation) -> str:
@@ -266,7 +293,7 @@ def _beside(other: Alternative, own: PlanExplanation) -> str:
     if not other.fits:
         over = format_bytes(other.peak_bytes - own.memory_limit)
         return f"{told}, {'and would' if seconds > _NO_TIME else 'but'} exceed the limit by {over}"
-    if nbytes < 0:
+    if nbytes < 0 and seconds >= -_NO_TIME:
         return f"{told} and save {format_bytes(-nbytes)}, which is not needed"
     return told
 
@@ -278,7 +305,8 @@ def _names(unit: UnitExplanation) -> str:
 def _why(report: PlanReport) -> str:
     """What more or less memory would bring, in sentences."""
     frontier = next((each for each in report.frontiers if each.over == "memory_limit"), None)
-    if frontier is None:
+    # Nothing is faster or slower than a plan that cannot run.
+    if frontier is None or report.plan.predicted.peak_bytes > report.plan.memory_limit:
         return ""
     here = report.plan.samples_per_second
     lines = []
@@ -287,7 +315,7 @@ def _why(report: PlanReport) -> str:
         factor, gain = more
         nothing = "no more throughput: memory does not limit this plan"
         told = f"{gain:.1%} more throughput" if gain > _NOTICEABLE / 10 else nothing
-        lines.append(f"With {factor:.3g} times the memory limit: {told}.")
+        lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {told}.")
     less = [point for point in frontier.points if point.x < frontier.here]
     if less:
         lowest = less[0]
@@ -296,7 +324,24 @@ def _why(report: PlanReport) -> str:
         else:
             told = f"{1 - lowest.samples_per_second / here:.1%} less throughput"
         lines.append(f"With {lowest.x / frontier.here:.2g} of the memory limit: {told}.")
-    return "<h2>What other limits would bring</h2>" + "".join(f"<p>{line}</p>" for line in lines)
+    lines += _other_batch(report)
+    return "<h2>What other settings would bring</h2>" + "".join(f"<p>{line}</p>" for line in lines)
+
+
+def _other_batch(report: PlanReport) -> list[str]:
+    """What the batch with the most throughput would bring within the same memory, as at most one sentence."""
+    found = [each for each in report.frontiers if each.over == "local_batch"]
+    points = [(p.samples_per_second, p.x) for each in found for p in each.points if p.samples_per_second]
+    if not points:
+        return []
+    rate, batch = max(points)
+    gain = rate / report.plan.samples_per_second - 1
+    if gain <= _NOTICEABLE or batch == found[0].here:
+        return [f"With the same memory limit, no other batch that was tried is {_NOTICEABLE:.0%} faster."]
+    return [
+        f"With the same memory limit and {batch:.0f} samples a microbatch instead of {found[0].here:.0f}: "
+        f"{gain:.1%} more throughput."
+    ]
 
 
 def _tabs(tabs: Sequence[tuple[str, str]]) -> str:
@@ -416,7 +461,8 @@ def _times(report: PlanReport) -> str:
     )  # fmt: skip
     return (
         "<p>Time of each unit in a step: compute, collectives that compute waits for, and below zero "
-        "those that run beside it. Units are numbered as among the decisions; one that replicates "
+        "those that run beside it; what compute does not cover of them is waited for in the last row. "
+        "Units are numbered as among the decisions; one that replicates "
         f"several layers has a row for each.</p>{_chart('time')}{_table(heads, rows)}"
     )
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
-from osdp.comm.messages import Messages
+from osdp.comm.messages import PendingMessages
 from osdp.torch_private.distributed import all_gather, store_of
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Control:
         elif work is not None:
             self._wait(work, what)
 
-    def wait(self, work: dist.Work | Messages, what: str) -> None:
+    def wait(self, work: dist.Work | PendingMessages, what: str) -> None:
         """Wait for a collective of the model; on an accelerator only the stream waits.
 
         Raises:
@@ -165,7 +165,7 @@ class Control:
         """Whether collectives of the model block the host."""
         return self._blocks
 
-    def _wait(self, work: dist.Work | Messages, what: str) -> None:
+    def _wait(self, work: dist.Work | PendingMessages, what: str) -> None:
         self.check()
         if self._finished(work, what):
             return
@@ -198,13 +198,16 @@ class Control:
             self.size,
         )
 
-    def _finished(self, work: dist.Work | Messages, what: str) -> bool:
+    def _finished(self, work: dist.Work | PendingMessages, what: str) -> bool:
         try:
             work.wait(_SLICE)
         except RuntimeError as error:
-            if work.is_completed():
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # it may have ended since
+            except RuntimeError:
                 raise self._broken(error, what) from error
-            return False
         return True
 
     def _look(self, before: list[Any] | None) -> list[Any] | None:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.comm.messages import Messages
+from osdp.comm.messages import PendingMessages
 from osdp.model.fqn import is_inside
 from osdp.runtime.ranks.backward_end import watch_end_of_backward
 from osdp.runtime.ranks.collective_order import OrderSpan, insert_backward, insert_forward, is_gather, spans
@@ -234,7 +234,7 @@ class Lockstep:
         label = self._participants[participant].label(code)
         self._control.run(start, f"{label}{where}", of_model=True)
 
-    def wait(self, work: dist.Work | Messages, what: str) -> None:
+    def wait(self, work: dist.Work | PendingMessages, what: str) -> None:
         """Wait for another collective of the model, one that is not in the order."""
         if self._control is None:
             work.wait()

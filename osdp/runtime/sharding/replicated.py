@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.comm.collectives import gather_in_place
-from osdp.comm.messages import Messages
+from osdp.comm.messages import PendingMessages
 from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.counted_dtensor import CountedDTensor, count_changes
 from osdp.runtime.module.parameter_owners import ParameterSites
@@ -231,7 +231,7 @@ class ReplicatedParameters:
     def __init__(self, parameters: Iterable[ReplicatedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.swapped_in = False
-        self.wait: Callable[[Messages], object] = lambda work: work.wait()
+        self.wait: Callable[[PendingMessages], object] = lambda work: work.wait()
         self._has_copies = False
         self._in_shards = [p for p in self.parameters if isinstance(p, ParameterSteppedInShards)]
 

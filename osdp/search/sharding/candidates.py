@@ -18,7 +18,7 @@ the root unit. The root unit is sharded over all ranks and uses the faster route
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -331,6 +331,13 @@ def root_dtype(operators: Sequence[Operator]) -> str | None:
     return next(
         (dtype for op in operators for dtype in trainable_dtypes(op) if len(trainable_dtypes(op)) == 1), None
     )
+
+
+def can_share_unit(operators: Iterable[Operator]) -> bool:
+    """Whether operators can be one sharded unit: FSDP2 requires one dtype and no 0-dim parameter."""
+    members = tuple(operators)
+    dtypes = {dtype for operator in members for dtype in trainable_dtypes(operator)}
+    return len(dtypes) <= 1 and all(map(can_shard, members))
 
 
 def trainable_dtypes(operator: Operator) -> set[str]:

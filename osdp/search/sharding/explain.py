@@ -7,6 +7,7 @@ from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
+    NO_SHARD,
     SHARD_OPTIMIZER,
     STRATEGY_OF,
     UnitSpan,
@@ -14,8 +15,10 @@ from osdp.cost.sharding.strategies import (
     sliced,
 )
 from osdp.model.description import Operator
+from osdp.plan.choices import KEPT
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode
+from osdp.search.sharding.candidates import can_share_unit
 from osdp.text import format_bytes, format_seconds
 
 UnitTuples = tuple[UnitSpan, ...]
@@ -71,9 +74,12 @@ class Explainer:
 
     def _others(self, index: int) -> Iterator[tuple[str, UnitTuples]]:
         """Other strategies of one unit: a name, and the units of the whole chain with it."""
-        own = self._found.units[index][2]
+        start, stop, own = self._found.units[index]
         recomputed = own.recomputed
+        shardable = can_share_unit(self._problem.timeline.chain[start:stop])
         for name, other in self._strategies:
+            if other != NO_SHARD and not shardable:
+                continue
             # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
             # compared.
             if other != own._replace(recomputed=False) and (not recomputed or self._is_whole_block(index)):
@@ -95,7 +101,7 @@ class Explainer:
             # Recomputation is a decision about a block, hence about all its units.
             members = self._of_block(index)
             keeping = {member: self._found.units[member][2]._replace(recomputed=False) for member in members}
-            yield "keeping its activations", self._exchanged(keeping)
+            yield KEPT, self._exchanged(keeping)
 
     def _exchanged(self, others: Mapping[int, UnitStrategy]) -> UnitTuples:
         return tuple((a, b, others.get(i, own)) for i, (a, b, own) in enumerate(self._found.units))

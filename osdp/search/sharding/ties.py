@@ -14,14 +14,15 @@ from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import NO_SHARD, UnitMode, UnitSpan, UnitStrategy
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
+from osdp.search.sharding.candidates import can_share_unit
 
 UnitTuples = tuple[UnitSpan, ...]
 
 #: Maximum number of plans that are simulated.
 _LOOKS = 160
 
-#: Relative difference of times that is rounding.
-_SAME = 1e-9
+#: Relative difference of times that is rounding, and of peaks that is not worth another kind of unit.
+_SAME, _SAME_PEAK = 1e-9, 1e-3
 
 
 def with_fewest_kinds(
@@ -47,6 +48,8 @@ def with_fewest_kinds(
 def _allowed(problem: ShardingProblem, unit: UnitSpan, other: UnitStrategy) -> bool:
     """Whether a unit may have another strategy: FSDP2 shards a recomputed block only as a whole."""
     start, stop, own = unit
+    if other != NO_SHARD and not can_share_unit(problem.timeline.chain[start:stop]):
+        return False
     return not own.recomputed or not other.gathers or problem.timeline.recompute.is_block(start, stop)
 
 
@@ -56,6 +59,9 @@ class _Trials:
     def __init__(self, problem: ShardingProblem, start: ShardingSolution) -> None:
         self._problem, self._root = problem, solution_root(problem, start)
         self._slowest = start.outcome.seconds * (1 + _SAME)
+        self._highest: float = problem.device.memory_limit
+        if problem.device.world_size > 1:
+            self._highest = min(self._highest, start.outcome.peak * (1 + _SAME_PEAK))
         self._looks = 0
         self.found = start
 
@@ -69,7 +75,7 @@ class _Trials:
             start, stop, own = units[place]
             units[place] = start, stop, strategy._replace(recomputed=own.recomputed)
         outcome = simulate_units(self._problem, tuple(units), self._root)
-        if outcome.seconds <= self._slowest and outcome.peak <= self._problem.device.memory_limit:
+        if outcome.seconds <= self._slowest and outcome.peak <= self._highest:
             self.found = replace(self.found, units=tuple(units), outcome=outcome)
         elif len(places) > 1:
             half = len(places) // 2

@@ -12,8 +12,10 @@ from osdp.cost.sharding.problem import build_problem
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import solution_root
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.model.description import Parameter
 from osdp.model.training import Training
 from osdp.plan.search_options import SearchOptions
+from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.solve import solve
 from osdp.search.sharding.ties import with_fewest_kinds
 from tests.helpers.problems import random_device, random_model
@@ -85,3 +87,36 @@ def test_on_one_device_nothing_is_sharded() -> None:
     mixture = replace(found, units=mixed, outcome=simulate_units(problem, mixed, root))
     fewer = with_fewest_kinds(problem, mixture, options)
     assert {unit[2] for unit in fewer.units} == {NO_SHARD}
+
+
+@pytest.mark.parametrize("fault", ["scalar", "dtypes"])
+def test_what_cannot_be_sharded_is_not(fault: str) -> None:
+    """Units that FSDP2 refuses to shard were given the strategy of most others where it cost no time."""
+    model_desc, profile = random_model(0, 4, 2)
+    device = random_device(0, memory_limit=2**60)
+    place, operator = next(
+        (i, op) for i, op in enumerate(model_desc.operators) if any(p.trainable for p in op.parameters)
+    )
+    first = next(p for p in operator.parameters if p.trainable)
+    shape, dtype = ((), first.dtype) if fault == "scalar" else (first.shape, "float64")
+    other = Parameter(f"{first.name}_too", shape, dtype)
+    odd = replace(operator, parameters=(*operator.parameters, other))
+    operators = (*model_desc.operators[:place], odd, *model_desc.operators[place + 1 :])
+    problem = build_problem(replace(model_desc, operators=operators), profile, device, Training())
+    options = SearchOptions()
+    found = solve(problem, 2**60, options=options)
+    assert found is not None
+    chain = problem.timeline.chain
+    units = tuple(
+        (k, k + 1, FULL_SHARD if chain[k].name != odd.name else NO_SHARD) for k in range(len(chain))
+    )
+    root = solution_root(problem, found)
+    outcome = simulate_units(problem, units, root)
+    slow = replace(found, units=units, outcome=replace(outcome, seconds=9 * outcome.seconds, peak=2.0**59))
+    modes = {
+        chain[start].name: strategy for start, _, strategy in with_fewest_kinds(problem, slow, options).units
+    }
+    assert modes[odd.name] == NO_SHARD
+    explainer = Explainer(problem, slow, options)
+    at = next(i for i, (start, _, _) in enumerate(units) if chain[start].name == odd.name)
+    assert not explainer.alternatives(at)
