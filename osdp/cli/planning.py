@@ -141,6 +141,8 @@ def _verdict(made: Plan) -> str:
         if made.measured_profile
         else "times are estimated from the specifications of the devices, memory from the trace"
     )
+    if made.predicted.spread:
+        sure += f", and good to ± {made.predicted.spread:.1%} by their spread"
     lines = [
         f"fits: {format_bytes(peak)} of {format_bytes(limit)}",
         f"speed: {format_seconds(made.predicted.step_seconds)} a step, {rate}",

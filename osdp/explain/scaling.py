@@ -96,7 +96,7 @@ def profile_with_optimizer(profile: Profile, before: Training, after: Training, 
 
 def _scaled_step(step: OptimizerProfile, before: Training, after: Training, kind: str) -> OptimizerProfile:
     factor = _tensors_touched(after, kind) / _tensors_touched(before, kind)
-    return OptimizerProfile(*(factor * value for value in (step.per_tensor, step.per_dtensor, step.per_byte)))
+    return step.scaled(factor)
 
 
 def _tensors_touched(training: Training, kind: str) -> float:

@@ -4,10 +4,13 @@ A profile is measured (:mod:`osdp.profiler.segments`) or estimated (:mod:`osdp.p
 of the same type, and ``measured`` distinguishes them.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from osdp.codec import Savable
+
+#: From this spread on, runs are repeated, and after that doubted. Quiet machines stay below 0.03.
+UNSTABLE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,15 @@ class SegmentProfile:
         forward: Its forward pass.
         backward: Its backward pass.
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
+        spread: How far the runs that its seconds are medians of differ: half their interquartile range,
+            relative to the median; 0 if it was not measured.
     """
 
     signature: str
     forward: PassProfile
     backward: PassProfile
     saved_bytes: int
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,13 @@ class OptimizerProfile:
         per_tensor: Seconds per parameter that is a plain tensor: those of plans that shard nothing.
         per_dtensor: Seconds per parameter that is a DTensor: those of all other plans.
         per_byte: Seconds per byte of local parameters.
+        spread: How far the measured steps differ, as in :class:`SegmentProfile`.
     """
 
     per_tensor: float
     per_dtensor: float
     per_byte: float
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         if self.per_tensor > self.per_dtensor:
@@ -76,7 +84,13 @@ class OptimizerProfile:
 
     def shared_by(self, ranks: int) -> "OptimizerProfile":
         """The time where ``ranks`` ranks share a core; like compute, it is measured in CPU time."""
-        return OptimizerProfile(ranks * self.per_tensor, ranks * self.per_dtensor, ranks * self.per_byte)
+        return self.scaled(ranks)
+
+    def scaled(self, factor: float) -> "OptimizerProfile":
+        """A step that takes ``factor`` times as long."""
+        return OptimizerProfile(
+            factor * self.per_tensor, factor * self.per_dtensor, factor * self.per_byte, self.spread
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,22 @@ class Profile(Savable):
                 replace(segment, forward=lengthen(segment.forward), backward=lengthen(segment.backward))
                 for segment in self.segments
             ),
-            optimizer=OptimizerProfile(*(factor * seconds for seconds in astuple(self.optimizer))),
+            optimizer=self.optimizer.scaled(factor),
+        )
+
+    @property
+    def spread(self) -> float:
+        """How far the runs that its seconds are medians of differ, relative to them."""
+        return max((segment.spread for segment in self.segments), default=0.0)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What makes the measured seconds unreliable, for the notes of plans; empty if nothing does."""
+        if self.spread <= UNSTABLE:
+            return ()
+        return (
+            f"profiled steps differ by {self.spread:.0%} from their median: the machine was busy; profile "
+            "again on a quiet one",
         )
 
     @cached_property

@@ -1,6 +1,6 @@
 """ShardingPlan: the decision for each operator of a model or a stage, its predicted cost and its reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
@@ -164,6 +164,8 @@ class Prediction:
         peak_bytes: Peak of the live tensor bytes.
         peak_moment: The moment of the step at which the peak is reached.
         state_bytes: Parameters, gradients and optimizer states that are kept throughout the step.
+        spread: How far ``step_seconds`` may be off, relative to it, since measured figures spread; 0 where
+            that is not known.
     """
 
     step_seconds: float
@@ -173,6 +175,8 @@ class Prediction:
     peak_bytes: int
     peak_moment: str
     state_bytes: int
+    # Predictions that agree are equal, however sure they are.
+    spread: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

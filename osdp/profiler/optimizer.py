@@ -15,7 +15,7 @@ from osdp.hardware.profile import OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import hardware
-from osdp.profiler.links.timing import time_run, trimmed_mean
+from osdp.profiler.links.timing import relative_spread, time_run, trimmed_mean
 from osdp.profiler.stopwatch import compute_clock
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
@@ -49,10 +49,14 @@ def profile_optimizer(
     """
     where = torch.device(device)
 
+    spreads = []
+
     def each(sizes: tuple[int, int], on: DeviceMesh | None) -> float:
         """Seconds per parameter in a step of ``sizes[0]`` parameters of ``sizes[1]`` elements."""
-        parameters = _parameters(sizes, where, on, dtype)
-        return _step_seconds(training, parameters, seconds / 3, mesh) / sizes[0]
+        steps = _step_seconds(training, _parameters(sizes, where, on, dtype), seconds / 3, mesh)
+        spreads.append(relative_spread(steps))
+        # The extremes are left out.
+        return trimmed_mean(steps) / sizes[0]
 
     nbytes_large, nbytes_small = _LARGE[1] * dtype.itemsize, _SMALL[1] * dtype.itemsize
     large, small = each(_LARGE, mesh), each(_SMALL, mesh)
@@ -60,7 +64,8 @@ def profile_optimizer(
     # Solve per_tensor + nbytes_small * per_byte = small and per_tensor + nbytes_large * per_byte = large.
     per_byte = max(0.0, (large - small) / (nbytes_large - nbytes_small))
     per_tensor, per_dtensor = (max(0.0, t - nbytes_small * per_byte) for t in (plain, small))
-    return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte)
+    # Large tensors decide how long a step takes.
+    return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte, spreads[0])
 
 
 def cached_optimizer(
@@ -117,10 +122,10 @@ def _parameters(
 
 def _step_seconds(
     training: Training, parameters: list[nn.Parameter], seconds: float, mesh: DeviceMesh | None
-) -> float:
-    """Mean seconds of a step, on the ranks of the last axis of ``mesh`` at once.
+) -> list[float]:
+    """Seconds of steps, on the ranks of the last axis of ``mesh`` at once.
 
-    Its extremes are left out. Measures for about ``seconds``, with at least 3 and at most 50 steps.
+    Measures for about ``seconds``, with at least 3 and at most 50 steps.
     """
     optimizer = make_optimizer(training, parameters)
     device = parameters[0].device
@@ -136,4 +141,4 @@ def _step_seconds(
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         first = float(slowest)
     count = min(50, max(3, int(seconds / max(first, 1e-9))))
-    return trimmed_mean([time_run(optimizer.step, device, group, clock) for _ in range(count)])
+    return [time_run(optimizer.step, device, group, clock) for _ in range(count)]

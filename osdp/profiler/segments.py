@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.hardware.profile import PassProfile, SegmentProfile
+from osdp.hardware.profile import UNSTABLE, PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.nn.random_states import preserve_python_states
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.links.machine import hardware
+from osdp.profiler.links.timing import relative_spread
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
@@ -39,8 +40,11 @@ from osdp.tracing.tensors import torch_dtype
 
 _WARMUP = 2
 
+#: How many times as many runs there are where they do not settle.
+_MOST_TIMES = 3
+
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 3
+_METHOD = 4
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -68,7 +72,8 @@ def profile_segments(
         loss_fn: As for the description.
         param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype)`` does.
-        repeats: Number of plain runs, and of clocked runs; the results are medians over them.
+        repeats: Number of plain runs, and of clocked runs; the results are medians over them. While they
+            differ too much there are up to three times as many.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -93,12 +98,12 @@ def profile_segments(
                 return reduced_model(model, batch, model_desc, where, loss_fn, dtype, stubs)
 
             reduced = build(target, blocks)
-            seconds = _measure_seconds(reduced, target, repeats, bar)
+            seconds, spread = _measure_seconds(reduced, target, repeats, bar)
             memory = measure_footprint(reduced, build, target)
             bar.update()
     finally:
         bar.close()
-    return _average_by_signature(model_desc, seconds, memory)
+    return _average_by_signature(model_desc, seconds, memory, spread)
 
 
 def cached_segments(
@@ -133,8 +138,11 @@ def default_device() -> torch.device:
 
 def _measure_seconds(
     reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
-) -> dict[TraceMoment, float]:
-    """Seconds of each pass of each segment that ran; ``TraceMoment.interval`` is a segment's index here."""
+) -> tuple[dict[TraceMoment, float], float]:
+    """Seconds of each pass of each segment that ran, and how far whole runs differ.
+
+    ``TraceMoment.interval`` is a segment's index here.
+    """
     clock = Clock(target)
     swept = torch.ones(_SWEPT_BYTES // 4, device=target)
 
@@ -144,7 +152,9 @@ def _measure_seconds(
     plain: dict[bool, list[float]] = defaultdict(list)
     clocked: dict[TraceMoment, list[float]] = defaultdict(list)
     pieces: dict[TraceMoment, int] = {}
-    for turn in range(_WARMUP + repeats):
+    for turn in range(_WARMUP + _MOST_TIMES * repeats):
+        if turn >= _WARMUP + repeats and _spread_of_runs(plain) <= UNSTABLE:
+            break
         forward, backward = _time_run(reduced, clock, sweep)
         timings, intervals = _time_intervals(reduced, clock, sweep)
         bar.update()
@@ -161,7 +171,12 @@ def _measure_seconds(
         medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
         for moment, seconds in _subtract_clock(medians, pieces, median(totals)).items():
             result[TraceMoment(is_backward, places[moment.interval])] += seconds
-    return result
+    return result, _spread_of_runs(plain)
+
+
+def _spread_of_runs(passes: Mapping[bool, Sequence[float]]) -> float:
+    """Spread of the seconds of forward and backward together."""
+    return relative_spread([forward + backward for forward, backward in zip(*passes.values(), strict=True)])
 
 
 def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[float, float]:
@@ -196,7 +211,7 @@ def _subtract_clock(
 
 
 def _average_by_signature(
-    model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint
+    model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint, spread: float
 ) -> tuple[SegmentProfile, ...]:
     """By signature: mean seconds over its segments that ran, and their highest peaks.
 
@@ -233,6 +248,7 @@ def _average_by_signature(
             forward=pass_profile(ran[signature], False),
             backward=pass_profile(ran[signature], True),
             saved_bytes=memory.saved.get(ran[signature][0], 0),
+            spread=spread,
         )
         for signature in distinct
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from osdp.model.training import Training
 from osdp.plan.choices import choice_of
 from osdp.plan.plan import Plan
-from osdp.plan.sharding import Decision, ShardingPlan, Unit
+from osdp.plan.sharding import Decision, Prediction, ShardingPlan, Unit
 from osdp.report.pipeline_table import pipeline_table
 from osdp.text import align, format_bytes, format_seconds
 
@@ -174,12 +174,16 @@ def _predicted(plan: Plan, sharding: ShardingPlan) -> list[str]:
         [f"recomputed {blocks} block{'s' * (blocks > 1)}, whose activations are not kept"] if blocks else []
     )
     return [
-        f"predicted  {format_seconds(costs.step_seconds)} a step, {rate:.1f} samples/s: "
+        f"predicted  {format_seconds(costs.step_seconds)} a step{_spread(costs)}, {rate:.1f} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
         f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}",
         f"states     {format_bytes(costs.state_bytes)} of it live all the time",
         *again,
     ]
+
+
+def _spread(costs: Prediction) -> str:
+    return f" ± {costs.spread:.1%}" if costs.spread else ""
 
 
 def _alike(plan: ShardingPlan) -> list[list[int]]:

@@ -25,7 +25,7 @@ def test_measurements_solve_for_all_costs(mesh, monkeypatch) -> None:
         local = [p.to_local() if isinstance(p.data, DTensor) else p for p in parameters]
         nbytes = sum(tensor.nbytes for tensor in local)
         each = 9e-6 if isinstance(parameters[0].data, DTensor) else 3e-6
-        return each * len(parameters) + 5e-10 * nbytes
+        return [each * len(parameters) + 5e-10 * nbytes]
 
     monkeypatch.setattr(module, "_step_seconds", seconds)
     profile = profile_optimizer(Training(), device="cpu", mesh=mesh)

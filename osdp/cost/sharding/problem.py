@@ -189,8 +189,7 @@ def build_problem(
             unit_overhead=device.unit_overhead,
             gradient_overhead=device.gradient_overhead,
             pass_overhead=device.pass_overhead,
-            # Of accelerators the host waits for a gloo group of its own, whose latency is not known.
-            agreement=device.link("all_reduce").latency if device.blocking else 0.0,
+            agreement=_agreement(device),
             copy_bandwidth=device.copy_bandwidth,
             microbatches=training.microbatches,
             reduce_each=reduce_each or training.microbatches == 1,
@@ -201,6 +200,25 @@ def build_problem(
         arrivals=gradient_arrivals(timeline, model_desc, training),
         plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
     )
+
+
+def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
+    """The same step on the same devices with other times of the same links."""
+    first, *others = (
+        replace(costs, shard_group=group, others=())
+        for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
+    )
+    return replace(
+        problem,
+        device=device,
+        costs=replace(first, others=tuple(others)),
+        settings=replace(problem.settings, agreement=_agreement(device)),
+    )
+
+
+def _agreement(device: DeviceInfo) -> float:
+    # Of accelerators the host waits for a gloo group of its own, whose latency is not known.
+    return device.link("all_reduce").latency if device.blocking else 0.0
 
 
 def cost_root(

@@ -56,6 +56,8 @@ def first_screen(report: PlanReport) -> str:
     if tokens:
         rate += f", {plan.samples_per_second * tokens:,.0f} tokens/s"
     sure = "measured on this kind of device" if plan.measured_profile else "estimated, not measured"
+    if predicted.spread:
+        sure += f", and good to ± {predicted.spread:.1%} by their spread"
     proven = "proven fastest" if plan.optimal else "best found" if over <= 0 else "lowest peak found"
     gap = [note for note in plan.notes if note.startswith("proven to be within")]
     among = "among the plans considered" if plan.optimal else escape("; ".join(gap) or "not proven")

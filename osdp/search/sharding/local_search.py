@@ -13,6 +13,7 @@ from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitSpan, UnitStrategy
 from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.initial_plans import item_patterns
+from osdp.search.sharding.ties import MayBeAsFast
 
 UnitTuples = tuple[UnitSpan, ...]
 
@@ -110,11 +111,22 @@ def _neighbours(items: Sequence[Pattern], others: Sequence[Pattern]) -> Iterator
 
 
 def share_buckets(
-    problem: ShardingProblem, root: RootUnitCost, limit: float, chosen: UnitTuples, outcome: StepEstimate
+    problem: ShardingProblem,
+    root: RootUnitCost,
+    chosen: UnitTuples,
+    outcome: StepEstimate,
+    may_be_as_fast: MayBeAsFast | None = None,
 ) -> tuple[StepEstimate, UnitTuples]:
-    """Join neighbouring units of whole parameters, across blocks too, where the step is no slower.
+    """Join neighbouring units of whole parameters, across blocks too, where the step is no slower and fits.
 
     This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start.
+
+    Args:
+        problem: The step to plan.
+        root: Costs of the operators outside the chain.
+        chosen: Units of a feasible plan.
+        outcome: The simulated step of ``chosen``.
+        may_be_as_fast: Judges whether a plan is no slower; by default its seconds do.
     """
     units, place = list(chosen), 0
     for _ in range(LOOKS):
@@ -126,7 +138,8 @@ def share_buckets(
         joint = (units[place][0], units[place + 1][1], units[place][2])
         trial = (*units[:place], joint, *units[place + 2 :])
         seen = simulate_units(problem, trial, root)
-        if seen.peak <= limit and seen.seconds <= outcome.seconds:
+        no_slower = seen.seconds <= outcome.seconds or (may_be_as_fast and may_be_as_fast(trial, seen))
+        if seen.peak <= problem.device.memory_limit and no_slower:
             outcome, units = seen, list(trial)
         else:
             place += 1

@@ -12,6 +12,7 @@ from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.cost.sharding.spread import spread_corners, step_spread
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
 from osdp.errors import InfeasibleError, LargeOperator
@@ -29,7 +30,7 @@ from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.single_changes import with_single_changes
 from osdp.search.sharding.solve import min_peak, min_peak_solution, solve_bounded
-from osdp.search.sharding.ties import with_fewest_kinds
+from osdp.search.sharding.ties import MayBeAsFast, simplest, tie_with
 from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _LARGEST_SHOWN = 3
 #: Relative gaps up to this are rounding.
 _PROVEN = 1e-9
+#: Relative seconds of a step that are worth a note.
+_WORTH_TELLING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,17 @@ def best_plan(
         # Never below what counts as proven: a changed unit may be none that the search considers.
         gap = max(2 * _PROVEN, 1 - (1 - gap) * found.outcome.seconds / improved.outcome.seconds)
         found = improved
-    found = with_fewest_kinds(problem, found, options)
-    plan = whole_plan(model_desc, problem, with_shared_buckets(problem, found), options, gap)
+    corners = spread_corners(problem)
+    may_be_as_fast = tie_with(problem, found, corners)
+    simple = with_shared_buckets(problem, simplest(problem, found, options, may_be_as_fast), may_be_as_fast)
+    plan = whole_plan(model_desc, problem, simple, options, gap, step_spread(problem, simple, corners))
+    slower = simple.outcome.seconds / found.outcome.seconds - 1
+    if slower > _WORTH_TELLING:
+        note = (
+            f"a plan of {len(found.units)} units is predicted to be {slower:.2%} faster, which is within the "
+            f"spread of what was measured: the simpler one of {len(simple.units)} was taken"
+        )
+        plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, basis=_basis(model_desc, candidates, device, options))
 
 
@@ -152,13 +164,14 @@ def fastest(
     return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
 
-def with_shared_buckets(problem: ShardingProblem, found: ShardingSolution) -> ShardingSolution:
+def with_shared_buckets(
+    problem: ShardingProblem, found: ShardingSolution, may_be_as_fast: MayBeAsFast | None = None
+) -> ShardingSolution:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
     if not found.units:
         return found
     root = solution_root(problem, found)
-    limit = problem.device.memory_limit
-    outcome, units = share_buckets(problem, root, limit, found.units, found.outcome)
+    outcome, units = share_buckets(problem, root, found.units, found.outcome, may_be_as_fast)
     return replace(found, units=units, outcome=outcome)
 
 
@@ -261,8 +274,18 @@ def whole_plan(
     found: ShardingSolution,
     options: SearchOptions,
     gap: float,
+    spread: float = 0.0,
 ) -> Plan:
-    """The plan of a model that is not cut, with the sharding of an assignment."""
+    """The plan of a model that is not cut, with the sharding of an assignment.
+
+    Args:
+        model_desc: The model.
+        problem: The step that was planned.
+        found: The assignment.
+        options: Allowed choices.
+        gap: Relative gap of its throughput to the bound.
+        spread: How far its seconds may be off, relative to them.
+    """
     device = problem.device
     sharding = sharding_plan(model_desc, problem, found, options, gap)
     seconds = passes(problem, *cost_plan(problem, sharding))
@@ -274,11 +297,11 @@ def whole_plan(
             StagePlan(("",), sharding, forward_seconds=seconds.forward, backward_seconds=seconds.silent),
         ),
         memory_limit=device.memory_limit,
-        predicted=sharding.predicted,
+        predicted=replace(sharding.predicted, spread=spread),
         optimal=sharding.optimal,
         measured_profile=problem.profile.measured,
         dp=device.world_size,
-        notes=(*search_notes(found, gap), *device.doubts),
+        notes=(*search_notes(found, gap), *device.doubts, *problem.profile.doubts),
     )
 
 

@@ -1,0 +1,65 @@
+"""Spread: how far the figures that a step is simulated from may be off, and what that leaves open.
+
+Each link has the largest error of its line over the measured sizes (``Link.residual``), each profile the
+spread of its runs (``Profile.spread``, ``OptimizerProfile.spread``). Errors of the links move plans against
+each other: one collective may take longer or shorter than the others and compute, or small messages may and
+large ones do the opposite. A step is simulated at the end of each of these errors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from osdp.cost.sharding.problem import ShardingProblem, with_links
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
+from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
+
+#: Directions in which the errors of some collectives' links move their latency and their seconds per byte.
+_DIRECTIONS = (
+    *(((collective,), sign, sign) for collective in COLLECTIVES for sign in (1, -1)),
+    (COLLECTIVES, 1, -1),
+    (COLLECTIVES, -1, 1),
+)
+
+
+def spread_corners(problem: ShardingProblem) -> tuple[ShardingProblem, ...]:
+    """The problem with links at the ends of their errors; empty where no error is known.
+
+    That compute takes longer is the same to all plans as that communication takes shorter, so the spread of
+    the profile widens the error of the links.
+    """
+    device, compute = problem.device, problem.profile.spread
+    if device.world_size == 1 or not (compute or any(link.residual for link in device.links)):
+        return ()
+    return tuple(with_links(problem, _moved(device, compute, *direction)) for direction in _DIRECTIONS)
+
+
+def _moved(
+    device: DeviceInfo, compute: float, moving: Sequence[str], latency: int, per_byte: int
+) -> DeviceInfo:
+    def moved(link: Link) -> Link:
+        if link.collective not in moving:
+            return link
+        factor = (1 + link.residual) * (1 + compute)
+        return replace(
+            link, latency=link.latency * factor**latency, bandwidth=link.bandwidth / factor**per_byte
+        )
+
+    return replace(device, links=tuple(map(moved, device.links)))
+
+
+def step_spread(
+    problem: ShardingProblem, found: ShardingSolution, corners: Sequence[ShardingProblem]
+) -> float:
+    """How far the seconds of a step may be off at most, relative to them; 0 where no error is known."""
+    own, profile = found.outcome, problem.profile
+    # Collectives may be off by themselves, all in one direction at worst.
+    longer = [simulate_at(corner, found).seconds - own.seconds for corner in corners]
+    links = max(sum(max(0.0, by) for by in longer), sum(max(0.0, -by) for by in longer))
+    compute = own.compute_seconds * profile.spread
+    return (links + compute + own.optimizer_seconds * profile.optimizer.spread) / own.seconds
+
+
+def simulate_at(problem: ShardingProblem, found: ShardingSolution) -> StepEstimate:
+    """The step of a plan in another problem of the same model."""
+    return simulate_units(problem, found.units, solution_root(problem, found))
