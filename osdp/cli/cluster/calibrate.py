@@ -13,6 +13,7 @@ from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
 from osdp.cluster.plan import RecomputeLayers
+from osdp.text import wrapped
 
 #: Fraction of the specified bandwidth that collectives are assumed to reach in a cluster file.
 SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
@@ -22,7 +23,7 @@ def calibrate_steps(
     data: Annotated[Path, typer.Option(help="CSV file of measured steps, with the columns of vTrain")],
     cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes that they ran on")],
     vocabulary: Annotated[int, typer.Option(help="vocabulary size")] = 50257,
-    flash: Annotated[bool, typer.Option(help="whether attention never stored its scores")] = False,
+    flash: Annotated[bool, typer.Option(help="whether the steps used FlashAttention")] = False,
     recomputation: Annotated[
         str | None,
         typer.Option(
@@ -71,10 +72,10 @@ def _report(found: Calibration, setting: Setting) -> str:
             ]
             if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
                 lines.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
-    attention = "flash attention" if found.flash else "attention that stores its scores"
-    lines.append(
+    attention = "FlashAttention" if found.flash else "attention that stores its scores"
+    told = (
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recompute "
         f"{setting.recompute}, {attention}; {found.folds}-fold cross-validation: mean error "
         f"{found.mean_error:.1%}, median {found.median_error:.1%}"
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, wrapped(told)])
