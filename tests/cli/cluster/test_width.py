@@ -26,7 +26,7 @@ nodes:
 """
 OTHERS = [
     "cluster plan --model llama2-13b --cluster wide.yaml --global-batch 64 --micro-batch 1 --top 4",
-    "cluster plan --model gpt2 --cluster wide.yaml --global-batch 64 --tp 1 --zero mixed --recomputation full",
+    "cluster plan --model gpt2 --cluster wide.yaml --global-batch 64 --tp 1 --zero mixed --top 3",
     "cluster estimate --model llama2-13b --cluster wide.yaml --global-batch 64 --tp 4 --pp 4 --dp 2 "
     "--micro-batch 2 --zero mixed --recomputation mixed --reserve 4GiB",
     "cluster estimate --model llama2-13b --cluster wide.yaml --global-batch 1024 --tp 1 --pp 8 --dp 4 "
