@@ -11,6 +11,7 @@ import typer
 from osdp.cli.cluster.calibrate import calibrate_steps
 from osdp.cli.cluster.goal import GoalOptions
 from osdp.cli.cluster.outputs import OutputFiles
+from osdp.cli.cluster.report import write_page
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
 from osdp.cli.models import load_layer_profile, model_label
@@ -77,6 +78,11 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     typer.echo(breakdown(found.plans[0], cluster, shape))
     if outputs.out is not None:
         write_runnable(found.plans, prices, request, outputs.out)
+    if outputs.report is not None:
+        write_page(
+            outputs.report, found, plans, prices, space, goal, _basis(prices), _progress("parts of the front")
+        )
+        typer.echo(f"written: {outputs.report}")
 
 
 @app.command()
