@@ -76,12 +76,12 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     typer.echo(wrapped(_basis(prices)))
     typer.echo("")
     typer.echo(breakdown(found.plans[0], cluster, shape))
+    chosen = found.plans[0]
     if outputs.out is not None:
-        write_runnable(found.plans, prices, request, outputs.out)
+        chosen = write_runnable(found.plans, prices, request, outputs.out)
     if outputs.report is not None:
-        write_page(
-            outputs.report, found, plans, prices, space, goal, _basis(prices), _progress("parts of the front")
-        )
+        advance = _progress("parts of the front")
+        write_page(outputs.report, chosen, found, plans, prices, space, goal, _basis(prices), advance)
         typer.echo(f"written: {outputs.report}")
 
 

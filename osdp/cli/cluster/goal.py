@@ -47,7 +47,7 @@ class GoalOptions:
         """What was asked for, as the end of "the plan is ..."."""
         if self.pareto:
             return "the fastest of the Pareto front of time and cost"
-        nodes = "on any part of the cluster" if self.subsets else "on all nodes of the cluster"
+        nodes = "on any part of the cluster" if self.subsets else "that uses all nodes"
         limits = [f"for at most {format_dollars(self.budget)}"] if self.budget is not None else []
         limits += [f"in at most {self.deadline}"] if self.deadline is not None else []
         which = "cheapest" if self.objective == Objective.COST else "fastest"

@@ -15,11 +15,12 @@ from osdp.cluster.search.objectives import device_front, few_parts, pareto
 from osdp.cluster.search.space import LayoutSpace
 
 #: Parts of the cluster that are searched for a front that was not asked for.
-_MOST_PARTS = 64
+_MOST_PARTS = 32
 
 
 def write_page(
     path: Path,
+    plan: ClusterPlan,
     found: SearchResult,
     listed: Sequence[ClusterPlan],
     prices: ClusterPrices,
@@ -28,10 +29,11 @@ def write_page(
     basis: str,
     advance: Callable[[int, int], None],
 ) -> None:
-    """Write the page of the first plan that was found.
+    """Write the page of a plan that was found.
 
     Args:
         path: File to write.
+        plan: The chosen plan.
         found: Result of the search.
         listed: Plans of the printed table.
         prices: Costs of the workload on the cluster.
@@ -44,7 +46,7 @@ def write_page(
         ImportError: plotly is not installed.
         OSError: The file cannot be written.
     """
-    plan, cluster = found.plans[0], prices.cluster
+    cluster = prices.cluster
     whole = math.prod(count + 1 for count in cluster.counts) - 1
     if goal.pareto:
         front, parts = found.plans, whole

@@ -35,7 +35,7 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
 
 def write_runnable(
     plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest, out: Path
-) -> None:
+) -> ClusterPlan:
     """Write the first layout that fits when traced, with launch scripts and configurations of frameworks.
 
     Args:
@@ -43,6 +43,9 @@ def write_runnable(
         prices: Costs that they were made with.
         request: Options that name the model.
         out: File of the plan.
+
+    Returns:
+        That layout.
 
     Raises:
         InfeasibleError: None of them fits when it is traced.
@@ -78,6 +81,7 @@ def write_runnable(
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; not expressed: {'; '.join(export.notes)}" if export.notes else ""
         typer.echo(wrapped(f"written: {export.file}{missing}"))
+    return plan
 
 
 def _first_that_fits(

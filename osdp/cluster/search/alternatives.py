@@ -37,9 +37,10 @@ def alternatives(
         "tp": replace(space, tp=others(lambda each: each.degrees.tp)),
         "samples": replace(space, samples=others(lambda each: each.samples)),
         "schedules": replace(space, schedules=tuple(n for n in space.schedules if n != layout.schedule)),
-        "zero": replace(space, zero=tuple(stage for stage in space.zero if stage != layout.zero)),
+        # A choice item by item includes every uniform one.
+        "zero": replace(space, zero=tuple(n for n in space.zero if n not in (layout.zero, None))),
         "recompute": replace(
-            space, recompute=tuple(kind for kind in space.recompute if kind != layout.recompute)
+            space, recompute=tuple(each for each in space.recompute if each not in (layout.recompute, None))
         ),
         "token_slices": replace(
             space, token_slices=tuple(n for n in space.token_slices if n != layout.token_slices)

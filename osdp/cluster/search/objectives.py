@@ -171,7 +171,7 @@ def parts_of(prices: ClusterPrices, parts: bool) -> list[tuple[int, ...]]:
 
 
 def few_parts(prices: ClusterPrices, most: int) -> list[tuple[int, ...]]:
-    """At most about ``most`` parts: all of them, or those that are left by halving the nodes of each kind."""
+    """All parts if they are at most ``most``; otherwise those that halving the nodes of each kind leaves."""
     whole = prices.cluster.counts
     if math.prod(count + 1 for count in whole) <= most + 1:
         return parts_of(prices, True)

@@ -39,6 +39,8 @@ _RECOMPUTE = {
 }
 #: Relative difference from which two times are told apart.
 _NOTICEABLE = 0.0005
+#: Ratio from which a longer time is told in multiples.
+_TIMES = 2
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 
@@ -46,7 +48,7 @@ def first_screen(report: ClusterReport) -> str:
     """The cards, the parts of a step, the decisions in words, and what other nodes would bring."""
     plan, shape = report.plan, report.workload.shape
     used, there = plan.layout.degrees.world_size, report.cluster.num_devices
-    which = f"all {there}" if used == there else f"{used} of {there}"
+    which = f"all {there:,}" if used == there else f"{used:,} of {there:,}"
     facts = [
         ("Does it fit?", _fit(report)),
         ("How fast?", _speed(report)),
@@ -55,9 +57,9 @@ def first_screen(report: ClusterReport) -> str:
         ("How sure is this?", _sure(report)),
     ]
     return (
-        f"<p>The plan is {escape(report.goal)}: {escape(shape.name)} ({shape.num_parameters / 1e9:.3g} "
-        f"billion parameters, {report.workload.global_batch:,} samples of {shape.sequence:,} tokens a step) on "
-        f"{which} devices, {escape(nodes_text(plan, report.cluster))}.</p>{cards(facts)}"
+        f"<p>The plan is {escape(report.goal)}: {escape(nodes_text(plan, report.cluster))}, {which} devices. "
+        f"They train {escape(shape.name)} ({shape.num_parameters / 1e9:.3g} billion parameters) on "
+        f"{report.workload.global_batch:,} samples of {shape.sequence:,} tokens a step.</p>{cards(facts)}"
         f"<h2>What was decided, and why</h2>{_decisions(report)}{_share(plan)}{_others(report)}"
     )
 
@@ -119,14 +121,18 @@ def _limits(plan: ClusterPlan) -> str:
 
 def _sure(report: ClusterReport) -> str:
     proven = "proven best" if report.plan.optimal else "best found"
-    return f"<b>{proven}</b>of {report.candidates:,} layouts; nothing was run: estimate that {report.basis}"
+    return (
+        f"<b>{proven}</b>of {report.candidates:,} layouts; times and memory are estimates, and what they "
+        "assume is under Settings"
+    )
 
 
 def _share(plan: ClusterPlan) -> str:
     """The parts of a step as a bar with its key."""
     parts = [(name, seconds) for name, seconds, _ in step_parts(plan) if seconds]
     bars = "".join(
-        f'<span style="flex:{seconds:.6g};background:{_COLOURS[name]}" title="{name}"></span>'
+        f'<span style="flex:{1e3 * seconds / plan.step_seconds:.1f};background:{_COLOURS[name]}" '
+        f'title="{name}"></span>'
         for name, seconds in parts
     )
     key = "".join(
@@ -196,7 +202,8 @@ def _reasons(report: ClusterReport, names: Sequence[str]) -> str:
         for name, plan in found.items()
         if name in names
     ]
-    return f'<span class="soft">Why: {escape("; ".join(told))}.</span>' if told else ""
+    why = "; ".join(told) or "no other choice was allowed or possible"
+    return f'<span class="soft">Why: {escape(why)}.</span>'
 
 
 _OTHER = {
@@ -233,7 +240,10 @@ def beside(other: ClusterPlan, plan: ClusterPlan) -> str:
     ratio = other.step_seconds / plan.step_seconds
     if abs(ratio - 1) < _NOTICEABLE:
         return "takes as long"
-    more = f"{ratio - 1:.1%} longer" if ratio > 1 else f"{1 - ratio:.1%} less"
+    if ratio >= _TIMES:
+        more = f"{ratio:.2g} times as long"
+    else:
+        more = f"{ratio - 1:.1%} longer" if ratio > 1 else f"{1 - ratio:.1%} less"
     return f"takes {format_seconds(other.step_seconds)} a step, {more}"
 
 
@@ -246,7 +256,7 @@ def _others(report: ClusterReport) -> str:
     here = report.cost(plan)
     faster = [each for each in front if each.step_seconds < plan.step_seconds * (1 - _NOTICEABLE)]
     if faster:
-        lines.append(f"Fastest: {_offer(report, faster[0])}.")
+        lines.append(f"Faster, if nodes may be left out (--subsets): {_offer(report, faster[0])}.")
     cheaper = [each for each in front if report.cost(each) < here * (1 - _NOTICEABLE)]
     if cheaper:
         compromise = min(cheaper, key=lambda each: each.step_seconds * report.cost(each))

@@ -84,7 +84,7 @@ def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
     return [
         (str(rank), str(rank)),
         (f"<b>{name} (this plan)</b>" if plan == report.plan else name, None),
-        (str(devices), str(devices)),
+        (f"{devices:,}", str(devices)),
         (degrees_text(layout.degrees), None),
         (f"{layout.microbatches} x {layout.samples}{slices}", None),
         (layout.schedule if layout.degrees.pp > 1 else "-", None),
@@ -224,7 +224,8 @@ def _settings(report: ClusterReport) -> str:
         facts[f"nodes {node.name}"] = (
             f"{count} of {group.count} used; {node.devices} x {node.gpu.name} of "
             f"{format_bytes(node.gpu.memory)}, {node.gpu.flops / 1e12:.4g} TFLOP/s; collectives reach "
-            f"{node.inside.bandwidth / 1e9:.3g} GB/s inside and {node.outside.bandwidth / 1e9:.3g} GB/s between nodes; {cost}"
+            f"{node.inside.bandwidth / 1e9:.3g} GB/s inside and "
+            f"{node.outside.bandwidth / 1e9:.3g} GB/s between nodes; {cost}"
         )
     rows: list[Row] = [[(escape(name), None), (escape(value), None)] for name, value in facts.items()]
     return table((("setting", False), ("value", False)), rows)
