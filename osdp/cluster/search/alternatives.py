@@ -28,17 +28,23 @@ def alternatives(
     counts, layout = nodes_of(plan.slots), plan.layout
     plains = [family.plain for family in families(prices.cluster, counts, prices.workload, space)]
 
-    def others(value: Callable[[ParallelLayout], int]) -> tuple[int, ...]:
-        return tuple(sorted({value(plain) for plain in plains} - {value(layout)}))
+    def values(value: Callable[[ParallelLayout], int], least: int = 1) -> tuple[int, ...]:
+        return tuple(sorted({value(plain) for plain in plains if value(plain) >= least}))
 
+    def others(value: Callable[[ParallelLayout], int]) -> tuple[int, ...]:
+        return tuple(each for each in values(value) if each != value(layout))
+
+    # One stage has no schedule, and one copy no ZeRO stage: layouts with several are compared.
+    pipelines = replace(space, pp=values(lambda each: each.degrees.pp, least=2))
+    copies = replace(space, dp=values(lambda each: each.degrees.dp, least=2))
     spaces = {
         "pp": replace(space, pp=others(lambda each: each.degrees.pp)),
         "dp": replace(space, dp=others(lambda each: each.degrees.dp)),
         "tp": replace(space, tp=others(lambda each: each.degrees.tp)),
         "samples": replace(space, samples=others(lambda each: each.samples)),
-        "schedules": replace(space, schedules=tuple(n for n in space.schedules if n != layout.schedule)),
+        "schedules": replace(pipelines, schedules=tuple(n for n in space.schedules if n != layout.schedule)),
         # A choice item by item includes every uniform one.
-        "zero": replace(space, zero=tuple(n for n in space.zero if n not in (layout.zero, None))),
+        "zero": replace(copies, zero=tuple(n for n in space.zero if n not in (layout.zero, None))),
         "recompute": replace(
             space, recompute=tuple(each for each in space.recompute if each not in (layout.recompute, None))
         ),
@@ -46,10 +52,14 @@ def alternatives(
             space, token_slices=tuple(n for n in space.token_slices if n != layout.token_slices)
         ),
     }
+    if layout.degrees.pp == 1:
+        del spaces["schedules"]
+    if layout.degrees.dp == 1:
+        del spaces["zero"]
     found = []
     for name, other in spaces.items():
-        # An empty tuple of degrees would allow all of them; and one stage has no schedule.
-        if not getattr(other, name) or (name == "schedules" and layout.degrees.pp == 1):
+        # An empty tuple of degrees would allow all of them.
+        if not getattr(other, name):
             continue
         result = best_layouts(prices, other, counts=counts)
         if result.candidates:
