@@ -6,7 +6,7 @@ from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.explanation import ClusterReport
 from osdp.cluster.export.breakdown import slot_text, step_parts
 from osdp.cluster.export.html.charts import front_chart, stage_chart
-from osdp.cluster.export.html.first_screen import beside, first_screen, other_choice
+from osdp.cluster.export.html.first_screen import first_screen, other_choice
 from osdp.cluster.export.launch_scripts import node_order
 from osdp.cluster.export.table import degrees_text, nodes_text
 from osdp.cluster.plan import ClusterPlan, layers_of
@@ -69,7 +69,7 @@ def _front(report: ClusterReport) -> str:
 
 def _plans(report: ClusterReport, plans: tuple[ClusterPlan, ...]) -> str:
     heads = (
-        ("#", True), ("nodes", False), ("devices", True), ("tp/pp/dp", False), ("microbatches", False),
+        ("#", True), ("devices", True), ("nodes", False), ("tp/pp/dp", False), ("microbatches", False),
         ("schedule", False), ("sharding", False), ("recompute", False), ("step", True), ("cost a step", True),
         ("peak", True), ("fits", False),
     )  # fmt: skip
@@ -79,12 +79,12 @@ def _plans(report: ClusterReport, plans: tuple[ClusterPlan, ...]) -> str:
 def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
     layout, dollars = plan.layout, plan.dollars_per_step
     slices = f", {layout.token_slices} slices" if layout.token_slices > 1 else ""
-    name = escape(nodes_text(plan, report.cluster))
+    name = _unbroken(nodes_text(plan, report.cluster))
     devices = layout.degrees.world_size
     return [
         (str(rank), str(rank)),
-        (f"<b>{name} (this plan)</b>" if plan == report.plan else name, None),
         (f"{devices:,}", str(devices)),
+        (f"<b>{name} (this plan)</b>" if plan == report.plan else name, None),
         (degrees_text(layout.degrees), None),
         (f"{layout.microbatches} x {layout.samples}{slices}", None),
         (layout.schedule if layout.degrees.pp > 1 else "-", None),
@@ -95,6 +95,11 @@ def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
         (format_bytes(plan.peak.total), str(plan.peak.total)),
         ('<span class="good">yes</span>' if plan.fits else '<span class="bad">no</span>', None),
     ]
+
+
+def _unbroken(nodes: str) -> str:
+    """Nodes as HTML whose lines break between kinds only."""
+    return " + ".join(escape(kind).replace(" ", "&nbsp;") for kind in nodes.split(" + "))
 
 
 def _layout(report: ClusterReport) -> str:
@@ -135,7 +140,9 @@ def _decisions(report: ClusterReport) -> str:
         name, other = _DECISIONS[each.decision], each.plan
         chosen = escape(other_choice(each.decision, report.plan))
         if other is None:
-            rows.append([(name, None), (chosen, None), ("nothing else fits", None), ("-", "inf"), ("", None)])
+            rows.append(
+                [(name, None), (chosen, None), ("nothing else fits", None), *[("-", "inf")] * 2, ("", None)]
+            )
             continue
         layout = other.layout
         schedule = f", {layout.schedule}" if layout.degrees.pp > 1 else ""
@@ -148,13 +155,14 @@ def _decisions(report: ClusterReport) -> str:
                 (name, None),
                 (chosen, None),
                 (escape(other_choice(each.decision, other)), None),
-                (beside(other, report.plan), repr(other.step_seconds)),
+                (format_seconds(other.step_seconds), repr(other.step_seconds)),
+                (f"{other.step_seconds / report.plan.step_seconds - 1:+.1%}", repr(other.step_seconds)),
                 (whole, None),
             ]
         )
     heads = (
-        ("decision", False), ("chosen", False), ("best other", False), ("then a step", True),
-        ("that layout", False),
+        ("decision", False), ("chosen", False), ("best other", False), ("its step", True),
+        ("longer", True), ("that layout", False),
     )  # fmt: skip
     return (
         "<p>For each decision the best layout on the same nodes that decides it otherwise; its other "
@@ -179,13 +187,13 @@ def _memory(report: ClusterReport) -> str:
     rows: list[Row] = [
         [
             (str(index), str(index)),
-            (escape(slot_text(plan.slots[index], report.cluster)), None),
             (str(layers[index]), str(layers[index])),
+            (_unbroken(slot_text(plan.slots[index], report.cluster)), None),
             *((format_bytes(getattr(stage, part)), str(getattr(stage, part))) for part in parts),
         ]
         for index, stage in enumerate(plan.stages)
     ]
-    heads = (("stage", True), ("nodes", False), ("layers", True), *((part, True) for part in parts))
+    heads = (("stage", True), ("layers", True), ("nodes", False), *((part, True) for part in parts))
     return (
         "<p>Memory of each device by stage. Activations and working memory are freed before the optimizer "
         f"step, which takes the update instead; the total is the larger of both.</p>{chart('stages')}"
