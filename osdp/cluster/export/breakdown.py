@@ -30,7 +30,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     layout = plan.layout
     schedule = f"{layout.schedule}, " if layout.degrees.pp > 1 else ""
     head = (
-        f"{shape.name}: tp/pp/dp {degrees_text(layout.degrees)}, {layout.microbatches} microbatches of "
+        f"{shape.name}: tp/pp/dp {degrees_text(layout.degrees)}, {_batches(plan)} of "
         f"{layout.samples}{_slices(plan)}, {schedule}{layout.sharding}, recompute {layout.recomputation}"
     )
     dollars = plan.dollars_per_step
@@ -56,7 +56,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
 def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
     """Parts of a step as (name, seconds, meaning); they sum to the step."""
     layout, seconds, degrees = plan.layout, plan.seconds, plan.layout.degrees
-    stages = f"{layout.schedule}: {degrees.pp} stages, {layout.microbatches} microbatches{_slices(plan)}"
+    stages = f"{layout.schedule}: {degrees.pp} stages, {_batches(plan)}{_slices(plan)}"
     return (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
         ("recomputation", seconds.recompute, layout.recomputation),
@@ -75,6 +75,11 @@ def slot_text(slot: StageSlot, cluster: Cluster) -> str:
     share = f"/{slot.shares}" if slot.shares > 1 else ""
     nodes = zip(cluster.groups, slot.nodes, strict=True)
     return " + ".join(f"{count}{share} {group.node.name}" for group, count in nodes if count)
+
+
+def _batches(plan: ClusterPlan) -> str:
+    number = plan.layout.microbatches
+    return f"{number} microbatch{'es' if number > 1 else ''}"
 
 
 def _slices(plan: ClusterPlan) -> str:

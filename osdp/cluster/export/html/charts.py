@@ -37,9 +37,8 @@ def front_chart(report: ClusterReport) -> Chart:
         _points(report, [report.plan], "this plan", mode="markers",
                 marker={"size": 15, "color": "#D55E00", "symbol": "diamond"}),
     ]  # fmt: skip
-    cost = {"title": {"text": "dollars a step"}, "tickprefix": "$"} if report.priced else {
-        "title": {"text": "devices"}
-    }  # fmt: skip
+    dollars = {"title": {"text": "dollars a step"}, "tickprefix": "$", "exponentformat": "none"}
+    cost = dollars if report.priced else {"title": {"text": "devices"}}
     return {
         "data": [trace for trace in traces if trace["x"]],
         "layout": {

@@ -252,20 +252,20 @@ def _others(report: ClusterReport) -> str:
     plan, front = report.plan, [each for each in report.front if each.slots != report.plan.slots]
     if not front:
         return ""
-    lines = []
     here = report.cost(plan)
-    faster = [each for each in front if each.step_seconds < plan.step_seconds * (1 - _NOTICEABLE)]
-    if faster:
-        lines.append(f"Faster, if nodes may be left out (--subsets): {_offer(report, faster[0])}.")
-    cheaper = [each for each in front if report.cost(each) < here * (1 - _NOTICEABLE)]
-    if cheaper:
+    offers: dict[str, ClusterPlan] = {}
+    fastest = min(front, key=lambda each: each.step_seconds)
+    if fastest.step_seconds < plan.step_seconds * (1 - _NOTICEABLE):
+        whole = plan.layout.degrees.world_size == report.cluster.num_devices
+        offers["Faster, if nodes may be left out (--subsets)" if whole else "Fastest"] = fastest
+    if cheaper := [each for each in front if report.cost(each) < here * (1 - _NOTICEABLE)]:
         compromise = min(cheaper, key=lambda each: each.step_seconds * report.cost(each))
         least = min(cheaper, key=report.cost)
-        what = "Cheapest" if report.priced else "Fewest devices"
-        if compromise is not least:
-            lines.append(f"Best compromise (least time multiplied by cost): {_offer(report, compromise)}.")
-        lines.append(f"{what}: {_offer(report, least)}.")
-    return "<h2>What other nodes would bring</h2>" + "".join(f"<p>{line}</p>" for line in lines)
+        if compromise not in (least, *offers.values()):
+            offers["Best compromise (least time multiplied by cost)"] = compromise
+        offers["Cheapest" if report.priced else "Fewest devices"] = least
+    lines = "".join(f"<p>{name}: {_offer(report, other)}.</p>" for name, other in offers.items())
+    return f"<h2>What other nodes would bring</h2>{lines}" if lines else ""
 
 
 def _offer(report: ClusterReport, other: ClusterPlan) -> str:
