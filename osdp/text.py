@@ -1,11 +1,16 @@
-"""Bytes and seconds with units, parsed and formatted here only; aligned columns of text.
+"""Bytes, seconds and dollars with units, parsed and formatted here only; aligned columns of text.
 
 Inside the library bytes are ``int`` and seconds ``float``. ``GiB`` is ``2**30``, ``GB`` is ``10**9``.
 """
 
+import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
+
+#: Columns of a terminal that tables and sentences may take.
+WIDTH = 110
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -96,12 +101,36 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+def format_dollars(dollars: float) -> str:
+    """Format ``dollars`` as text: three digits of small amounts, cents, or whole dollars of large ones.
+
+    >>> format_dollars(0.008887), format_dollars(16.4), format_dollars(88871.2)
+    ('$0.00889', '$16.40', '$88,871')
+    """
+    if abs(dollars) >= 1000:
+        return f"${dollars:,.0f}"
+    if abs(dollars) >= 1 or not dollars:
+        return f"${dollars:.2f}"
+    return f"${dollars:.{2 - math.floor(math.log10(abs(dollars)))}f}"
+
+
+def wrapped(text: str) -> str:
+    """``text`` in lines of at most :data:`WIDTH` columns; all but the first are indented.
+
+    >>> len(wrapped("word " * 30).splitlines())
+    2
+    """
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def align(rows: Sequence[Sequence[str]], right: Iterable[int] = (), narrow: int | None = None) -> str:
     """Align cells in columns under the header row, two spaces apart; cells may have several lines.
 
     Args:
         rows: Cells of all rows, the header first.
         right: Indices of the columns to align to the right.
+        narrow: Index of the column whose cells are wrapped where the table would be wider than
+            :data:`WIDTH`; ``None`` if it cannot be.
 
     >>> print(align([("name", "n"), ("a", "10"), ("bc", "2")], right=[1]))
     name   n
@@ -110,9 +139,17 @@ def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     bc     2
     """
     to_right = set(right)
-    widths = [max(len(line) for row in rows for line in row[i].split("\n")) for i in range(len(rows[0]))]
+    widths = _widths(rows)
+    if narrow is not None:
+        width = max(widths[narrow] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), 1)
+        rows = [[*row[:narrow], textwrap.fill(row[narrow], width), *row[narrow + 1 :]] for row in rows]
+        widths = _widths(rows)
     ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join(line for row in ruled for line in _lines(row, widths, to_right))
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(line) for row in rows for line in row[i].split("\n")) for i in range(len(rows[0]))]
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: set[int]) -> list[str]:

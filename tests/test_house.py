@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
     "explain": (VALUES | {"arrays", "cost", "search", "profiler"}, {"numpy"}),
     "runtime": (SHARED, {"torch", "safetensors"}),
-    "cluster": (VALUES | {"arrays"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
+    "cluster": (VALUES | {"arrays", "report"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
     "report": (VALUES, {"networkx", "matplotlib", "plotly"}),
 }
 #: From a layout of the planner to a plan that runs: it calls the verbs.

@@ -1,7 +1,6 @@
 """``osdp plan``, ``memory``, ``show``, ``explain``, ``diff``, ``whatif`` and ``report``."""
 
 import json
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from osdp.cli.models import MODEL, load_described_model
 from osdp.cli.options import Out, TrustCode
 from osdp.errors import InfeasibleError
 from osdp.plan.plan import Plan
-from osdp.text import format_bytes, format_seconds
+from osdp.text import format_bytes, format_seconds, wrapped
 
 _PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="JSON file of a plan")]
 _Page = Annotated[
@@ -149,8 +148,7 @@ def _verdict(made: Plan) -> str:
         f"limited by: {limits_of(made)}",
         f"how sure: {sure}",
     ]
-    wrapped = [textwrap.fill(line, 110, subsequent_indent="  ") for line in lines]
-    return "\n".join(["", *wrapped])
+    return "\n".join(["", *map(wrapped, lines)])
 
 
 def memory(

@@ -11,9 +11,10 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``infer_shape``: those numbers, from a ModelDesc
 - ``layer_profile``: measured seconds of a transformer's layers
 - ``plan``: how a transformer is laid over a cluster, and what a step of that takes
+- ``explanation``: a chosen plan, and what it was chosen from
 - ``cost``: what a layout costs
 - ``search``: which layout is best
 - ``calibration``: coefficients of the time model, from measured steps
-- ``export``: tables, launch scripts, and files of other frameworks
+- ``export``: tables, pages, launch scripts, and files of other frameworks
 - ``runnable``: from a layout to a plan that runs
 """

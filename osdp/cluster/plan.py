@@ -76,7 +76,7 @@ class Workload:
         state_bytes: Bytes of optimizer states.
         update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
             default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
-        flash: Whether attention scores are never written (FlashAttention).
+        flash: Whether attention is FlashAttention, which does not store its scores.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
         reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:

@@ -7,5 +7,6 @@ Start at :mod:`osdp.cli.cluster.commands`.
 - ``goal``: objective and limits of ``plan``
 - ``outputs``: output files of ``plan``
 - ``runnable``: ``osdp cluster plan --out``
+- ``report``: ``osdp cluster plan --report``
 - ``calibrate``: ``osdp cluster calibrate``
 """

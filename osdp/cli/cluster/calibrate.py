@@ -13,6 +13,7 @@ from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
 from osdp.cluster.plan import RecomputeLayers
+from osdp.text import align, format_seconds, wrapped
 
 #: Fraction of the specified bandwidth that collectives are assumed to reach in a cluster file.
 SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
@@ -22,7 +23,7 @@ def calibrate_steps(
     data: Annotated[Path, typer.Option(help="CSV file of measured steps, with the columns of vTrain")],
     cluster: Annotated[Path, typer.Option(help="YAML or JSON file of the nodes that they ran on")],
     vocabulary: Annotated[int, typer.Option(help="vocabulary size")] = 50257,
-    flash: Annotated[bool, typer.Option(help="whether attention never stored its scores")] = False,
+    flash: Annotated[bool, typer.Option(help="whether the steps used FlashAttention")] = False,
     recomputation: Annotated[
         str | None,
         typer.Option(
@@ -57,24 +58,36 @@ def calibrate_steps(
 
 def _report(found: Calibration, setting: Setting) -> str:
     """Published and fitted value of each coefficient, and the errors of held-out steps."""
-    lines = [f"{'coefficient':<20}{'published':>14}{'fitted':>14}"]
+    rows: list[tuple[str, str, str]] = [("coefficient", "published", "fitted")]
+    notes = []
     for field in fields(PUBLISHED):
         if field.name != "corrections":
-            before, after = getattr(PUBLISHED, field.name), getattr(found.rates, field.name)
-            lines.append(f"{field.name:<20}{before:>14.4g}{after:>14.4g}")
+            before, after = (
+                _text(field.name, getattr(each, field.name)) for each in (PUBLISHED, found.rates)
+            )
+            rows.append((field.name, before, after))
     links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
-    for kind, (before, after) in links.items():
-        if after is not None:
-            lines += [
-                f"{f'{kind} {name}':<20}{getattr(before, name):>14.4g}{getattr(after, name):>14.4g}"
+    for kind, (specified, fitted) in links.items():
+        if fitted is not None:
+            rows += [
+                (f"{kind} {name}", _text(name, getattr(specified, name)), _text(name, getattr(fitted, name)))
                 for name in ("bandwidth", "latency")
             ]
-            if after.bandwidth > before.bandwidth / SPECIFIED_SHARE[kind]:
-                lines.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
-    attention = "flash attention" if found.flash else "attention that stores its scores"
-    lines.append(
+            if fitted.bandwidth > specified.bandwidth / SPECIFIED_SHARE[kind]:
+                notes.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
+    attention = "FlashAttention" if found.flash else "attention that stores its scores"
+    told = (
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recompute "
         f"{setting.recompute}, {attention}; {found.folds}-fold cross-validation: mean error "
         f"{found.mean_error:.1%}, median {found.median_error:.1%}"
     )
-    return "\n".join(lines)
+    return "\n".join([align(rows, right=(1, 2)), *notes, wrapped(told)])
+
+
+def _text(name: str, value: float) -> str:
+    """A coefficient with its unit, which its name tells."""
+    if name == "bandwidth":
+        return f"{value / 1e9:.4g} GB/s"
+    if name == "latency" or name.endswith("_seconds"):
+        return format_seconds(value)
+    return f"{value:.4g}"

@@ -11,14 +11,16 @@ import typer
 from osdp.cli.cluster.calibrate import calibrate_steps
 from osdp.cli.cluster.goal import GoalOptions
 from osdp.cli.cluster.outputs import OutputFiles
+from osdp.cli.cluster.report import write_page
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
 from osdp.cli.models import load_layer_profile, model_label
 from osdp.cli.options import Out, flat_options
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
+from osdp.cluster.export.breakdown import breakdown
 from osdp.cluster.export.pareto_plot import plot_plans
-from osdp.cluster.export.table import breakdown, csv_table, json_table, rows_of, text_table
+from osdp.cluster.export.table import csv_table, json_table, rows_of, text_table
 from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, no_plan_error
@@ -26,7 +28,7 @@ from osdp.cluster.search.layouts import arrange, every_layout
 from osdp.cluster.search.objectives import best_plans, pareto
 from osdp.cluster.search.space import families
 from osdp.plan.schedules import ONE_STAGE
-from osdp.text import format_bytes
+from osdp.text import format_bytes, wrapped
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,16 +66,23 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
         outputs.json.write_text(json_table(rows), encoding="utf8")
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
-    typer.echo(text_table(rows))
+    typer.echo(text_table(plans, cluster, goal.steps))
     typer.echo(
-        f"{found.candidates} layouts with {found.placements} placements; {found.arranged} of them were cut "
-        "and placed exactly, none is better than the first row"
+        wrapped(
+            f"{found.candidates:,} layouts with {found.placements:,} placements; {found.arranged:,} of them "
+            "were cut and placed exactly, none is better than the first row"
+        )
     )
-    typer.echo(_basis(prices))
+    typer.echo(wrapped(_basis(prices)))
     typer.echo("")
     typer.echo(breakdown(found.plans[0], cluster, shape))
+    chosen = found.plans[0]
     if outputs.out is not None:
-        write_runnable(found.plans, prices, request, outputs.out)
+        chosen = write_runnable(found.plans, prices, request, outputs.out)
+    if outputs.report is not None:
+        advance = _progress("parts of the front")
+        write_page(outputs.report, chosen, found, plans, prices, space, goal, _basis(prices), advance)
+        typer.echo(f"written: {outputs.report}")
 
 
 @app.command()
@@ -113,8 +122,8 @@ def estimate(
         bounds = _bounds(partition)
         _require_all(partition, bounds, prices, layout.degrees.pp)
         plan = price(prices, layout, bounds, plan.slots)
-    typer.echo(text_table(rows_of([plan], prices.cluster, prices.workload.shape)))
-    typer.echo(_basis(prices))
+    typer.echo(text_table([plan], prices.cluster))
+    typer.echo(wrapped(_basis(prices)))
     if not plan.fits:
         typer.echo(
             f"it does not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
@@ -139,7 +148,7 @@ def layers(
     found.save(out)
     cases = sorted({(layer.case.samples, layer.case.sequence, layer.case.tp) for layer in found.layers})
     sizes = ", ".join(f"{samples} x {sequence} on tp={tp}" for samples, sequence, tp in cases)
-    typer.echo(f"{model} on {gpu}: layers in {found.dtype} at {sizes} written to {out}")
+    typer.echo(wrapped(f"{model} on {gpu}: layers in {found.dtype} at {sizes} written to {out}"))
 
 
 app.command("calibrate")(calibrate_steps)
@@ -147,7 +156,7 @@ app.command("calibrate")(calibrate_steps)
 
 def _basis(prices: ClusterPrices) -> str:
     """Assumptions of the estimates, as text."""
-    attention = "flash attention" if prices.workload.flash else "attention that stores its scores"
+    attention = "FlashAttention" if prices.workload.flash else "attention that stores its scores"
     kept = "traced from the model" if prices.traced else "as with fused kernels"
     measured = [found.gpu for found in prices.profiles]
     layers = f"; layers measured on {', '.join(measured)}" if measured else ""

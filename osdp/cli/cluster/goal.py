@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from osdp.cluster.search.objectives import Objective, PlannerGoal
+from osdp.text import format_dollars
 
 #: Rows of the table, unless asked otherwise.
 _ROWS = 10
@@ -40,6 +41,17 @@ class GoalOptions:
     def parts(self) -> bool:
         """Whether parts of the cluster are searched as well."""
         return self.subsets or self.pareto
+
+    @property
+    def words(self) -> str:
+        """What was asked for, as the end of "the plan is ..."."""
+        if self.pareto:
+            return "the fastest of the Pareto front of time and cost"
+        nodes = "on any part of the cluster" if self.subsets else "that uses all nodes"
+        limits = [f"for at most {format_dollars(self.budget)}"] if self.budget is not None else []
+        limits += [f"in at most {self.deadline}"] if self.deadline is not None else []
+        which = "cheapest" if self.objective == Objective.COST else "fastest"
+        return " ".join((f"the {which}", nodes, *limits))
 
     def goal(self) -> PlannerGoal:
         """The objective and limits of the search.

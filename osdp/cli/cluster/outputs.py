@@ -14,6 +14,9 @@ class OutputFiles:
     csv: Annotated[Path | None, Option(help="write the table as CSV")] = None
     json: Annotated[Path | None, Option(help="write the table as JSON")] = None
     plot: Annotated[Path | None, Option(help="plot time and cost, as PNG or HTML")] = None
+    report: Annotated[
+        Path | None, Option(help="write a page about the best layout: what was decided and why, as HTML")
+    ] = None
     out: Annotated[
         Path | None,
         Option(
@@ -28,7 +31,13 @@ class OutputFiles:
         Raises:
             ValueError: A folder does not exist, or a plot has an unknown format; all faults are listed.
         """
-        files = {"csv": self.csv, "json": self.json, "plot": self.plot, "out": self.out}
+        files = {
+            "csv": self.csv,
+            "json": self.json,
+            "plot": self.plot,
+            "report": self.report,
+            "out": self.out,
+        }
         faults = [
             f"--{name} {path}: folder {path.parent} does not exist"
             for name, path in files.items()

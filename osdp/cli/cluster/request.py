@@ -61,7 +61,7 @@ class ClusterRequest:
         bool | None,
         Option(
             "--flash/--no-flash",
-            help="whether attention never stores its scores; by default as calibrated, otherwise yes",
+            help="whether FlashAttention is used; by default as calibrated, otherwise yes",
         ),
     ] = None
     overlap: Annotated[
@@ -131,7 +131,7 @@ class ClusterRequest:
             )
         if self.recompute == RecomputeLayers.SELECTIVE and workload.flash:
             raise ValueError(
-                "--recomputation selective recomputes attention scores, which flash attention never stores; "
+                "--recomputation selective recomputes attention scores, which FlashAttention never stores; "
                 "use --no-flash, or --recomputation full"
             )
         if self.zero not in (None, MIXED, *_STAGES):

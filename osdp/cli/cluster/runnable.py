@@ -18,7 +18,7 @@ from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.transformer import TransformerShape
 from osdp.codec import read_json
 from osdp.errors import InfeasibleError
-from osdp.text import format_bytes, format_seconds
+from osdp.text import format_bytes, format_seconds, wrapped
 
 if TYPE_CHECKING:
     from osdp.plan.plan import Plan
@@ -35,7 +35,7 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
 
 def write_runnable(
     plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest, out: Path
-) -> None:
+) -> ClusterPlan:
     """Write the first layout that fits when traced, with launch scripts and configurations of frameworks.
 
     Args:
@@ -44,6 +44,9 @@ def write_runnable(
         request: Options that name the model.
         out: File of the plan.
 
+    Returns:
+        That layout.
+
     Raises:
         InfeasibleError: None of them fits when it is traced.
         ValueError: The model cannot be built or cut at the stage boundaries.
@@ -51,9 +54,8 @@ def write_runnable(
     shape, cluster = prices.workload.shape, prices.cluster
     plan, made, model = _first_that_fits(plans, prices, request)
     used = _nodes(cluster.part(nodes_of(plan.slots)))
-    note = (
-        f"layout on {used}: estimated {plan.step_seconds:.4g} s per step from the dimensions of {shape.name}"
-    )
+    seconds = format_seconds(plan.step_seconds)
+    note = f"layout on {used}: estimated {seconds} a step from the dimensions of {shape.name}"
     made = replace(made, notes=(*made.notes, note))
     made.save(out)
     program = f"train.py --plan {out.name}"
@@ -61,13 +63,16 @@ def write_runnable(
     out.with_name("launch.sh").write_text(launch_script(plan, cluster, program), encoding="utf8")
     out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
     numbers = plan.peak.total - plan.peak.reserve
-    typer.echo(
-        f"\ntraced, a step takes {format_seconds(made.predicted.step_seconds)} and "
+    typer.echo("")
+    told = (
+        f"traced, a step takes {format_seconds(made.predicted.step_seconds)} and "
         f"{format_bytes(made.predicted.peak_bytes)} in addition to the reserve; from its dimensions "
         f"{format_seconds(plan.step_seconds)} and {format_bytes(numbers)}; the traced ones are of the plan "
         "that is written, the others ranked the layouts"
     )
-    typer.echo(f"written to {out.parent}: {out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch")
+    typer.echo(wrapped(told))
+    files = f"{out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch"
+    typer.echo(wrapped(f"written to {out.parent}: {files}"))
     if hasattr(model, "config"):
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
@@ -75,7 +80,8 @@ def write_runnable(
     for export in exports(plan, shape):
         out.with_name(export.file).write_text(export.text, encoding="utf8")
         missing = f"; not expressed: {'; '.join(export.notes)}" if export.notes else ""
-        typer.echo(f"written: {export.file}{missing}")
+        typer.echo(wrapped(f"written: {export.file}{missing}"))
+    return plan
 
 
 def _first_that_fits(
@@ -90,7 +96,8 @@ def _first_that_fits(
         except InfeasibleError as error:
             if row == len(plans):
                 raise
-            typer.echo(f"row {row} does not fit when its stages are traced: {str(error).splitlines()[0]}")
+            cause = str(error).splitlines()[0]
+            typer.echo(wrapped(f"row {row} does not fit when its stages are traced: {cause}"))
         else:
             return plan, made, model
     raise ValueError("a runnable plan needs at least 1 layout, got none")

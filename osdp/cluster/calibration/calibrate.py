@@ -71,7 +71,7 @@ class Calibration(Savable):
         mean_error: Mean absolute relative error of held-out steps.
         median_error: Median absolute relative error of held-out steps.
         folds: Number of folds of the cross-validation.
-        flash: Whether attention scores were never written in those steps (FlashAttention).
+        flash: Whether those steps used FlashAttention, which does not store its scores.
     """
 
     node: str

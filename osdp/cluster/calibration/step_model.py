@@ -30,7 +30,7 @@ class Setting:
     Attributes:
         node: Type of the machines, the same for all.
         vocabulary: Entries of the embedding.
-        flash: Whether attention scores were never written (FlashAttention).
+        flash: Whether attention is FlashAttention, which does not store its scores.
         recompute: Activation recomputation.
     """
 

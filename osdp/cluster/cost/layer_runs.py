@@ -58,7 +58,7 @@ def strategies_of(layout: ParallelLayout, *, flash: bool) -> tuple[LayerStrategy
 
     Args:
         layout: The layout; a choice that is made item by item is ``None`` there.
-        flash: Whether attention scores are never written, so that selective recomputation saves nothing.
+        flash: Whether attention is FlashAttention, with which selective recomputation saves nothing.
     """
     zeros = (layout.zero,) if layout.zero is not None else tuple(range(4))
     recomputes: tuple[RecomputeLayers, ...] = tuple(RecomputeLayers)

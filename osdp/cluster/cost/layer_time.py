@@ -54,7 +54,7 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSecond
     backward = work.backward_bytes / bandwidth
     for gemm in work.gemms:
         backward += sum(_seconds(part, gpu, rates) for part in gemm.gradients)
-        # Flash attention recomputes the scores in its backward: one of its two products once more.
+        # FlashAttention recomputes the scores in its backward: one of its two products once more.
         backward += _seconds(gemm, gpu, rates) / 2 if gemm.fused else 0.0
     return LayerSeconds(
         forward=rates.together(forward, calling),

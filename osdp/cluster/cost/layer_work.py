@@ -104,14 +104,14 @@ def layer_work(
     """Work of one item on one token slice of a microbatch.
 
     Every slice is counted like the last one, which attends to all keys. For whole sequences of causal models,
-    flash attention computes half of the scores.
+    FlashAttention computes half of the scores.
 
     Args:
         shape: The model.
         item: Kind of item.
         samples: Samples of a microbatch.
         tp: Tensor-parallel degree.
-        flash: Whether attention scores are never written (FlashAttention).
+        flash: Whether attention is FlashAttention, which does not store its scores.
         slices: Number of equal token slices per sequence.
         width: Bytes of an activation or a weight in the compute dtype.
     """

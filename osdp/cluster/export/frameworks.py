@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from osdp.cluster.cost.step import nodes_of
-from osdp.cluster.export.table import describe
+from osdp.cluster.export.breakdown import describe
 from osdp.cluster.plan import ClusterPlan, RecomputeLayers, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from osdp.cluster.cost.step import nodes_of
+from osdp.cluster.export.table import nodes_text
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan
 
@@ -33,10 +33,8 @@ def plot_plans(plans: Sequence[ClusterPlan], cluster: Cluster, path: str | Path)
 
 
 def _label(plan: ClusterPlan, cluster: Cluster) -> str:
-    nodes = zip(cluster.groups, nodes_of(plan.slots), strict=True)
     degrees = plan.layout.degrees
-    held = " + ".join(f"{count} {group.node.name}" for group, count in nodes if count)
-    return f"{held}: tp{degrees.tp} pp{degrees.pp} dp{degrees.dp}"
+    return f"{nodes_text(plan, cluster)}: tp{degrees.tp} pp{degrees.pp} dp{degrees.dp}"
 
 
 def _html(x: Sequence[float], y: Sequence[float], labels: Sequence[str], path: str | Path) -> None:

@@ -1,6 +1,6 @@
-"""Tables of cluster plans (text, CSV, JSON), and the breakdown of one plan.
+"""Tables of cluster plans: ten columns of text for people, all numbers as CSV and JSON.
 
-The first columns are those of ZeROSearch's tables, for direct comparison.
+The first columns of CSV and JSON are those of ZeROSearch's tables, for direct comparison.
 """
 
 import csv
@@ -12,9 +12,10 @@ from typing import Any
 
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, LayerRun, LayerStrategy, RecomputeLayers, StageSlot, layers_of
+from osdp.cluster.plan import ClusterPlan, StageSlot, layers_of
 from osdp.cluster.transformer import TransformerShape
-from osdp.text import align, format_bytes, format_seconds
+from osdp.plan.dims import ParallelDims
+from osdp.text import align, format_bytes, format_dollars, format_seconds
 
 _GIB = 2**30
 
@@ -82,29 +83,57 @@ def _nodes(slot: StageSlot, cluster: Cluster) -> str:
     return "+".join(names)
 
 
-def describe(strategy: LayerStrategy) -> str:
-    """Text of a strategy, such as ``zero2, recompute full``."""
-    recompute = "" if strategy.recompute is RecomputeLayers.NONE else f", recompute {strategy.recompute}"
-    return f"zero{strategy.zero}{recompute}"
+def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None = None) -> str:
+    """Format plans as a table with a row for each, without costs where no price is known.
+
+    Args:
+        plans: The plans, best first.
+        cluster: Their cluster.
+        steps: Number of steps of the whole training, for its cost; ``None`` for the cost of a step.
+
+    Returns:
+        Lines of at most 110 columns.
+    """
+    rows = [
+        ("#", "nodes", "tp/pp/dp", "microbatches", "schedule", "sharding", "recompute", "step",
+         "cost a step" if steps is None else "cost", "peak"),
+        *(_cells(rank, plan, cluster, steps) for rank, plan in enumerate(plans, start=1)),
+    ]  # fmt: skip
+    if all(plan.dollars_per_step is None for plan in plans):
+        rows = [(*row[:8], *row[9:]) for row in rows]
+    right = [0, *range(7, len(rows[0]))]
+    table = align(rows, right=right, narrow=1)
+    return (
+        table if all(plan.fits for plan in plans) else f"{table}\n(!) does not fit the memory of its devices"
+    )
 
 
-def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, without columns that are unknown in all rows."""
-    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    cells = [[_text(row[name]) for name in columns] for row in rows]
-    right = [index for index, name in enumerate(columns) if not isinstance(rows[0][name], str)]
-    return align([columns, *cells], right=right)
+def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) -> tuple[str, ...]:
+    layout, dollars = plan.layout, plan.dollars_per_step
+    return (
+        str(rank),
+        nodes_text(plan, cluster),
+        degrees_text(plan.layout.degrees),
+        f"{layout.microbatches} x {layout.samples}"
+        + (f",\n{layout.token_slices} slices" if layout.token_slices > 1 else ""),
+        layout.schedule if layout.degrees.pp > 1 else "-",
+        layout.sharding,
+        layout.recomputation,
+        format_seconds(plan.step_seconds),
+        "-" if dollars is None else format_dollars(dollars * (steps or 1)),
+        format_bytes(plan.peak.total) + ("" if plan.fits else " (!)"),
+    )
 
 
-def _text(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return str(value)
-        case float():
-            return f"{value:.4g}"
-    return str(value)
+def nodes_text(plan: ClusterPlan, cluster: Cluster) -> str:
+    """Nodes that a plan uses, such as ``1 A100 + 7 A10``."""
+    nodes = zip(cluster.groups, nodes_of(plan.slots), strict=True)
+    return " + ".join(f"{count} {group.node.name}" for group, count in nodes if count)
+
+
+def degrees_text(degrees: ParallelDims) -> str:
+    """Degrees of tensor, pipeline and data parallelism, such as ``1/16/2``."""
+    return f"{degrees.tp}/{degrees.pp}/{degrees.dp}"
 
 
 def csv_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -119,79 +148,3 @@ def csv_table(rows: Sequence[dict[str, Any]]) -> str:
 def json_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a JSON list."""
     return json.dumps(list(rows), indent=1) + "\n"
-
-
-def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> str:
-    """Breakdown of one plan: parts of the step time, and memory of each stage."""
-    layout, seconds = plan.layout, plan.seconds
-    degrees = layout.degrees
-    slices = f" in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
-    parts = (
-        ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
-        ("recomputation", seconds.recompute, layout.recomputation),
-        ("tensor parallelism", seconds.tensor, f"all-reduces over {degrees.tp} ranks"),
-        ("gathers and scatters", seconds.shards, f"of each microbatch, {layout.sharding}"),
-        ("sends", seconds.sends, "to and from the stage before"),
-        (
-            "bubble",
-            seconds.bubble,
-            f"{layout.schedule}: {degrees.pp} stages, {layout.microbatches} microbatches{slices}",
-        ),
-        ("gradients", seconds.gradients, f"over {degrees.dp} data-parallel ranks, after the last backward"),
-        ("embedding", seconds.embedding, "all-reduce of a tied embedding's gradients between stages"),
-        ("optimizer", seconds.optimizer, "optimizer step of the slowest stage"),
-    )
-    rows = [("", "seconds", "share", "")]
-    rows += [(name, f"{value:.4g}", f"{value / plan.step_seconds:.0%}", why) for name, value, why in parts]
-    head = (
-        f"{shape.name}: tp={degrees.tp} x pp={degrees.pp} x dp={degrees.dp}, {layout.microbatches} "
-        f"microbatches of {layout.samples}{slices}, {layout.schedule}, {layout.sharding}, "
-        f"recompute {layout.recomputation}"
-    )
-    dollars = plan.dollars_per_step
-    price = "" if dollars is None else f", ${dollars:.4g} a step"
-    proof = "; proven best in its space" if plan.optimal else ""
-    return "\n".join(
-        (
-            head,
-            f"step {format_seconds(plan.step_seconds)}{price}{proof}",
-            "",
-            align(rows, right=(1, 2)),
-            "",
-            _memory_table(plan, cluster, shape),
-        )
-    )
-
-
-def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> str:
-    """Memory of each stage by part; activations are freed before the optimizer step."""
-    parts = (
-        "weights",
-        "gradients",
-        "states",
-        "activations",
-        "working",
-        "update",
-        "reserve",
-        "total",
-        "limit",
-    )
-    rows: list[tuple[str, ...]] = [("stage", "nodes", "layers", *parts)]
-    layers = layers_of(plan, shape)
-    for index, (stage, slot) in enumerate(zip(plan.stages, plan.slots, strict=True)):
-        sizes = [format_bytes(getattr(stage, part)) for part in parts]
-        if stage.total > stage.limit:
-            sizes[-2] += " (!)"
-        rows.append((str(index), _nodes(slot, cluster), str(layers[index]), *sizes))
-    right = range(2, len(rows[0]))
-    if plan.runs:
-        rows[0] += ("items",)
-        for index, runs in enumerate(plan.runs):
-            rows[index + 1] += (_runs_text(plan.bounds[index], runs),)
-    return align(rows, right=right)
-
-
-def _runs_text(start: int, runs: Sequence[LayerRun]) -> str:
-    """Number of items of each run of a stage, with their strategy."""
-    sizes = [stop - first for first, stop in pairwise((start, *(run.stop for run in runs)))]
-    return "; ".join(f"{size} {describe(run.strategy)}" for size, run in zip(sizes, runs, strict=True))

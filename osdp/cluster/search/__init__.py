@@ -7,5 +7,6 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``bound``: a lower bound of any arrangement of a layout
 - ``placement``: which stage goes to which place
 - ``objectives``: least time, least cost, either under a limit, or the front of both
+- ``alternatives``: what other decisions would bring
 - ``infeasible``: why there is no layout
 """

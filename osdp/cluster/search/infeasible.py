@@ -19,6 +19,7 @@ from osdp.cluster.search.space import (
 )
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.plan.shard_math import part_sizes
+from osdp.text import format_dollars, format_seconds
 
 
 def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = False) -> None:
@@ -109,12 +110,12 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
         if free.plans:
             best = free.plans[0]
             dollars = best.dollars_per_step
-            cost = "" if dollars is None else f" for ${dollars:.4g}"
-            limits = [f"{goal.step_seconds:.4g} s"] if goal.step_seconds < math.inf else []
-            limits += [f"${goal.step_dollars:.4g}"] if goal.step_dollars < math.inf else []
+            cost = "" if dollars is None else f" for {format_dollars(dollars)}"
+            limits = [format_seconds(goal.step_seconds)] if goal.step_seconds < math.inf else []
+            limits += [format_dollars(goal.step_dollars)] if goal.step_dollars < math.inf else []
             return ValueError(
                 f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
-                f"{best.step_seconds:.4g} s{cost}"
+                f"{format_seconds(best.step_seconds)}{cost}"
             )
     # 2. Memory: the layout with the smallest shortfall, with evenly divided stages.
     known = families(prices.cluster, prices.cluster.counts, prices.workload, space)

@@ -93,14 +93,18 @@ def best_plans(
 
 
 def pareto(
-    prices: ClusterPrices, space: LayoutSpace, advance: Callable[[int, int], None] | None = None
+    prices: ClusterPrices,
+    space: LayoutSpace,
+    advance: Callable[[int, int], None] | None = None,
+    parts: Sequence[tuple[int, ...]] | None = None,
 ) -> SearchResult:
-    """Pareto front of time and cost over all parts of the cluster; fastest first.
+    """Pareto front of time and cost over parts of the cluster; fastest first.
 
     Args:
         prices: Costs of the workload on the cluster.
         space: Allowed choices.
         advance: Progress callback, called with the number of parts done and of all parts.
+        parts: Number of nodes of each kind of every part; all parts if ``None``.
 
     Raises:
         ValueError: The price of a node is unknown.
@@ -108,7 +112,7 @@ def pareto(
     require_prices(prices)
     front: list[ClusterPlan] = []
     totals = [0, 0, 0]
-    parts = parts_of(prices, True)
+    parts = parts_of(prices, True) if parts is None else parts
     for done, counts in enumerate(parts):
         rate = prices.cluster.part(counts).dollars_per_second or 0.0
         # A step that takes longer than this is slower and costs more than a plan on the front.
@@ -119,6 +123,34 @@ def pareto(
         if advance is not None:
             advance(done + 1, len(parts))
     return SearchResult(tuple(front), *totals)
+
+
+def device_front(
+    prices: ClusterPrices,
+    space: LayoutSpace,
+    advance: Callable[[int, int], None] | None = None,
+    parts: Sequence[tuple[int, ...]] | None = None,
+) -> SearchResult:
+    """Pareto front of time and number of devices, for unknown prices; arguments as in :func:`pareto`."""
+    front: list[ClusterPlan] = []
+    totals = [0, 0, 0]
+
+    def num_devices(counts: Sequence[int]) -> int:
+        return prices.cluster.part(counts).num_devices
+
+    ascending = sorted(parts_of(prices, True) if parts is None else parts, key=num_devices)
+    for done, counts in enumerate(ascending):
+        # A step that takes longer than on fewer devices is of no interest.
+        upper = front[-1].step_seconds if front else math.inf
+        found = best_layouts(prices, space, counts=counts, upper=upper)
+        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
+        if found.plans:
+            while front and front[-1].layout.degrees.world_size == num_devices(counts):
+                front.pop()
+            front.append(found.plans[0])
+        if advance is not None:
+            advance(done + 1, len(ascending))
+    return SearchResult(tuple(reversed(front)), *totals)
 
 
 def pareto_front(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
@@ -136,6 +168,18 @@ def parts_of(prices: ClusterPrices, parts: bool) -> list[tuple[int, ...]]:
     if not parts:
         return [whole]
     return [counts for counts in product(*(range(count, -1, -1) for count in whole)) if any(counts)]
+
+
+def few_parts(prices: ClusterPrices, most: int) -> list[tuple[int, ...]]:
+    """All parts if they are at most ``most``; otherwise those that halving the nodes of each kind leaves."""
+    whole = prices.cluster.counts
+    if math.prod(count + 1 for count in whole) <= most + 1:
+        return parts_of(prices, True)
+    each = max(int(most ** (1 / len(whole))), 2)
+    halved = [
+        sorted({0, *(count >> halvings for halvings in range(each - 1))}, reverse=True) for count in whole
+    ]
+    return [counts for counts in product(*halved) if any(counts)]
 
 
 def require_prices(prices: ClusterPrices) -> None:

@@ -6,6 +6,7 @@ from html import escape
 from osdp.plan.choices import KEPT
 from osdp.plan.explanation import Alternative, PlanExplanation, PlanReport, UnitExplanation
 from osdp.plan.sharding import Mode
+from osdp.report.html.document import cards
 from osdp.report.plan_table import compress
 from osdp.text import format_bytes, format_seconds
 
@@ -80,8 +81,7 @@ def first_screen(report: PlanReport) -> str:
     ]
     if report.measured is not None:
         facts.append(("Measured in training", _measured(report)))
-    cards = "".join(f'<div class="fact"><span class="soft">{head}</span>{body}</div>' for head, body in facts)
-    return f'<div class="facts">{cards}</div>{_shares(report)}{_why(report)}'
+    return f"{cards(facts)}{_shares(report)}{_why(report)}"
 
 
 def _limits(report: PlanReport) -> str:

@@ -1,17 +1,14 @@
 """The page of a plan: on the first screen what was decided, whether it fits, how fast it is and why."""
 
-import base64
-import gzip
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from importlib import resources
 
 from osdp.plan.basis import Basis
 from osdp.plan.explanation import Frontier, PlanReport, UnitExplanation
 from osdp.plan.plan import Plan
 from osdp.report.html.charts import Chart, frontier_chart, memory_chart, schedule_chart, time_chart
+from osdp.report.html.document import chart, html_document, style, table
 from osdp.report.html.first_screen import NO_TIME, first_screen
 from osdp.report.plan_table import compress
 from osdp.text import format_bytes, format_seconds
@@ -48,45 +45,17 @@ def html_page(report: PlanReport) -> str:
         tabs.append(("Schedule", _schedule(report)))
     tabs.append(("Settings", _settings(report.plan)))
     title = f"Training plan: {_name(report.plan)}"
-    return "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_resource('page.css')}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            first_screen(report),
-            _tabs(tabs),
-            f'<script type="application/json" id="charts">{_json(charts)}</script>',
-            f'<script type="text/plain" id="plotly">{_plotly()}</script>',
-            f"<script>{_resource('page.js')}</script></body></html>\n",
-        ]
-    )
+    return html_document(title, first_screen(report), tabs, charts)
 
 
 def html_summary(report: PlanReport) -> str:
     """What was decided, whether it fits and how fast it is, for notebooks: no charts and no scripts."""
-    return f"<div><style>{_resource('page.css')}</style>{first_screen(report)}</div>"
+    return f"<div><style>{style()}</style>{first_screen(report)}</div>"
 
 
 def _name(plan: Plan) -> str:
     ranks = f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
     return f"{plan.basis.model_desc.name if plan.basis is not None else 'a model'} on {ranks}"
-
-
-def _tabs(tabs: Sequence[tuple[str, str]]) -> str:
-    heads, panels = [], []
-    for index, (name, content) in enumerate(tabs):
-        selected = "true" if index == 0 else "false"
-        heads.append(
-            f'<button role="tab" id="tab{index}" aria-controls="panel{index}" aria-selected="{selected}" '
-            f'tabindex="{-1 if index else 0}" data-name="{name.lower().replace(" ", "-")}">{name}</button>'
-        )
-        hidden = "" if index == 0 else " hidden"
-        panels.append(
-            f'<section role="tabpanel" id="panel{index}" aria-labelledby="tab{index}"{hidden}>'
-            f"{content}</section>"
-        )
-    return f'<div role="tablist">{"".join(heads)}</div>{"".join(panels)}'
 
 
 def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
@@ -111,7 +80,7 @@ def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
     )  # fmt: skip
     return (
         "<p>Layers that are gathered and reduced together are one unit. Units are in the order in which they "
-        "run; neighbours that are alike share a row. Click a column to sort.</p>" + _table(heads, rows)
+        "run; neighbours that are alike share a row. Click a column to sort.</p>" + table(heads, rows)
     )
 
 
@@ -161,7 +130,7 @@ def _memory(report: PlanReport) -> str:
     return (
         f"<p>The most is alive in <b>{escape(peak.name)}</b>: {format_bytes(peak.total)}, of which "
         f"{parts}.</p>"
-        f"{_chart('memory')}"
+        f"{chart('memory')}"
     )
 
 
@@ -192,7 +161,7 @@ def _times(report: PlanReport) -> str:
         "<p>Time of each unit in a step: compute, collectives that compute waits for, and below zero "
         "those that run beside it; what compute does not cover of them is waited for in the last row. "
         "Units are numbered as among the decisions; one that replicates "
-        f"several layers has a row for each.</p>{_chart('time')}{_table(heads, rows)}"
+        f"several layers has a row for each.</p>{chart('time')}{table(heads, rows)}"
     )
 
 
@@ -200,14 +169,14 @@ def _frontier(frontier: Frontier) -> str:
     note = "" if frontier.over == "memory_limit" else (
         '<p class="soft">Times of other settings are scaled from this one, not measured.</p>'
     )  # fmt: skip
-    return f"<h2>{_TITLES[frontier.over]}</h2>{_chart(frontier.over)}{note}"
+    return f"<h2>{_TITLES[frontier.over]}</h2>{chart(frontier.over)}{note}"
 
 
 def _schedule(report: PlanReport) -> str:
     plan = report.plan
     return (
         f"<p>{plan.schedule} with {plan.training.microbatches} microbatches: ranks are idle for "
-        f"{plan.bubble:.0%} of the time. Messages between stages are not drawn.</p>{_chart('schedule')}"
+        f"{plan.bubble:.0%} of the time. Messages between stages are not drawn.</p>{chart('schedule')}"
     )
 
 
@@ -226,7 +195,7 @@ def _settings(plan: Plan) -> str:
     }
     rows = [[(name, None), (escape(value), None)] for name, value in facts.items() if value]
     notes = "".join(f"<p>{escape(note)}</p>" for note in plan.notes)
-    return _table((("setting", False), ("value", False)), rows) + notes
+    return table((("setting", False), ("value", False)), rows) + notes
 
 
 def _basis(basis: Basis) -> dict[str, str]:
@@ -244,42 +213,3 @@ def _basis(basis: Basis) -> dict[str, str]:
         **links,
         "parameters": f"{desc.num_parameters:,} in {', '.join(dtypes)}, {format_bytes(desc.nbytes)}",
     }
-
-
-def _table(heads: Iterable[tuple[str, bool]], rows: Iterable[Sequence[tuple[str, str | None]]]) -> str:
-    """A table that sorts; a cell is HTML and, where it is a number, that number."""
-    head = "".join(
-        f"<th data-sort{' class=number' if numeric else ''}>{name}</th>" for name, numeric in heads
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{text}</td>" if value is None else f'<td class="number" data-value="{value}">{text}</td>'
-            for text, value in row
-        )
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _chart(name: str) -> str:
-    return f'<div class="chart" data-chart="{name}"></div>'
-
-
-def _json(charts: dict[str, Chart]) -> str:
-    # A name in the model must not end the script.
-    return json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _resource(name: str) -> str:
-    return resources.files("osdp.report.html").joinpath(name).read_text(encoding="utf8")
-
-
-def _plotly() -> str:
-    """The source of plotly.js, packed: it is most of the file."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("HTML reports need plotly: pip install 'osdp[report]'", name="plotly") from error
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 6, mtime=0)).decode()

@@ -7,6 +7,7 @@ import pytest
 
 from osdp.cli import main as cli
 from osdp.cluster.calibration.calibrate import Calibration
+from osdp.text import WIDTH
 from tests.helpers.measured import TRUE, grid, timed, write_csv
 
 CLUSTER = """
@@ -43,6 +44,7 @@ def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys)
     out = tmp_path / "calibration.json"
     run("calibrate", "--data", data, "--cluster", cluster, "--out", out)
     printed = capsys.readouterr().out
+    assert all(len(line) <= WIDTH for line in printed.splitlines())
     assert "matrix_share" in printed
     assert "36 steps" in printed
     assert "recompute none" in printed

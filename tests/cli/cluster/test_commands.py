@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFix
     run("cluster", "plan", *words, "--objective", "cost", "--subsets", "--top", "1")
     cheap = capsys.readouterr().out
     run("cluster", "plan", *words, "--objective", "pareto")
-    assert cheap.splitlines()[2].split()[-2:] == ["none", "1"]
+    assert "1 A100 + 1 A10" not in cheap
     assert "$" in capsys.readouterr().out
 
 
@@ -123,7 +124,7 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
     best = capsys.readouterr().out
     run("cluster", "estimate", *words, *degrees, "--partition", "4-2")
     uneven = capsys.readouterr().out
-    assert "4-2" in uneven
+    assert re.findall(r"^\d  +1 A\d+  +(\d)  ", uneven, re.M) == ["3", "1"]
     with pytest.raises(RuntimeError, match="--partition 4-3 has 7 items in 2 stages; 2 stages have 6"):
         run("cluster", "estimate", *words, *degrees, "--partition", "4-3")
     run("cluster", "estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
@@ -177,7 +178,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--deadline", "3w", "--steps", "5"], "a time is a positive number followed by s, m, h or d"),
         (
             ["--deadline", "0.001s", "--steps", "100"],
-            "no step takes at most 1e-05 s; the fastest without a limit takes",
+            "no step takes at most 10.0 us; the fastest without a limit takes",
         ),
         (
             ["--token-slices", "4", "--recomputation", "full", "--pp", "2"],

@@ -14,8 +14,9 @@ from osdp.cluster.cost.mixed_runs import layer_points, lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.cost.step import price, wrap_seconds
+from osdp.cluster.export.breakdown import breakdown
 from osdp.cluster.export.frameworks import exports
-from osdp.cluster.export.table import breakdown, rows_of
+from osdp.cluster.export.table import rows_of
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.layouts import arrange, best_layouts

@@ -1,0 +1,72 @@
+"""``osdp cluster plan --report``: the page of a cluster plan, with a front and alternatives of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from osdp.cli.cluster.goal import GoalOptions
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.explanation import ClusterReport
+from osdp.cluster.export.html.page import cluster_page
+from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.alternatives import alternatives
+from osdp.cluster.search.layouts import SearchResult
+from osdp.cluster.search.objectives import device_front, few_parts, pareto
+from osdp.cluster.search.space import LayoutSpace
+
+#: Parts of the cluster that are searched for a front that was not asked for.
+_MOST_PARTS = 32
+
+
+def write_page(
+    path: Path,
+    plan: ClusterPlan,
+    found: SearchResult,
+    listed: Sequence[ClusterPlan],
+    prices: ClusterPrices,
+    space: LayoutSpace,
+    goal: GoalOptions,
+    basis: str,
+    advance: Callable[[int, int], None],
+) -> None:
+    """Write the page of a plan that was found.
+
+    Args:
+        path: File to write.
+        plan: The chosen plan.
+        found: Result of the search.
+        listed: Plans of the printed table.
+        prices: Costs of the workload on the cluster.
+        space: Choices that were allowed.
+        goal: What was asked for.
+        basis: Assumptions of the estimates.
+        advance: Progress callback, called with the number of parts done and of all parts.
+
+    Raises:
+        ImportError: plotly is not installed.
+        OSError: The file cannot be written.
+    """
+    cluster = prices.cluster
+    whole = math.prod(count + 1 for count in cluster.counts) - 1
+    if goal.pareto:
+        front, parts = found.plans, whole
+    else:
+        some = few_parts(prices, _MOST_PARTS)
+        front, parts = (
+            (device_front if cluster.unpriced else pareto)(prices, space, advance, some).plans,
+            len(some),
+        )
+    report = ClusterReport(
+        plan=plan,
+        listed=tuple(listed),
+        front=front,
+        all_parts=parts == whole,
+        alternatives=alternatives(prices, space, plan),
+        cluster=cluster,
+        workload=prices.workload,
+        goal=goal.words,
+        candidates=found.candidates,
+        basis=basis,
+        steps=goal.steps,
+    )
+    path.write_text(cluster_page(report), encoding="utf8")
