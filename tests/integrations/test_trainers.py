@@ -16,7 +16,7 @@ from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
 from osdp.integrations.accelerate import OSDPAccelerator
 from osdp.integrations.huggingface.trainer import OSDPTrainer
-from osdp.runtime.checkpoint import whole_state_dict
+from osdp.runtime.checkpoint import save_pretrained, whole_state_dict
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
 
@@ -117,6 +117,26 @@ def test_the_trainer_saves_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
         found = model(Sentences()[0]["input_ids"][None]).logits
         plain = plain_model().eval()(Sentences()[0]["input_ids"][None]).logits
     assert torch.allclose(found, logits, atol=1e-5) and not torch.allclose(found, plain, atol=1e-3)
+
+
+@as_under_torchrun()
+def adapters_not_saved(folder: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = planned("mixed", get_peft_model(plain_model(), LoraConfig(r=2, target_modules=["q_proj"])))
+    with pytest.raises(RuntimeError, match=r"may have a part of the new adapters: .*OSError: No space left"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(model.module), "save_pretrained", _full_disk)
+            save_pretrained(model, folder)
+
+
+def _full_disk(*_: Any, **__: Any) -> None:
+    raise OSError("No space left")
+
+
+def test_adapters_that_cannot_be_written_are_told_on_all_ranks(tmp_path: Path) -> None:
+    # Rank 0 raised, and the others waited for it without end.
+    run(2, adapters_not_saved, str(tmp_path), fresh=True)
 
 
 @as_under_torchrun()
