@@ -1,6 +1,7 @@
 """Trainers that people use: they train, save and resume a model under a plan, and refuse by name."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -16,6 +18,7 @@ from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
 from osdp.integrations.accelerate import OSDPAccelerator
 from osdp.integrations.huggingface.trainer import OSDPTrainer
+from osdp.integrations.lightning import OSDPFabricStrategy
 from osdp.runtime.checkpoint import save_pretrained, whole_state_dict
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
@@ -137,6 +140,30 @@ def _full_disk(*_: Any, **__: Any) -> None:
 def test_adapters_that_cannot_be_written_are_told_on_all_ranks(tmp_path: Path) -> None:
     # Rank 0 raised, and the others waited for it without end.
     run(2, adapters_not_saved, str(tmp_path), fresh=True)
+
+
+def lightning_saves_all_or_nothing(folder: str) -> None:
+    model = planned("mixed")
+    strategy = OSDPFabricStrategy(lambda _model, _mesh: model)
+    strategy.save_checkpoint(folder, {"model": model, "step": 1})
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        strategy.save_checkpoint(folder, {"model": model, "step": 2, "more": lambda: None})
+    found = strategy.load_checkpoint(folder, {"model": model})
+    assert found == {"step": 1}
+    assert all(torch.equal(_local(value), _local(saved[name])) for name, value in model.state_dict().items())
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_a_lightning_checkpoint_is_published_as_a_whole(tmp_path: Path) -> None:
+    # New weights lay beside the old step, and only rank 0 raised.
+    run(2, lightning_saves_all_or_nothing, str(tmp_path / "state"), fresh=True)
 
 
 @as_under_torchrun()
