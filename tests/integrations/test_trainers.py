@@ -203,6 +203,12 @@ def clipped(_folder: str) -> None:
         accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
     whole = accelerator.get_state_dict(model)
     assert bool(whole) == (dist.get_rank() == 0)
+    unwrapped, saved = accelerator.unwrap_model(model), f"{_folder}/exported"
+    options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    with pytest.raises(TypeError, match="by shards: leave out state_dict="):
+        unwrapped.save_pretrained(saved, state_dict=whole, **options)
+    unwrapped.save_pretrained(saved, **options)
+    assert list(Path(saved).glob("model*.safetensors"))
     accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="2 optimizers have parameters of it"):
         accelerator.save_state(_folder)
