@@ -302,15 +302,17 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     def save_pretrained(self) -> Callable[..., None]:
         """Writes a folder that ``from_pretrained`` opens, as models of transformers do; every rank calls it.
 
-        Called with the folder. No rank ever holds the whole model.
+        Called with the folder. No rank ever holds the whole model, so ``is_main_process`` and
+        ``save_function``, which scripts for Accelerate pass, are not needed.
 
         Raises:
+            TypeError: It is called with a ``state_dict``: what is written are the model's own weights.
             AttributeError: It is no model of transformers or PEFT; for others there is
                 :func:`osdp.runtime.checkpoint.save_pretrained`, which writes the weights alone.
         """
         if not hasattr(type(self.module), "save_pretrained"):
             raise AttributeError(f"{type(self.module).__name__} has no save_pretrained")
-        return functools.partial(save_pretrained, self)
+        return functools.partial(_save_as_transformers, self)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
@@ -382,6 +384,23 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             "    average = [p.detach().clone() for p in model.parameters()]\n"
             "    get_ema_multi_avg_fn(decay)(average, [p.detach() for p in model.parameters()], None)"
         )
+
+
+def _save_as_transformers(
+    model: OSDP,
+    folder: "str | Path",
+    *,
+    is_main_process: bool = True,
+    save_function: Any = None,
+    state_dict: Any = None,
+) -> None:
+    del is_main_process, save_function  # each rank writes its shards
+    if state_dict is not None:
+        raise TypeError(
+            "save_pretrained of an OSDP model writes its own weights, by shards: leave out state_dict=, "
+            "and call it on every rank; other weights are saved by model.module.save_pretrained on rank 0"
+        )
+    save_pretrained(model, folder)
 
 
 def _translated(options: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:

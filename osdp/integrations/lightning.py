@@ -4,6 +4,7 @@ Lightning's own ``ModelParallelStrategy`` trains a model under a plan, but knows
 DTensors, of which a replicated plan has none, and so refuses to save or load it.
 """
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy as
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.objects import broadcast_object, is_first
+from osdp.comm.objects import broadcast_object
 from osdp.runtime.checkpoint import load, save
 from osdp.wrapper import OSDP
 
-#: The folder of model and optimizer inside a checkpoint of Lightning, and the file of all else.
-STATE_FOLDER, REST = "osdp", "meta.pt"
+#: The folder inside a checkpoint of Lightning, in which all of it is: one rename publishes it.
+STATE_FOLDER = "osdp"
+#: What is neither model nor optimizer, as bytes: it may be more than plain data, which the reader decides on.
+_REST = "lightning"
 
 
 class OSDPStrategy(TrainerStrategy):
@@ -192,9 +195,14 @@ def _save(
             "storage_options= is not for checkpoints by shards, which are folders of a file system"
         )
     folder = Path(broadcast_object(str(path)))
-    save(folder / STATE_FOLDER, model, optimizer)
-    if is_first():
-        torch.save(dict(rest), folder / REST)
+    file = io.BytesIO()
+    torch.save(dict(rest), file)
+    save(
+        folder / STATE_FOLDER,
+        model,
+        optimizer,
+        extra={_REST: torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)},
+    )
 
 
 def _load(
@@ -204,8 +212,9 @@ def _load(
     weights_only: bool | None,
 ) -> dict[str, Any]:
     folder = Path(broadcast_object(str(path)))
-    load(folder / STATE_FOLDER, model, optimizer)
-    found: dict[str, Any] = torch.load(
-        folder / REST, map_location="cpu", weights_only=weights_only is not False
-    )
+    kept = load(folder / STATE_FOLDER, model, optimizer)
+    if not isinstance(kept.extra, dict) or _REST not in kept.extra:
+        raise ValueError(f"{folder} has model and optimizer, but nothing that Lightning saved with them")
+    file = io.BytesIO(kept.extra[_REST].numpy().tobytes())
+    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
     return found

@@ -1,6 +1,7 @@
 """Trainers that people use: they train, save and resume a model under a plan, and refuse by name."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -16,7 +18,8 @@ from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
 from osdp.integrations.accelerate import OSDPAccelerator
 from osdp.integrations.huggingface.trainer import OSDPTrainer
-from osdp.runtime.checkpoint import whole_state_dict
+from osdp.integrations.lightning import OSDPFabricStrategy
+from osdp.runtime.checkpoint import save_pretrained, whole_state_dict
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
 
@@ -120,6 +123,50 @@ def test_the_trainer_saves_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
 
 
 @as_under_torchrun()
+def adapters_not_saved(folder: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = planned("mixed", get_peft_model(plain_model(), LoraConfig(r=2, target_modules=["q_proj"])))
+    with pytest.raises(RuntimeError, match=r"may have a part of the new adapters: .*OSError: No space left"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(model.module), "save_pretrained", _full_disk)
+            save_pretrained(model, folder)
+
+
+def _full_disk(*_: Any, **__: Any) -> None:
+    raise OSError("No space left")
+
+
+def test_adapters_that_cannot_be_written_are_told_on_all_ranks(tmp_path: Path) -> None:
+    # Rank 0 raised, and the others waited for it without end.
+    run(2, adapters_not_saved, str(tmp_path), fresh=True)
+
+
+def lightning_saves_all_or_nothing(folder: str) -> None:
+    model = planned("mixed")
+    strategy = OSDPFabricStrategy(lambda _model, _mesh: model)
+    strategy.save_checkpoint(folder, {"model": model, "step": 1})
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        strategy.save_checkpoint(folder, {"model": model, "step": 2, "more": lambda: None})
+    found = strategy.load_checkpoint(folder, {"model": model})
+    assert found == {"step": 1}
+    assert all(torch.equal(_local(value), _local(saved[name])) for name, value in model.state_dict().items())
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_a_lightning_checkpoint_is_published_as_a_whole(tmp_path: Path) -> None:
+    # New weights lay beside the old step, and only rank 0 raised.
+    run(2, lightning_saves_all_or_nothing, str(tmp_path / "state"), fresh=True)
+
+
+@as_under_torchrun()
 def refused(folder: str) -> None:
     model = planned("replicated")
     # Silently reduced twice, once by each.
@@ -156,6 +203,12 @@ def clipped(_folder: str) -> None:
         accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
     whole = accelerator.get_state_dict(model)
     assert bool(whole) == (dist.get_rank() == 0)
+    unwrapped, saved = accelerator.unwrap_model(model), f"{_folder}/exported"
+    options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    with pytest.raises(TypeError, match="by shards: leave out state_dict="):
+        unwrapped.save_pretrained(saved, state_dict=whole, **options)
+    unwrapped.save_pretrained(saved, **options)
+    assert list(Path(saved).glob("model*.safetensors"))
     accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="2 optimizers have parameters of it"):
         accelerator.save_state(_folder)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import (
     state_dict_loader,
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.objects import broadcast_object, gather_objects, has_process_group, is_first
+from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import describe_failures
 from osdp.runtime.ranks.shared_faults import raise_together
@@ -215,10 +214,13 @@ def _save_adapters(module: Any, state: Mapping[str, Any], folder: Path) -> None:
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if is_first():
             whole[name] = tensor.cpu()
-    if is_first():
-        module.save_pretrained(folder, state_dict=whole)
-    if has_process_group():
-        dist.barrier()
+    fault: Exception | None = None
+    try:
+        if is_first():
+            module.save_pretrained(folder, state_dict=whole)
+    except Exception as error:  # safetensors has exceptions of its own; the other ranks wait in any case
+        fault = error
+    raise_together(fault, f"{folder} may have a part of the new adapters")
 
 
 def _check(state: Mapping[str, torch.Tensor], saved: Mapping[str, Any], path: Path) -> None:

@@ -150,7 +150,7 @@ def save(
     Raises:
         RuntimeError: A rank could not write; raised on all ranks. The folder keeps its old checkpoint.
         ValueError: ``path`` is not a folder in a file system, ``extra`` or a state cannot be read back, or
-            ``keep_last`` has no ``step``.
+            ``keep_last`` has no ``step``, or ``path`` has a later one.
     """
     folder = step_folder(path, step, keep_last)
     kept = KeptState.of(scheduler, step, rng, data, extra)

@@ -19,14 +19,24 @@ def step_folder(path: str | Path, step: int | None, keep_last: int | None) -> Pa
 
     Raises:
         ValueError: ``path`` is no folder in a file system; or several are to be kept, and there is no step,
-            or fewer than one are.
+            or fewer than one are, or ``path`` has a later one.
     """
     _require_folder(path)
     if keep_last is None:
         return Path(path)
     if keep_last < 1 or step is None:
         raise ValueError(f"keep_last={keep_last} keeps checkpoints by step: pass step=, and keep 1 or more")
-    return Path(path) / f"step-{step:08}"
+    folder = Path(path) / f"step-{step:08}"
+    later = [each.name for each in _complete_steps(Path(path)) if _number(each) > step] if is_first() else []
+    fault = None
+    if later:
+        # It would be removed at once as the older one, and load() would read the later one.
+        fault = ValueError(
+            f"{path} has {later[-1]}, which is later than step {step}: a training that goes back, or starts "
+            "anew, saves to another folder, or later steps are removed first"
+        )
+    raise_together(fault, "nothing was saved")
+    return folder
 
 
 def latest_step(path: str | Path) -> Path:

@@ -172,6 +172,21 @@ def test_the_latest_complete_of_several_steps_is_loaded(tmp_path: Path) -> None:
     run(2, several_kept, str(tmp_path / "several"))
 
 
+def gone_back(path: str) -> None:
+    model, optimizer = make()
+    checkpoint.save(path, model, optimizer, step=10, keep_last=1)
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(ValueError, match="has step-00000010, which is later than step 3: a training"):
+            save(path, model, optimizer, step=3, keep_last=1)
+    checkpoint.save(path, model, optimizer, step=10, keep_last=1)
+    assert checkpoint.load(path, model, optimizer).step == 10
+
+
+def test_a_training_that_goes_back_does_not_lose_what_it_saves(tmp_path: Path) -> None:
+    # A save was removed at once as the older one, and load() went on with the later steps.
+    run(2, gone_back, str(tmp_path / "several"))
+
+
 # -- while training goes on ---------------------------------------------------------------------------------
 
 
