@@ -21,7 +21,7 @@ from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline import received_gradients
 from osdp.runtime.pipeline.channels import Channel
-from osdp.runtime.pipeline.messages import MessageKey, Messages, Messenger
+from osdp.runtime.pipeline.messenger import MessageKey, MessageSpecs, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
 from osdp.runtime.stages import RunningStage, Stage, StageOutput
 from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
@@ -181,9 +181,9 @@ class Pipeline:
         return [step.outputs[index] for index in sorted(step.outputs)]
 
     @property
-    def messages(self) -> Messages:
+    def message_specs(self) -> MessageSpecs:
         """Shape and dtype of each kind of message so far."""
-        return self.mail.known
+        return self.mail.specs
 
     def _run(self, step: StageStep, *, keep: bool = False) -> None:
         order = step.schedule.orders[self.rank]
