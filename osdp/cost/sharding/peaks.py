@@ -7,21 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
+from osdp.cost.sharding.end_of_step import COPY_IN, final_row, last_in_root, step_row
 from osdp.cost.sharding.memory import (
-    COPY_IN,
     MOMENTS,
     REGION_KINDS,
     PeakMoment,
     always,
     edges,
-    final_row,
-    last_in_root,
     lasting_gradients,
     moment_kinds,
     resharded,
     root_always,
     scattered_inputs,
-    step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.strategies import UnitMode

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Bools, Floats
+from osdp.cost.sharding.end_of_step import final_row, step_row
 from osdp.cost.sharding.memory import (
     MOMENTS,
     REGION_KINDS,
@@ -20,12 +21,10 @@ from osdp.cost.sharding.memory import (
     PeakMoment,
     always,
     edges,
-    final_row,
     lasting_gradients,
     resharded,
     root_always,
     scattered_inputs,
-    step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.units import UnitCosts

@@ -203,7 +203,7 @@ def _optimizer_step(
         )
     )
     if not costs.temporaries_add:
-        # Of a for-loop optimizer they are a maximum over operators, found in osdp.cost.sharding.memory.
+        # Of a for-loop optimizer they are a maximum over operators, found in osdp.cost.sharding.end_of_step.
         return _OptimizerStep(seconds, np.zeros(len(num_trainable)))
     temporary = np.where(kinds.in_shards, span(costs.temporary_sharded), span(costs.temporary_whole))
     return _OptimizerStep(seconds, temporary)
