@@ -98,6 +98,7 @@ def _cost_units_in(
         gather_buffers=np.where(kinds.own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
         casts_gradient=casts_gradient,
+        # The copy into the root unit's reduction is a moment of its own (osdp.cost.sharding.end_of_step).
         reduce_input=np.where(sharded, reduce_input + np.where(kinds.own, 0.0, copies), 0.0),
         reduce_peak=np.where(
             sharded, reduce_input + np.where(kinds.own, copying, beside - span(costs.gradient)), 0.0
@@ -105,6 +106,7 @@ def _cost_units_in(
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
+        # Each other rank sends its contribution to this rank's shard.
         received=np.where(kinds.by_exchange(shard_group), (1 - 1 / costs.world_size) * reduce_input, 0.0),
         num_gradients=count,
         largest_gradient=np.where(
@@ -113,6 +115,7 @@ def _cost_units_in(
             0.0,
             _range_max(costs.largest_gradient, a, b),
         ),
+        # A unit in the root unit adds bytes to its collective, and no latency.
         gather_seconds=np.where(
             sharded, kinds.own * shard_group.gather.latency + unsharded / shard_group.gather.bandwidth, 0.0
         ),

@@ -30,13 +30,14 @@ from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.ranks.participants import participants_of
 from osdp.runtime.recompute import Recomputed, recompute
+from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.buckets import Reduction
 from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero, shard_units
 from osdp.runtime.sharding.module_api import give_interface
 from osdp.runtime.sharding.planned_parameters import PlannedParameters
 from osdp.runtime.sharding.reducer import GradientReducer, gradient_group, replicated_units
 from osdp.runtime.sharding.replicated import replicate
-from osdp.runtime.sharding.sharded_model import Backwards, ShardedModel
+from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.sharding.sliced import exchange_modules, shard_weight
 from osdp.runtime.sharding.storage import ParameterStorage
 from osdp.runtime.sharding.validate import check_double_backward, check_plan
