@@ -93,6 +93,7 @@ class Messenger:
         if agreed is None:
             self.specs[address.kind] = (tensor.shape, tensor.dtype)
             self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
+        # Two tags for each number, of the header and of the message.
         self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
 
     def expect(self, peer: int, address: MessageKey) -> None:
@@ -117,11 +118,13 @@ class Messenger:
             return self._at_home.pop(address.number)
         self.expect(peer, address)
         expected = self._expected.pop(address.number, None)
+        # 1. After a header the shape is known, and the message itself can be received.
         if expected is not None and expected.is_header:
             expected.work.wait()
             self.specs[address.kind] = _shape(expected.buffer)
             self._headers.discard(address.channel)
             expected = None
+        # 2. It was not posted ahead: a header of its kind or channel had to come first.
         if expected is None:
             expected = self._posted(peer, address)
         expected.work.wait()
@@ -156,6 +159,7 @@ class Messenger:
         group = self._channels.get(address.channel, self._group)
         work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
         assert work is not None
+        # A tensor must live until it is sent, and no longer.
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 

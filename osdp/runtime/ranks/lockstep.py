@@ -100,12 +100,18 @@ class Lockstep:
         self._control = control
         self._root = root
         self._participants = tuple(participants) if control is not None else ()
+        #: By code of a pass: the agreed order, its name, and participants in it that no rank has run.
         self._orders: dict[int, list[int]] = {}
         self._labels: dict[int, str] = {}
         self._unrun: dict[int, list[int]] = {}
+        #: The passes in progress, a backward inside a forward last.
         self._passes: list[_Pass] = []
+        #: Whether a collective is being joined at present, which must not ask for its turn again.
         self._joins = False
+        #: Codes of the forwards whose backward has not run yet: they name that backward.
         self._pending: dict[int, None] = {}
+        #: Whether ranks may be at different passes (at first, after an evaluation, after a fault), so that
+        #: they must first agree on which one begins.
         self._unsure = True
         self._spans: dict[int, OrderSpan] = {}
         #: By unit the one whose gather in backward it follows at once, since that one prefetches it.
@@ -341,6 +347,7 @@ class Lockstep:
                 evaluations = sorted(row[1] for row in rows if not row[3])
                 if not evaluations:
                     raise self._different(f"begins {label}")
+                # All ranks choose the same of several: those that do not run it join it first.
                 if evaluations[0] != code:
                     self._run_along(evaluations[0])
                     continue
@@ -427,6 +434,7 @@ class Lockstep:
             for index in sorted(found, key=lambda i: found[i].end)
             if isinstance(participant := self._participants[index], UnitCollectives)
         }
+        # Nothing follows the first unit in backward. It names itself: without a choice FSDP2 makes its own.
         for first in [*units][:1]:
             set_backward_prefetch(units[first].module, units[first].module)
         for before, index in pairwise(units):

@@ -142,6 +142,7 @@ class BackwardPass:
                 "between steps"
             )
         self._refuse_mixed_dtypes(set(trainable))
+        # What was built from the trainable parameters: buckets, FSDP2's dtypes, hooks, and settings of units.
         self._trainable = trainable
         self._reducer.rebuild()
         self._sharded.follow_trainable()
@@ -215,6 +216,7 @@ class BackwardPass:
                 f"the gradient of {parameter.name!r} is sparse, which cannot be reduced over ranks: create "
                 "the embedding with sparse=False, and use an optimizer for dense gradients"
             )
+        # Also in one that runs already, if it is differentiated itself: that may have to be refused.
         if not self.runs or torch.is_grad_enabled():
             self.begin()
         self._used.add(parameter.name)
@@ -233,8 +235,11 @@ class BackwardPass:
         self._replicated.swap_out()
         due = [p.name for p in self._parameters if p.path.syncs and p.stored.requires_grad]
         if not due:
+            # None is reduced (no_sync): sharded and replicated units keep what they have.
             self._deliver(())
             return
+        # A parameter that this rank has not used may have a gradient on another. The answer comes with the
+        # last bucket where that can carry flags, else by an exchange of its own.
         missing = [name for name in due if name not in self._used]
         if self._settings.find_unused_parameters and self._reducer.can_find_unused(due):
             absent = self._reducer.start_rest_and_find_unused(self._used)
@@ -251,6 +256,7 @@ class BackwardPass:
 
     def _deliver(self, absent: Collection[str]) -> None:
         """Hand out gradients and call users' hooks, in the same order on all ranks; ends the backward."""
+        # Before users' hooks run, which may begin another pass.
         self._sharded.end_backward()
         self.runs = False
         self.is_awaited = False

@@ -285,6 +285,7 @@ class ShardedModel:
         if self._backward.runs or backward_is_unfinished(self.model):
             logger.warning("the last backward did not end; its gradients are dropped")
             self.recover(drop_gradients=True)
+        # Before anything is gathered, which registers parameters again over whatever was put in their place.
         self.parameters.check_registered()
         for parameter in self.parameters:
             parameter.path.follow_freezing(parameter.stored, parameter.compute)
@@ -292,6 +293,7 @@ class ShardedModel:
         self._sharded.prepare_for_inference_mode()
         self._sharded.reshard_stale()
         self._lockstep.enter(self._names[module])
+        # In this order: copies in another dtype are made from values that are up to date on all ranks.
         self._replicated.gather_changed()
         self._replicated.swap_in()
         self._in_slices.reshard()
@@ -310,6 +312,7 @@ class ShardedModel:
             self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
                 tensor.register_hook(self._backward.begin)
+        # Without gradients, but not between a forward and its backward, which needs what that left in place.
         elif not self._backward.is_awaited:
             self._replicated.swap_out()
             if not self._has_graphs:
